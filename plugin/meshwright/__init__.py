@@ -1,0 +1,42 @@
+"""Meshwright makes a stock Hugging Face Llama-style model train in parallel with one call."""
+
+from meshwright.checkpoint.export import full_gradients, full_state_dict
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute import to_distributed
+from meshwright.errors import (
+    AlreadyDistributedError,
+    OptimizerMismatchError,
+    PlanError,
+    UncoveredParameterError,
+    UnreadableTensorError,
+)
+from meshwright.mesh import ParallelDims, ProcessMesh
+from meshwright.optim.clip import clip_grad_norm_
+from meshwright.optim.shard import shard_optimizer
+from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
+from meshwright.runtime import no_sync
+
+__all__ = [
+    "AlreadyDistributedError",
+    "OptimizerMismatchError",
+    "ParallelDims",
+    "ParallelPlan",
+    "PlanError",
+    "ProcessMesh",
+    "Role",
+    "ShardingPlan",
+    "ToDistributedConfig",
+    "UncoveredParameterError",
+    "UnreadableTensorError",
+    "clip_grad_norm_",
+    "decoder_roles",
+    "full_gradients",
+    "full_state_dict",
+    "infer_plan",
+    "no_sync",
+    "register_plan",
+    "shard_optimizer",
+    "to_distributed",
+]
+
+__version__ = "0.1.0"

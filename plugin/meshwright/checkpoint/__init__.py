@@ -1,0 +1,1 @@
+"""Getting whole tensors out of a distributed model."""

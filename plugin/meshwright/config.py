@@ -1,0 +1,119 @@
+"""What a user can say to ``to_distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.errors import PlanError
+from meshwright.mesh import ParallelDims
+from meshwright.parallel.loss import NumItems
+from meshwright.plans import ShardingPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """How a training step is spread over devices.
+
+    Args:
+        dp: data-parallel size; the loader's batch is split over it.
+        tp: tensor-parallel size; attention heads, MLP width and vocabulary are split over it.
+        cp: context-parallel size; not available in this version.
+        pp: pipeline-parallel size; not available in this version.
+        sequence_parallel: with tp > 1, also shard the activations between blocks over the tp axis.
+        zero_stage: 0, or 1 to shard the optimizer state over dp; 2 and 3 are not available yet.
+        micro_batch_size: rows of a rank's batch that run at once; None for all of them.
+        gradient_accumulation_steps: the same said as a count: a rank's rows run in so many parts.
+        recompute: "none", or "full" to recompute every layer in backward.
+
+    Raises:
+        PlanError: for sizes that are not positive integers and for what this version cannot run.
+
+    Example:
+        >>> ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1).world_size
+        4
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    zero_stage: int = 0
+    micro_batch_size: int | None = None
+    gradient_accumulation_steps: int = 1
+    recompute: Literal["none", "full"] = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "cp", "pp", "gradient_accumulation_steps", "micro_batch_size"):
+            value = getattr(self, name)
+            if name == "micro_batch_size" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"ParallelPlan.{name} must be a positive integer, not {value!r}")
+        for name, what in (("cp", "context parallelism"), ("pp", "pipeline parallelism")):
+            if getattr(self, name) > 1:
+                raise PlanError(
+                    f"ParallelPlan.{name}={getattr(self, name)}: {what} is not available in this version; "
+                    f"set {name}=1 and use dp and tp"
+                )
+        if self.zero_stage not in (0, 1):
+            raise PlanError(
+                f"ParallelPlan.zero_stage={self.zero_stage!r} is not available in this version; use 0 or 1"
+            )
+        if self.recompute not in ("none", "full"):
+            raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
+        if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
+            raise PlanError(
+                f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} say the same thing in two ways; set one of them"
+            )
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The sizes of the mesh."""
+        return ParallelDims(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
+
+    @property
+    def world_size(self) -> int:
+        return self.dims.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToDistributedConfig:
+    """Options of ``to_distributed``.
+
+    Args:
+        plan: the parallel plan. Choosing one automatically (None or "auto") is not available yet.
+        sequence_parallel: overrides ``plan.sequence_parallel``; None lets the plan say.
+        input_spec: name -> (shape, dtype) of one sample batch; reserved for the planner.
+        sharding_plan: which module plays which role, instead of the registered or inferred plan.
+        gather_logits: gather ``outputs.logits`` in training with labels too. They stay sharded
+            otherwise, since nobody but the loss needs them and they are a step's largest tensor.
+        num_items_in_batch: what a ``num_items_in_batch`` passed to the model counts: "global", the
+            items of all data-parallel ranks (equal on all of them); "local", those of this rank's
+            rows; "auto" reads it as global where all ranks pass the same number and it covers all
+            their valid labels, and as local otherwise.
+        optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
+            element from that element alone.
+        bucket_size_mb: gradients are communicated in buckets of this size.
+    """
+
+    plan: ParallelPlan | Literal["auto"] | None = None
+    sequence_parallel: bool | None = None
+    input_spec: Mapping[str, Any] | None = None
+    sharding_plan: ShardingPlan | None = None
+    gather_logits: bool = False
+    num_items_in_batch: NumItems = "auto"
+    optimizer_is_elementwise: bool = False
+    bucket_size_mb: float = 25.0
+
+    def __post_init__(self) -> None:
+        if self.num_items_in_batch not in ("auto", "global", "local"):
+            raise PlanError(
+                f"ToDistributedConfig.num_items_in_batch={self.num_items_in_batch!r} must be 'auto', 'global' or "
+                "'local'"
+            )
+        if not self.bucket_size_mb > 0:
+            raise PlanError(f"ToDistributedConfig.bucket_size_mb={self.bucket_size_mb!r} must be above zero")

@@ -1,0 +1,1 @@
+"""Loaders that know the mesh."""

@@ -1,0 +1,226 @@
+"""``to_distributed``: a one-device program's model, optimizer and loader, made distributed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.export import export_with_full_weights
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.data.loader import DistributedLoader
+from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.launch import build_axes, check_launch, device_for, start_process_group
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.rebind import check_ownership, rebind
+from meshwright.optim.shard import install_gradient_sync
+from meshwright.parallel.collectives import Axis, agree, all_gather
+from meshwright.parallel.dropout import DropoutStreams
+from meshwright.parallel.forward import ForwardState
+from meshwright.parallel.loss import CausalLMLoss
+from meshwright.parallel.microbatch import split_forward
+from meshwright.parallel.structure import DecoderStructure, describe
+from meshwright.parallel.tensor import install_tensor_parallel, shard_parameters
+from meshwright.plans import plan_for
+from meshwright.runtime import Runtime, attach, device_of, find_runtime
+
+logger = logging.getLogger(__name__)
+
+
+def to_distributed(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    dataloader: Iterable[Any] | None = None,
+    device_num: int | None = None,
+    node_num: int | None = None,
+    config: ToDistributedConfig | None = None,
+) -> tuple[Any, Any, Any]:
+    """Turn a one-device program into a distributed one; its training loop stays as it is.
+
+    Every launched process calls it with the same arguments. The model and the optimizer stay the
+    user's objects, changed in place. If the call raises, nothing was changed.
+
+    Args:
+        model: a causal LM of transformers (or of the same shape), whole, on this process's device.
+        optimizer: over the model's parameters; its groups and its state are kept.
+        dataloader: yields global batches, of the size that one device would train on.
+        device_num: devices a node; None: what was launched.
+        node_num: nodes; None: what was launched.
+        config: the plan and options.
+
+    Returns:
+        The model, the optimizer and a loader of this rank's rows. What was None stays None.
+
+    Raises:
+        PlanError: for a plan that the model, the launch or this version cannot run.
+        AlreadyDistributedError: for a model that DDP, FSDP, DeepSpeed or an earlier call distributed.
+        OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
+
+    Example::
+
+        plan = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
+        model, optimizer, loader = mw.to_distributed(
+            model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan)
+        )
+    """
+    config = config or ToDistributedConfig()
+    plan = _explicit_plan(config)
+    _check_model(model)
+    check_launch(plan, device_num, node_num)
+    if optimizer is not None:
+        check_ownership(model, optimizer)
+        if plan.tp > 1 or plan.zero_stage > 0:
+            check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+    structure = None
+    if plan.tp > 1:
+        sharding_plan = config.sharding_plan or plan_for(model)
+        structure = describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    has_own_loss = _uses_causal_lm_loss(model)
+    _check_micro_batches(plan, has_own_loss, model)
+
+    device = device_for(device_of(model))
+    start_process_group(device)
+    mesh, tp, dp = build_axes(plan, device)
+    _equalise_weights(model, tp, dp)
+
+    runtime = Runtime(tp=tp, dp=dp, mesh=mesh, parameters=[])
+    _shard_model(model, optimizer, structure, plan, config, runtime, device, has_own_loss)
+    loader = dataloader
+    if dataloader is not None:
+        loader = DistributedLoader(dataloader, tp=tp, dp=dp, device=device)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
+    return model, optimizer, loader
+
+
+def _explicit_plan(config: ToDistributedConfig) -> ParallelPlan:
+    plan = config.plan
+    if plan is None or plan == "auto":
+        raise PlanError(
+            f"ToDistributedConfig.plan={plan!r}: choosing a plan automatically is not available in this version; "
+            "pass one, e.g. ToDistributedConfig(plan=meshwright.ParallelPlan(dp=2, tp=2, sequence_parallel=True))"
+        )
+    if not isinstance(plan, ParallelPlan):
+        raise PlanError(f"ToDistributedConfig.plan must be a meshwright.ParallelPlan, not {type(plan).__name__}")
+    if config.sequence_parallel is not None:
+        plan = dataclasses.replace(plan, sequence_parallel=config.sequence_parallel)
+    return dataclasses.replace(plan, sequence_parallel=plan.sequence_parallel and plan.tp > 1)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"to_distributed takes a torch.nn.Module, not {type(model).__name__}")
+    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+    for module in model.modules():
+        names = {kind.__name__ for kind in type(module).__mro__} & wrappers
+        if names:
+            raise AlreadyDistributedError(
+                f"the model is wrapped by {names.pop()} already; pass the plain module (before wrapping it), and let "
+                "ParallelPlan.dp and zero_stage do what the wrapper did"
+            )
+    if find_runtime(model) is not None:
+        raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew to change the plan")
+    parameters = list(model.named_parameters())
+    if not parameters:
+        raise PlanError(f"{type(model).__name__} has no parameters to distribute")
+    for name, parameter in parameters:
+        if hasattr(parameter, "placements"):
+            raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
+        if parameter.is_meta:
+            raise PlanError(f"{name} is on the meta device: give the model its weights before to_distributed")
+
+
+def _uses_causal_lm_loss(model: nn.Module) -> bool:
+    """Whether the loss is transformers' causal-LM loss, which ours stands in for; a user's own stays."""
+    return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+
+
+def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Module) -> None:
+    if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
+        if not has_own_loss:
+            raise PlanError(
+                f"ParallelPlan splits the batch into micro-batches, which needs the causal-LM loss of transformers; "
+                f"{type(model).__name__} has a loss of its own. Set gradient_accumulation_steps=1 and "
+                "micro_batch_size=None"
+            )
+    if plan.recompute == "full" and not hasattr(model, "gradient_checkpointing_enable"):
+        raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
+
+
+def _equalise_weights(model: nn.Module, tp: Axis, dp: Axis) -> None:
+    """Give every rank the first rank's weights where they differ, e.g. for want of a seed."""
+    if tp.size * dp.size == 1:
+        return
+    tensors = [t for _, t in (*model.named_parameters(), *model.named_buffers())]
+    digest = torch.stack([torch.stack([t.double().sum(), t.double().square().sum()]) for t in map(Tensor.detach, tensors)])
+    ranks = all_gather(all_gather(digest[None], tp), dp)
+    if torch.equal(ranks.nan_to_num(), ranks[:1].nan_to_num().expand_as(ranks)):
+        return
+    logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
+    with torch.no_grad():
+        for tensor in tensors:
+            dist.broadcast(tensor.data, src=0)
+
+
+def _shard_model(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    structure: DecoderStructure | None,
+    plan: ParallelPlan,
+    config: ToDistributedConfig,
+    runtime: Runtime,
+    device: torch.device,
+    has_own_loss: bool,
+) -> None:
+    tp, dp = runtime.tp, runtime.dp
+    replaced = shard_parameters(model, structure.parameters if structure else {}, tp, device)
+    model.to(device)
+    if optimizer is not None:
+        rebind(optimizer, replaced)
+
+    seed = torch.randint(2**31, (1,), device=device)
+    streams = DropoutStreams(model, tp=tp, dp=dp, seed=int(agree(seed, tp, dp)))
+    forward = ForwardState(
+        model,
+        streams,
+        has_sharded_loss=has_own_loss and structure is not None and not config.gather_logits,
+        refuses_internals=structure is not None,
+    )
+    if structure is not None:
+        install_tensor_parallel(
+            structure,
+            tp,
+            sequence_parallel=plan.sequence_parallel,
+            streams=streams,
+            keep_logits_sharded=forward.keep_logits_sharded,
+        )
+    install_gradient_sync(
+        runtime,
+        model,
+        optimizer,
+        zero_stage=plan.zero_stage,
+        bucket_bytes=int(config.bucket_size_mb * 2**20),
+    )
+    if has_own_loss:
+        vocab_size = structure.vocab_size if structure else 0
+        loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, dp=dp, num_items=config.num_items_in_batch)
+        model.loss_function = loss
+        if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
+            split_forward(
+                model,
+                dp=dp,
+                syncs=runtime.syncs,
+                loss=loss,
+                micro_batch_size=plan.micro_batch_size,
+                num_micro_batches=plan.gradient_accumulation_steps,
+            )
+    if plan.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    export_with_full_weights(model)
+    attach(model, runtime)

@@ -1,0 +1,85 @@
+"""What was launched: the processes, this one's device, and the groups of a plan's axes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.parallel.collectives import Axis
+
+
+def world_size() -> int:
+    """The number of processes: of the process group, else of the launcher's environment."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_launch(plan: ParallelPlan, device_num: int | None, node_num: int | None) -> None:
+    """Compare the plan with what was launched.
+
+    Raises:
+        PlanError: naming the two numbers that differ and how to change either.
+    """
+    world = world_size()
+    for name, value in (("device_num", device_num), ("node_num", node_num)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise PlanError(f"{name} must be a positive integer, not {value!r}")
+    nodes = node_num or 1
+    if device_num is not None and device_num * nodes != world:
+        raise PlanError(
+            f"device_num={device_num} x node_num={nodes} = {device_num * nodes} devices, but {world} process(es) "
+            f"were launched; launch with: torchrun --nnodes {nodes} --nproc-per-node {device_num} SCRIPT"
+        )
+    if plan.world_size != world:
+        raise PlanError(
+            f"the plan dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} needs {plan.world_size} processes, "
+            f"but {world} were launched; change the sizes of ParallelPlan, or launch with: torchrun "
+            f"--nproc-per-node {plan.world_size} SCRIPT\nThe plan's ranks:\n{plan.dims.rank_grid()}"
+        )
+
+
+def device_for(model_device: torch.device) -> torch.device:
+    """This process's device of the kind the model is on."""
+    if model_device.type != "cuda":
+        return model_device
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_process_group(device: torch.device) -> None:
+    """Join the launcher's process group, unless the script has done so.
+
+    The group is left at exit: gloo's threads abort the interpreter otherwise.
+    """
+    if dist.is_initialized() or world_size() == 1:
+        return
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Any, Axis, Axis]:
+    """The device mesh (None on one process) and this rank's place on its tp and dp axes."""
+    if plan.world_size == 1:
+        return None, Axis("tp"), Axis("dp")
+    mesh = plan.dims.build(device.type)
+
+    def axis(name: str) -> Axis:
+        sub = mesh[name]
+        return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())
+
+    return mesh, axis("tp"), axis("dp")

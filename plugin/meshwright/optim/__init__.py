@@ -1,0 +1,1 @@
+"""Optimizers over shards: ZeRO, the global gradient norm, clipping."""

@@ -1,0 +1,58 @@
+"""The global gradient norm, and clipping by it, under every plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.collectives import Axis, all_gather
+
+# A gradient of this rank, and how many ranks' shards hold each of its elements over the TP axis.
+Counted = tuple[Tensor, "Tensor | float"]
+
+
+def global_norm(gradients: Iterable[Counted], *, norm_type: float, axes: Iterable[Axis], like: Tensor) -> Tensor:
+    """The norm of all gradients of the model, each element counted once.
+
+    Args:
+        gradients: this rank's, with the copies of each element.
+        norm_type: p of the p-norm, or infinity.
+        axes: over which the gradients are spread.
+        like: a tensor of the device on which to work, also where this rank has no gradient.
+    """
+    device = like.device
+    if math.isinf(norm_type):
+        peaks = [grad.abs().amax() for grad, _ in gradients if grad.numel()]
+        own = torch.stack(peaks).amax().double() if peaks else torch.zeros((), dtype=torch.float64, device=device)
+    else:
+        own = _power_sum(list(gradients), norm_type, device)
+    for axis in axes:
+        ranks = all_gather(own.reshape(1), axis)
+        own = ranks.amax() if math.isinf(norm_type) else ranks.sum()
+    return own if math.isinf(norm_type) else own.pow(1.0 / norm_type)
+
+
+def _power_sum(gradients: list[Counted], p: float, device: torch.device) -> Tensor:
+    whole = [(grad, copies) for grad, copies in gradients if isinstance(copies, float)]
+    mixed = [(grad, copies) for grad, copies in gradients if not isinstance(copies, float)]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if whole:
+        norms = torch.stack([n.double() for n in torch._foreach_norm([grad for grad, _ in whole], p)])
+        weights = torch.tensor([1.0 / copies for _, copies in whole], dtype=torch.float64, device=device)
+        total = total + (norms.pow(p) * weights).sum()
+    for grad, copies in mixed:
+        total = total + (grad.abs().double().pow(p) / copies).sum()
+    return total
+
+
+def scale_by_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients in place as ``torch.nn.utils.clip_grad_norm_`` does."""
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in gradients:
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    for dtype, members in by_dtype.items():
+        torch._foreach_mul_(members, coefficient.to(dtype))

@@ -1,0 +1,116 @@
+"""Connect an optimizer and a model's gradients: who reduces what, and who keeps which state."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshwright.errors import PlanError
+from meshwright.mesh import ProcessMesh
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.zero import shard_optimizer_state
+from meshwright.parallel.buckets import make_buckets
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.gradients import AllReduce, GradientSync
+from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+from meshwright.runtime import Runtime, attach
+
+
+def install_gradient_sync(
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    zero_stage: int,
+    bucket_bytes: int,
+) -> None:
+    """Add the hooks that reduce gradients, and shard the optimizer's state if asked to.
+
+    Args:
+        runtime: filled in.
+        model: its parameters carry records.
+        optimizer: bound to those parameters.
+        zero_stage: 0 or 1.
+        bucket_bytes: gradients communicate in buckets of this size.
+    """
+    tp, dp = runtime.tp, runtime.dp
+    # Backward finishes parameters roughly in the reverse of their order.
+    trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+    runtime.parameters = trainable
+    if optimizer is not None and zero_stage == 1:
+        runtime.zero = shard_optimizer_state(optimizer, dp=dp, bucket_bytes=bucket_bytes)
+        buckets = [sharded.bucket for sharded in runtime.zero.sharded]
+        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=runtime.zero))
+        sharded = {id(p) for bucket in buckets for p in bucket.parameters}
+        trainable = [p for p in trainable if id(p) not in sharded]
+    # On one data-parallel rank, only partial gradients need anything done to them.
+    reduced = [p for p in trainable if dp.size > 1 or record_of(p).is_grad_partial]
+    unreduced = [p for p in trainable if dp.size == 1 and not record_of(p).is_grad_partial]
+    buckets = make_buckets(reduced, max_bytes=bucket_bytes, multiple=1, accumulate_in_float32=False)
+    if trainable:
+        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=AllReduce(dp), unreduced=unreduced))
+    if optimizer is not None:
+        optimizer.register_step_pre_hook(runtime.check_synced)
+        attach(optimizer, runtime)
+
+
+def shard_optimizer(
+    optimizer: Optimizer,
+    *,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    stage: int = 1,
+    axis: str = "dp",
+    bucket_size_mb: float = 25.0,
+) -> Optimizer:
+    """Shard an optimizer's state over the data-parallel axis of a mesh (ZeRO), in place.
+
+    For a program that is data-parallel by itself: the parameters are whole and equal on every rank,
+    and each rank's loss is the mean over its own rows. Gradients are averaged over the axis during
+    backward. ``to_distributed`` does this (and more) with ``ParallelPlan.zero_stage``.
+
+    Args:
+        optimizer: elementwise (AdamW, SGD, ...), over parameters that are whole on every rank.
+        mesh: a ProcessMesh or DeviceMesh with the axis; every rank of the world makes the call.
+        stage: 1; 2 and 3 are not available yet.
+        axis: the name of the data-parallel axis.
+        bucket_size_mb: gradients communicate in buckets of this size.
+
+    Returns:
+        The same optimizer object.
+
+    Raises:
+        PlanError: for a missing mesh or axis, or another stage.
+        OptimizerMismatchError: for an optimizer whose update is not elementwise.
+
+    Example::
+
+        optimizer = mw.shard_optimizer(optimizer, mesh=mw.ProcessMesh([0, 1], ["dp"]), stage=1)
+    """
+    if stage != 1:
+        raise PlanError(f"shard_optimizer(stage={stage!r}) is not available in this version; use stage=1")
+    check_elementwise(optimizer, is_trusted=False)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        raise PlanError("shard_optimizer got an optimizer without parameters")
+    if any(hasattr(p, "meshwright") for p in parameters):
+        raise PlanError("these parameters are distributed already; use ParallelPlan(zero_stage=1) in to_distributed")
+    dp = _axis_of(mesh, axis, parameters[0].device.type)
+    for index, parameter in enumerate(parameters):
+        rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
+        parameter.meshwright = ShardRecord(str(index), parameter.shape, rows, 0, False)
+    runtime = Runtime(tp=Axis("tp"), dp=dp, parameters=parameters)
+    install_gradient_sync(
+        runtime, nn.ParameterList(parameters), optimizer, zero_stage=1, bucket_bytes=int(bucket_size_mb * 2**20)
+    )
+    return optimizer
+
+
+def _axis_of(mesh: ProcessMesh | DeviceMesh | None, name: str, device_type: str) -> Axis:
+    if mesh is None:
+        raise PlanError("shard_optimizer needs mesh=..., with the axis over which to shard the state")
+    device_mesh = mesh.to_device_mesh(device_type) if isinstance(mesh, ProcessMesh) else mesh
+    if name not in (device_mesh.mesh_dim_names or ()):
+        raise PlanError(f"the mesh has the axes {device_mesh.mesh_dim_names}, but no {name!r}; pass axis=...")
+    sub = device_mesh[name]
+    return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())

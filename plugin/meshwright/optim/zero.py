@@ -1,0 +1,234 @@
+"""ZeRO stage 1: each data-parallel rank keeps the optimizer state of its share of every bucket.
+
+The user's optimizer object stays; its parameters become this rank's slices. Per step: gradients are
+reduce-scattered in buckets during backward, the optimizer steps the slices, and the parameters are
+all-gathered. Half-precision parameters have float32 master slices and float32 gradients.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.errors import OptimizerMismatchError
+from meshwright.parallel.buckets import Bucket, make_buckets
+from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
+from meshwright.parallel.guarded import HeldGradient, is_cleared
+from meshwright.parallel.layout import ShardRecord, record_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slice:
+    """The part of one parameter's elements that this rank steps.
+
+    Args:
+        parameter: the model's (TP-sharded) parameter.
+        start: first element of it, in its flattened order.
+        shard: the optimizer's parameter, a 1-d view into the bucket's master shard.
+        in_shard: position in that shard.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    shard: nn.Parameter
+    in_shard: slice
+
+
+class ShardedBucket:
+    """A bucket whose parameters live in one flat tensor, of which this rank steps a 1/dp part."""
+
+    def __init__(self, bucket: Bucket, dp: Axis):
+        self.bucket, self.dp = bucket, dp
+        self.unsynced: Tensor | None = None  # gradients of passes under no_sync, this rank's own
+        first = bucket.parameters[0]
+        self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        for parameter, segment in bucket.segments(self.flat):
+            segment.copy_(parameter.data)
+            parameter.data = segment
+        length = bucket.numel // dp.size
+        self.own = self.flat[dp.rank * length : (dp.rank + 1) * length]
+        self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
+        self.slices = list(self._cut(dp.rank * length, length))
+
+    def _cut(self, start: int, length: int) -> Any:
+        for parameter, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True):
+            low, high = max(start, offset), min(start + length, offset + parameter.numel())
+            if low < high:
+                in_shard = slice(low - start, high - start)
+                shard = nn.Parameter(self.master[in_shard])
+                yield Slice(parameter=parameter, start=low - offset, shard=shard, in_shard=in_shard)
+
+    def publish(self) -> None:
+        """Give every rank the stepped parameters."""
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        all_gather_into(self.flat, self.own, self.dp)
+
+    def gather_gradients(self) -> Tensor:
+        """The reduced gradients of the whole bucket, on every rank."""
+        own = torch.zeros_like(self.master)
+        for piece in self.slices:
+            if piece.shard.grad is not None:
+                own[piece.in_shard] = piece.shard.grad
+        return all_gather(own, self.dp)
+
+
+class ReduceScatter:
+    """The reduction that ZeRO gives GradientSync: gradients go to the slices, ``.grad`` holds a stand-in."""
+
+    def __init__(self, sharded: list[ShardedBucket], dp: Axis):
+        self.sharded = sharded
+        self.dp = dp
+        self._of = {id(s.bucket): s for s in sharded}
+        self._slices_of: dict[int, list[Slice]] = {}
+        for bucket in sharded:
+            for piece in bucket.slices:
+                self._slices_of.setdefault(id(piece.parameter), []).append(piece)
+
+    def prepare(self, parameter: nn.Parameter) -> None:
+        if is_cleared(parameter.grad):
+            self._forget(parameter)
+        parameter.grad = None  # autograd must not add into the stand-in
+
+    def hold(self, bucket: Bucket) -> None:
+        sharded = self._of[id(bucket)]
+        if any(p.grad is not None and not isinstance(p.grad, HeldGradient) for p in bucket.parameters):
+            flat = self._flatten(bucket)
+            sharded.unsynced = flat if sharded.unsynced is None else sharded.unsynced.add_(flat)
+            self._stand_in(bucket, flat)
+
+    def take(self, bucket: Bucket) -> Tensor:
+        sharded = self._of[id(bucket)]
+        flat = self._flatten(bucket)
+        if sharded.unsynced is not None:
+            flat.add_(sharded.unsynced)
+            sharded.unsynced = None
+        return flat
+
+    def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
+        sharded = self._of[id(bucket)]
+        wait = start_reduce_scatter(flat, self.dp)
+        had_gradient = {id(p) for p in bucket.parameters if p.grad is not None}
+        self._stand_in(bucket, flat)
+
+        def finish() -> None:
+            own = wait()
+            for piece in sharded.slices:
+                gradient = own[piece.in_shard]
+                # No rank had a gradient: leave None, so that the optimizer skips it as on one device.
+                if id(piece.parameter) not in had_gradient and not gradient.any():
+                    continue
+                piece.shard.grad = gradient if piece.shard.grad is None else piece.shard.grad.add_(gradient)
+
+        return finish
+
+    def clear(self) -> None:
+        """Forget every gradient, synchronised or not."""
+        for sharded in self.sharded:
+            sharded.unsynced = None
+            for parameter in sharded.bucket.parameters:
+                parameter.grad = None
+            for piece in sharded.slices:
+                piece.shard.grad = None
+
+    def drop_cleared(self) -> None:
+        """Forget the gradients that ``model.zero_grad()`` cleared on the model's parameters."""
+        for sharded in self.sharded:
+            for parameter in sharded.bucket.parameters:
+                if is_cleared(parameter.grad):
+                    self._forget(parameter)
+
+    def _flatten(self, bucket: Bucket) -> Tensor:
+        for parameter in bucket.parameters:
+            if isinstance(parameter.grad, HeldGradient):
+                parameter.grad = None  # this pass left it without a gradient; what is held stays held
+        return bucket.flatten_gradients(1 / self.dp.size)
+
+    def _stand_in(self, bucket: Bucket, flat: Tensor) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is not None or any(p.shard.grad is not None for p in self._slices(parameter)):
+                parameter.grad = HeldGradient.stand_in(parameter)
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        for piece in self._slices(parameter):
+            piece.shard.grad = None
+        for sharded in self.sharded:
+            if sharded.unsynced is not None:
+                for member, segment in sharded.bucket.segments(sharded.unsynced):
+                    if member is parameter:
+                        segment.zero_()
+
+    def _slices(self, parameter: nn.Parameter) -> list[Slice]:
+        return self._slices_of.get(id(parameter), [])
+
+
+def shard_optimizer_state(optimizer: Optimizer, *, dp: Axis, bucket_bytes: int) -> ReduceScatter:
+    """Turn the optimizer's parameters into this rank's slices, with the state they already have.
+
+    Args:
+        optimizer: bound to parameters that carry a record; changed in place.
+        dp: the data-parallel axis.
+        bucket_bytes: gradients communicate in buckets of this size.
+    """
+    sharded: list[ShardedBucket] = []
+    for group in optimizer.param_groups:
+        trainable = [p for p in group["params"] if p.requires_grad]
+        buckets = make_buckets(
+            reversed(trainable), max_bytes=bucket_bytes, multiple=dp.size, accumulate_in_float32=True
+        )
+        own = [ShardedBucket(bucket, dp) for bucket in buckets]
+        for piece in (piece for bucket in own for piece in bucket.slices):
+            if piece.parameter in optimizer.state:
+                optimizer.state[piece.shard] = {
+                    key: _slice_state(value, piece) for key, value in optimizer.state[piece.parameter].items()
+                }
+        for parameter in trainable:
+            optimizer.state.pop(parameter, None)
+        group["params"] = [piece.shard for bucket in own for piece in bucket.slices]
+        sharded += own
+    reduction = ReduceScatter(sharded, dp)
+    _hook_optimizer(optimizer, reduction)
+    return reduction
+
+
+def _slice_state(value: Any, piece: Slice) -> Any:
+    if torch.is_tensor(value) and value.shape == piece.parameter.shape and value.ndim:
+        part = value.flatten()[piece.start : piece.start + piece.shard.numel()]
+        return part.to(piece.shard.dtype).clone()
+    return value.clone() if torch.is_tensor(value) else value
+
+
+def _hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
+    optimizer.register_step_pre_hook(lambda *_: reduction.drop_cleared())
+
+    def publish(*_: Any) -> None:
+        for bucket in reduction.sharded:
+            bucket.publish()
+
+    optimizer.register_step_post_hook(publish)
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        reduction.clear()
+
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before the call")
+
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
+
+
+def slice_copies(piece: Slice) -> Tensor | float:
+    """How many copies over the TP axis each element of a slice has."""
+    record: ShardRecord = record_of(piece.parameter)
+    copies = record.copies(piece.shard)
+    if isinstance(copies, float):
+        return copies
+    return copies.expand(piece.parameter.shape).flatten()[piece.start : piece.start + piece.shard.numel()]

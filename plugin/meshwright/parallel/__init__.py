@@ -1,0 +1,1 @@
+"""The runtime of a distributed model: collectives, tensor and sequence parallelism, loss, gradients."""

@@ -1,0 +1,107 @@
+"""Parameters in flat buckets, in the order in which backward finishes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.parallel.layout import record_of
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Some parameters whose gradients travel together.
+
+    Args:
+        parameters: of one dtype and one device.
+        multiple: the flat length is padded to a multiple of this (the data-parallel size, so that a
+            reduce-scatter divides).
+        dtype: of the flat gradient; float32 for half-precision parameters under ZeRO.
+    """
+
+    parameters: list[nn.Parameter]
+    multiple: int
+    dtype: torch.dtype
+    offsets: list[int] = field(init=False)
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = [p.numel() for p in self.parameters]
+        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.numel = -(-sum(sizes) // self.multiple) * self.multiple
+
+    @property
+    def is_grad_partial(self) -> bool:
+        return record_of(self.parameters[0]).is_grad_partial
+
+    def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its part of ``flat``, in the parameter's shape."""
+        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
+            yield parameter, flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def flatten_gradients(self, scale: float) -> Tensor:
+        """The gradients times ``scale`` in one flat tensor; zeros where there is none."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.parameters[0].device)
+        flat[self.offsets[-1] + self.parameters[-1].numel() :].zero_()
+        for parameter, segment in self.segments(flat):
+            if parameter.grad is None:
+                segment.zero_()
+            else:
+                torch.mul(parameter.grad.as_subclass(Tensor), scale, out=segment)
+        return flat
+
+    def average_copies(self, flat: Tensor, tp: Axis) -> None:
+        """Give every copy of a row the mean over its copies, in place, in one all-reduce.
+
+        Contributions were scaled by the number of copies when they arrived (see GradientSync), so
+        this mean is their sum.
+        """
+        full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p in self.parameters]
+        for whole, (parameter, segment) in zip(full, self.segments(flat), strict=True):
+            record_of(parameter).layout.add(whole, segment, tp.rank)
+        joined = all_reduce(torch.cat([whole.flatten() for whole in full]), tp)
+        pieces = joined.split([whole.numel() for whole in full])
+        for whole, (parameter, segment) in zip(pieces, self.segments(flat), strict=True):
+            record = record_of(parameter)
+            torch.div(
+                record.layout.take(whole.view(record.global_shape), tp.rank), record.copies(segment), out=segment
+            )
+
+
+def make_buckets(
+    parameters: Iterable[nn.Parameter], *, max_bytes: int, multiple: int, accumulate_in_float32: bool
+) -> list[Bucket]:
+    """Fill buckets in the given order; a larger parameter has one of its own.
+
+    Parameters whose gradients are partial over the TP axis come last and apart: they are summed over
+    that axis first, when backward is over.
+    """
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[tuple[torch.dtype, bool], int] = {}
+    parameters = list(parameters)
+    for is_partial in (False, True):
+        for parameter in parameters:
+            if record_of(parameter).is_grad_partial is not is_partial:
+                continue
+            key = (parameter.dtype, is_partial)
+            index = open_buckets.get(key)
+            if index is not None:
+                filled = sum(p.numel() * p.element_size() for p in buckets[index])
+                if filled + parameter.numel() * parameter.element_size() > max_bytes:
+                    index = None
+            if index is None:
+                open_buckets[key] = index = len(buckets)
+                buckets.append([])
+            buckets[index].append(parameter)
+    return [
+        Bucket(members, multiple, _flat_dtype(members[0].dtype, accumulate_in_float32)) for members in buckets
+    ]
+
+
+def _flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool) -> torch.dtype:
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_half and accumulate_in_float32 else dtype

@@ -1,0 +1,204 @@
+"""Collectives over one mesh axis, and their differentiable forms.
+
+Each differentiable pair is named for its forward; its docstring says what the backward does, since
+that is where tensor parallelism goes wrong. Rows are dim 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed both; the old names warn there, the new ones are missing before.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on one mesh axis.
+
+    Args:
+        name: the axis, e.g. "tp".
+        size: its number of ranks.
+        rank: this rank's coordinate on it.
+        group: its process group; None where size is 1 and nothing was launched.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: ProcessGroup | None = None
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """The rows of every rank of the axis, in order of rank."""
+    if axis.size == 1:
+        return x
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    _all_gather(out, x.contiguous(), group=axis.group)
+    return out
+
+
+def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> None:
+    """Fill ``out`` with the rows of every rank; ``x`` may be this rank's part of ``out`` itself."""
+    if axis.size > 1:
+        _all_gather(out, x, group=axis.group)
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis of this rank's equal share of rows."""
+    return start_reduce_scatter(x, axis)()
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin a reduce-scatter; the returned call waits for it and gives its result."""
+    if axis.size == 1:
+        return lambda: x
+    assert x.shape[0] % axis.size == 0
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    if x.device.type != "cpu":
+        work = _reduce_scatter(out, x, group=axis.group, async_op=True)
+        return lambda: _wait(work, out)
+    # gloo's reduce-scatter is a full all-reduce and a copy: twice the bytes, four times the time
+    # (2 ranks, 4 MiB: 6.6 ms against 1.6 ms). An all-to-all moves just the rows that are needed.
+    parts = torch.empty_like(x)
+    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
+    return lambda: torch.sum(_wait(work, parts).view(axis.size, *out.shape), 0, out=out)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis, in place."""
+    return start_all_reduce(x, axis)()
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin an all-reduce in place; the returned call waits for it and gives ``x``."""
+    if axis.size == 1:
+        return lambda: x
+    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return lambda: _wait(work, x)
+
+
+def agree(x: Tensor, *axes: Axis) -> Tensor:
+    """The value of the rank that comes first on every axis, on every rank."""
+    for axis in axes:
+        x = all_gather(x[None], axis)[0]
+    return x
+
+
+def _wait(work: Any, result: Tensor) -> Tensor:
+    work.wait()
+    return result
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, ctx.axis), None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.axis), None
+
+
+class _SplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        # A copy: a view would keep the whole tensor alive for as long as the shard.
+        return x.chunk(axis.size)[axis.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.axis), None
+
+
+class _UnsplitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.axis.size)[ctx.axis.rank].contiguous(), None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A clone, since autograd may hand the same gradient to another consumer.
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, backward_sums: bool) -> Tensor:
+        ctx.axis, ctx.backward_sums = axis, backward_sums
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.backward_sums:
+            grad = all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis)
+        return grad, None, None
+
+
+def gather_rows(x: Tensor, axis: Axis) -> Tensor:
+    """All rows, for a consumer that is sharded; backward sums the partial gradients of each row's owner."""
+    return _GatherRows.apply(x, axis)
+
+
+def reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Own rows of a partial sum; backward gathers the gradients of all rows."""
+    return _ReduceScatterRows.apply(x, axis)
+
+
+def split_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Own rows of a replicated tensor; backward gathers, so the gradient is replicated again."""
+    return _SplitRows.apply(x, axis)
+
+
+def unsplit_rows(x: Tensor, axis: Axis) -> Tensor:
+    """All rows, for a consumer that is replicated; backward takes own rows of its (equal) gradients."""
+    return _UnsplitRows.apply(x, axis)
+
+
+def share(x: Tensor, axis: Axis) -> Tensor:
+    """A replicated tensor handed to sharded consumers; backward sums their partial gradients."""
+    return _Share.apply(x, axis) if axis.size > 1 else x
+
+
+def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of partial results, for a replicated consumer; backward passes its gradient through."""
+    return _Reduce.apply(x, axis, False) if axis.size > 1 else x
+
+
+def reduce_for_shards(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of partial results, for sharded consumers; backward sums their partial gradients."""
+    return _Reduce.apply(x, axis, True) if axis.size > 1 else x

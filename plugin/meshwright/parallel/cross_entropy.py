@@ -1,0 +1,90 @@
+"""Cross-entropy over logits that are sharded along the vocabulary.
+
+Each rank reduces its own rows of the vocabulary; one small all-gather (three numbers a token) joins
+them. The logits are overwritten by their exponentials and, in backward, by their gradient: at
+32k words they are the largest tensor of a step by far, and nobody may read them (see ShardedLogits).
+
+Shape suffixes: N tokens, W words of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.collectives import Axis, all_gather
+
+# On CPU, work through the logits in pieces that stay in a core's cache from one pass to the next.
+_CACHE_BYTES = 1 << 19
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """The sum over valid tokens of -log softmax(logits)[target].
+
+    Args (of ``apply``):
+        logits_NW: this rank's words, destroyed; float32 or float64.
+        targets_N: words of the full vocabulary, or ``ignore_index``.
+        first_word: this rank's first word.
+        num_words: how many of the W columns are real; the rest is padding.
+        ignore_index: the target of tokens that do not count.
+        axis: the TP axis.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NW: Tensor,
+        targets_N: Tensor,
+        first_word: int,
+        num_words: int,
+        ignore_index: int,
+        axis: Axis,
+    ) -> Tensor:
+        exp_NW = logits_NW.detach()
+        if num_words < exp_NW.shape[1]:
+            exp_NW[:, num_words:] = -torch.inf
+        column_N = targets_N - first_word
+        is_ours_N = (column_N >= 0) & (column_N < num_words) & (targets_N != ignore_index)
+        column_N = column_N.where(is_ours_N, 0)
+
+        statistics_3N = exp_NW.new_empty(3, exp_NW.shape[0])
+        maximum_N, total_N, target_N = statistics_3N
+        for rows in _row_blocks(exp_NW):
+            block = exp_NW[rows]
+            # A rank that has padding only (a tiny vocabulary) has no finite maximum.
+            peak = block.amax(1, keepdim=True).clamp_(min=torch.finfo(block.dtype).min)
+            target_N[rows] = block.gather(1, column_N[rows, None])[:, 0]
+            block.sub_(peak).exp_()
+            maximum_N[rows] = peak[:, 0]
+            total_N[rows] = block.sum(1)
+        target_N.masked_fill_(~is_ours_N, 0)
+
+        gathered = all_gather(statistics_3N[None], axis)
+        peak_N = gathered[:, 0].amax(0)
+        denominator_N = (gathered[:, 1] * (gathered[:, 0] - peak_N).exp()).sum(0)
+        loss_N = denominator_N.log() + peak_N - gathered[:, 2].sum(0)
+        is_valid_N = targets_N != ignore_index
+
+        # softmax = exp(logit - own peak) * scale; an ignored token has no gradient.
+        scale_N = ((maximum_N - peak_N).exp() / denominator_N) * is_valid_N
+        ctx.save_for_backward(exp_NW, scale_N, column_N, is_ours_N)
+        return loss_N.masked_fill(~is_valid_N, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        # In place: a second backward through the same graph fails autograd's version check, loudly.
+        grad_NW, scale_N, column_N, is_ours_N = ctx.saved_tensors
+        scale_N = scale_N * grad
+        target_grad_N = is_ours_N * -grad
+        for rows in _row_blocks(grad_NW):
+            block = grad_NW[rows].mul_(scale_N[rows, None])
+            block.scatter_add_(1, column_N[rows, None], target_grad_N[rows, None].to(block.dtype))
+        return grad_NW, None, None, None, None, None
+
+
+def _row_blocks(x_NW: Tensor) -> list[slice]:
+    num_tokens, row_bytes = x_NW.shape[0], x_NW.shape[1] * x_NW.element_size()
+    step = max(1, _CACHE_BYTES // row_bytes) if x_NW.device.type == "cpu" else max(1, num_tokens)
+    return [slice(start, start + step) for start in range(0, num_tokens, step)]

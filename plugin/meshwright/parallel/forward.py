@@ -1,0 +1,69 @@
+"""What one forward pass of a distributed model has to know before its layers run."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel.dropout import DropoutStreams, Restore
+
+
+class ForwardState:
+    """Hooks on the whole model: whether its logits may stay sharded, and its random stream.
+
+    Args:
+        model: the model.
+        streams: its dropout streams.
+        has_sharded_loss: the model's loss function can use sharded logits.
+        refuses_internals: hidden states and attention maps would be one rank's share, so asking for
+            them raises.
+    """
+
+    def __init__(
+        self, model: nn.Module, streams: DropoutStreams, *, has_sharded_loss: bool, refuses_internals: bool
+    ):
+        self.streams = streams
+        self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
+        self._keeps_sharded = False
+        self._restore: Restore | None = None
+        self._signature = inspect.signature(model.forward)
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def keep_logits_sharded(self) -> bool:
+        """Whether the pass under way computes a training loss from sharded logits."""
+        return self._keeps_sharded
+
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.refuses_internals:
+            _refuse_internals(model, kwargs)
+        labels = arguments(self._signature, args, kwargs).get("labels")
+        self._keeps_sharded = self.has_sharded_loss and model.training and labels is not None
+        self._restore = self.streams.enter_model(_device(args, kwargs))
+
+    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._keeps_sharded = False
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+
+def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward call by name, positional ones included."""
+    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    return next((x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x)), torch.device("cpu"))
+
+
+def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    for option in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(option, getattr(getattr(model, "config", None), option, False)):
+            raise ValueError(
+                f"{option}=True is not available under tensor parallelism: each rank has only its own heads, and "
+                "under sequence parallelism its own tokens. Turn it off, or run this on the one-device model"
+            )

@@ -1,0 +1,143 @@
+"""Tensors of which this rank holds a part: arithmetic passes, reads that would be wrong raise.
+
+A read never communicates: one rank alone that looks at a tensor would hang in a hidden collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import UnreadableTensorError
+
+_METADATA = {
+    Tensor.device.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+    Tensor.as_subclass,
+    Tensor.detach,
+}
+
+
+class ShardedLogits(Tensor):
+    """Logits of this rank's vocabulary rows, in training with labels.
+
+    Models scale and cap logits before the loss, so elementwise arithmetic with numbers works; all
+    else raises and names the option that gathers them.
+    """
+
+    _ELEMENTWISE = {
+        torch.tanh,
+        Tensor.tanh,
+        torch.mul,
+        Tensor.mul,
+        Tensor.__mul__,
+        Tensor.__rmul__,
+        torch.div,
+        Tensor.div,
+        Tensor.__truediv__,
+        torch.true_divide,
+        Tensor.float,
+        Tensor.to,
+        Tensor.contiguous,
+    }
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        others_are_numbers = not any(isinstance(arg, Tensor) for arg in args[1:])
+        if func in _METADATA or (func in cls._ELEMENTWISE and others_are_numbers):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise UnreadableTensorError(
+            "in training with labels the logits stay sharded over the vocabulary, and each rank has only its own "
+            "rows; to read outputs.logits pass ToDistributedConfig(gather_logits=True), or call the model in eval "
+            "mode or without labels, where they are whole"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "ShardedLogits(not gathered: see ToDistributedConfig.gather_logits)"
+
+
+class LocalGradient(Tensor):
+    """The gradient of a sharded parameter: an ordinary tensor whose norm is not the gradient's norm.
+
+    ``torch.nn.utils.clip_grad_norm_`` on such gradients would clip each rank by another factor, and
+    the replicas would drift apart without a word.
+    """
+
+    _NORMS = {
+        torch._foreach_norm,
+        torch.linalg.vector_norm,
+        torch.linalg.norm,
+        torch.norm,
+        Tensor.norm,
+        torch.nn.utils.clip_grad_norm_,
+        torch.nn.utils.get_total_norm,
+    }
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in cls._NORMS:
+            raise UnreadableTensorError(
+                "this gradient is one rank's shard, so its norm is not the gradient's norm; clip with "
+                "meshwright.clip_grad_norm_(model, max_norm), which is global under every plan (to look at the "
+                "shard itself: parameter.grad.as_subclass(torch.Tensor))"
+            )
+        # Plain tensors come back: only the gradient itself is guarded, not what is computed from it.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class HeldGradient(Tensor):
+    """Stands in ``parameter.grad`` for a gradient that ZeRO has taken to its shards.
+
+    It has the parameter's shape and no memory. Setting it to None or zeroing it clears the gradient.
+    """
+
+    _CLEARING = {Tensor.zero_, torch._foreach_zero_, Tensor.requires_grad_, Tensor.detach_}
+    _SHAPE = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.ndim.__get__, Tensor.dim}  # type: ignore[attr-defined]
+
+    @classmethod
+    def stand_in(cls, parameter: Tensor) -> HeldGradient:
+        empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        held = empty.as_subclass(cls)
+        held.__dict__["is_cleared"] = False
+        return held
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in cls._CLEARING:
+            tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            if func in (Tensor.zero_, torch._foreach_zero_):
+                for tensor in tensors:
+                    if isinstance(tensor, HeldGradient):
+                        tensor.__dict__["is_cleared"] = True
+                    else:
+                        tensor.zero_()
+            return args[0]
+        if func in _METADATA or func in cls._SHAPE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise UnreadableTensorError(
+            "under ZeRO the reduced gradient lives in shards over the data-parallel axis, not in parameter.grad; "
+            "clip with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return "HeldGradient(in the ZeRO shards: see meshwright.full_gradients)"
+
+
+def is_cleared(grad: Tensor | None) -> bool:
+    """Whether a parameter's gradient was zeroed since ZeRO took it."""
+    return grad is None or (isinstance(grad, HeldGradient) and grad.__dict__.get("is_cleared", False))

@@ -1,0 +1,152 @@
+"""Which rows of a full tensor each rank of the TP axis holds.
+
+One description serves slicing, gathering back, counting each element once in a norm and summing the
+gradients of rows that several ranks hold. "Row" means an index of the sharded dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int]  # start and stop in the full tensor
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Per rank, the spans of rows of ``dim`` that its local shard concatenates, in order.
+
+    A rank may hold a row that another holds too (replicated key/value heads), or fewer rows than the
+    rest (the end of an uneven vocabulary): then its shard ends in padding rows of zeros.
+
+    Example:
+        Two ranks, a fused query-key-value matrix of 4 + 2 + 2 rows:
+
+        >>> layout = RowLayout(dim=0, size=8, spans=(((0, 2), (4, 5), (6, 7)), ((2, 4), (5, 6), (7, 8))))
+        >>> layout.take(torch.arange(8), rank=1).tolist()
+        [2, 3, 5, 7]
+    """
+
+    dim: int
+    size: int
+    spans: tuple[tuple[Span, ...], ...]
+
+    @staticmethod
+    def replicated(size: int, ranks: int, dim: int = 0) -> RowLayout:
+        """Every rank holds every row."""
+        return RowLayout(dim, size, (((0, size),),) * ranks)
+
+    @staticmethod
+    def even(size: int, ranks: int, dim: int = 0, *, parts: Sequence[int] | None = None) -> RowLayout:
+        """Contiguous equal pieces; with ``parts``, an equal piece of each consecutive part."""
+        starts, spans = 0, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
+        for part in parts or (size,):
+            assert part % ranks == 0
+            step = part // ranks
+            for rank in range(ranks):
+                spans[rank].append((starts + rank * step, starts + (rank + 1) * step))
+            starts += part
+        assert starts == size
+        return RowLayout(dim, size, tuple(tuple(s) for s in spans))
+
+    @staticmethod
+    def padded(size: int, ranks: int, dim: int = 0) -> RowLayout:
+        """Contiguous pieces of ceil(size / ranks) rows; the last ranks may hold fewer, even none."""
+        step = -(-size // ranks)
+        return RowLayout(
+            dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks))
+        )
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(spans == ((0, self.size),) for spans in self.spans)
+
+    @property
+    def local_size(self) -> int:
+        """Rows of every rank's shard, padding included."""
+        return max(self.real_rows(rank) for rank in range(len(self.spans)))
+
+    def real_rows(self, rank: int) -> int:
+        """Rows of this rank's shard without padding."""
+        return sum(stop - start for start, stop in self.spans[rank])
+
+    def take(self, full: Tensor, rank: int) -> Tensor:
+        """This rank's shard of ``full``, contiguous, in memory of its own."""
+        pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.spans[rank]]
+        missing = self.local_size - self.real_rows(rank)
+        if missing:
+            shape = list(full.shape)
+            shape[self.dim] = missing
+            pieces.append(full.new_zeros(shape))
+        return torch.cat(pieces, self.dim).contiguous()
+
+    def put(self, full: Tensor, local: Tensor, rank: int) -> None:
+        """Write this rank's shard into ``full``; the inverse of :meth:`take`."""
+        for target, piece in self._pairs(full, local, rank):
+            target.copy_(piece)
+
+    def add(self, full: Tensor, local: Tensor, rank: int) -> None:
+        """Add this rank's shard to ``full``; rows held more than once are summed."""
+        for target, piece in self._pairs(full, local, rank):
+            target.add_(piece)
+
+    def _pairs(self, full: Tensor, local: Tensor, rank: int) -> list[tuple[Tensor, Tensor]]:
+        pairs, offset = [], 0
+        for start, stop in self.spans[rank]:
+            length = stop - start
+            pairs.append((full.narrow(self.dim, start, length), local.narrow(self.dim, offset, length)))
+            offset += length
+        return pairs
+
+    def copies(self, rank: int) -> Tensor:
+        """For each row of this rank's shard, how many shard rows in all hold it (padding: 1)."""
+        count = torch.zeros(self.size, dtype=torch.int64)
+        for spans in self.spans:
+            for start, stop in spans:
+                count[start:stop] += 1
+        own = [count[start:stop] for start, stop in self.spans[rank]]
+        own.append(torch.ones(self.local_size - self.real_rows(rank), dtype=torch.int64))
+        return torch.cat(own)
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a parameter of this rank is a shard of; kept on the parameter as ``.meshwright``.
+
+    Args:
+        name: its name in the one-device model.
+        global_shape: its one-device shape.
+        layout: which rows each rank of the TP axis holds.
+        rank: this rank's coordinate on the TP axis.
+        is_grad_partial: True where a backward pass leaves each holder of a row with only a part of
+            the row's gradient (norms under sequence parallelism, replicated key/value heads).
+    """
+
+    name: str
+    global_shape: torch.Size
+    layout: RowLayout
+    rank: int
+    is_grad_partial: bool
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.layout.is_replicated
+
+    def copies(self, like: Tensor) -> Tensor | float:
+        """How many copies of each element the TP axis holds, shaped to broadcast over the shard."""
+        rows = self.layout.copies(self.rank)
+        if bool((rows == rows[0]).all()):
+            return float(rows[0])
+        shape = [1] * like.ndim
+        shape[self.layout.dim] = rows.numel()
+        return rows.view(shape).to(like.device, like.dtype)
+
+
+def record_of(parameter: Tensor) -> ShardRecord:
+    """The record that sharding left on a parameter."""
+    record = getattr(parameter, "meshwright", None)
+    assert isinstance(record, ShardRecord), "a parameter without a record escaped sharding"
+    return record

@@ -1,0 +1,141 @@
+"""Run one batch as several micro-batches inside ``model(**batch)``, for the user's loop unchanged.
+
+All but the last micro-batch run forward and backward within the call, into gradients of their own.
+The returned loss is that of the whole batch; its backward adds those gradients while it runs the last
+micro-batch's, so reduction still overlaps with computation and happens once. Without ``backward()``
+nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.parallel.forward import arguments
+from meshwright.parallel.gradients import GradientSync
+from meshwright.parallel.loss import CausalLMLoss, shift
+
+
+def split_forward(
+    model: nn.Module,
+    *,
+    dp: Axis,
+    syncs: list[GradientSync],
+    loss: CausalLMLoss,
+    micro_batch_size: int | None,
+    num_micro_batches: int,
+) -> None:
+    """Make ``model.forward`` split training batches along dim 0.
+
+    Args:
+        model: its forward returns an output with ``.loss``.
+        dp: axis over which the batch is split already.
+        syncs: told to leave the gradients of inner micro-batches alone.
+        loss: the model's loss function, told to divide by the count of the whole batch.
+        micro_batch_size: rows of a micro-batch; None: from ``num_micro_batches``.
+        num_micro_batches: into how many a rank's rows are split, where ``micro_batch_size`` is None.
+    """
+    forward = model.forward
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def split(*args: Any, **kwargs: Any) -> Any:
+        batch = arguments(signature, args, kwargs)
+        labels = batch.get("labels")
+        if not (model.training and torch.is_grad_enabled() and isinstance(labels, Tensor)):
+            return forward(*args, **kwargs)
+        rows = labels.shape[0]
+        # Every rank runs the same number of passes: the loss of each is a collective.
+        count = num_micro_batches if micro_batch_size is None else -(-rows // micro_batch_size)
+        count = int(all_reduce_max(torch.tensor(count, device=labels.device), dp))
+        micro_batches = _split(batch, rows, count)
+        if batch.get("num_items_in_batch") is not None:
+            return _run(model, forward, syncs, micro_batches)
+        with loss.divided_by(all_reduce(_valid_labels(batch), dp)):
+            return _run(model, forward, syncs, micro_batches)
+
+    model.forward = split  # type: ignore[method-assign]
+
+
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """The largest over the axis."""
+    if axis.size > 1:
+        torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, group=axis.group)
+    return x
+
+
+def _valid_labels(batch: dict[str, Any]) -> Tensor:
+    targets = batch.get("shift_labels")
+    ignore_index = batch.get("ignore_index", -100)
+    if targets is None:
+        targets = shift(batch["labels"], ignore_index)
+    return (targets != ignore_index).sum()
+
+
+def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+    """Pieces along dim 0 of what has the batch's rows; a piece without rows is one that does not count."""
+
+    def rows_of(value: Any, low: int, high: int) -> Any:
+        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
+        return value[low:high] if has_rows else value
+
+    pieces = []
+    for index in range(count):
+        low, high = index * rows // count, (index + 1) * rows // count
+        piece = {name: rows_of(value, low, max(high, low + 1)) for name, value in batch.items()}
+        if low == high:
+            for name in ("labels", "shift_labels"):
+                if isinstance(piece.get(name), Tensor):
+                    piece[name] = torch.full_like(piece[name], batch.get("ignore_index", -100))
+        pieces.append(piece)
+    return pieces
+
+
+def _run(
+    model: nn.Module, forward: Callable[..., Any], syncs: list[GradientSync], batches: list[dict[str, Any]]
+) -> Any:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    *inner, last = batches
+    gradients: list[Tensor | None] = [None] * len(parameters)
+    total: Tensor | None = None
+    for batch in inner:
+        loss = forward(**batch).loss
+        with contextlib.ExitStack() as stack:
+            for sync in syncs:
+                stack.enter_context(sync.paused())
+            new = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradients = [_add(old, grad) for old, grad in zip(gradients, new, strict=True)]
+        total = loss.detach() if total is None else total + loss.detach()
+        del loss, new
+    output = forward(**last)
+    if total is not None:
+        output.loss = _AddGradients.apply(output.loss, total, gradients, *parameters)
+    return output
+
+
+def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return total
+    # float32, since many small bf16 gradients added in bf16 lose their low bits.
+    grad = grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
+    return grad if total is None else total.add_(grad)
+
+
+class _AddGradients(torch.autograd.Function):
+    """A loss plus a number whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss + other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None, None, *[None if g is None else g.mul(grad) for g in ctx.gradients]

@@ -1,0 +1,97 @@
+"""Keep a block's gathered input for backward as this rank's rows only, and gather it again there.
+
+The projections of a block all save its input for their weight gradients. Under sequence parallelism
+that input is the whole sequence: kept as it is, it would undo most of what sharding the activations
+saves. Megatron's answer (Korthikanti et al. 2022, section 4.2.2) is one more all-gather in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, all_gather
+
+
+class GatheredInput:
+    """The input of one block in one forward pass: gathered for now, local for keeps."""
+
+    def __init__(self, full: Tensor, local: Tensor, axis: Axis):
+        self._local = local.detach().flatten(0, -2)
+        self._axis = axis
+        self._pointer, self._numel = full.data_ptr(), full.numel()
+        self._packed = self._unpacked = 0
+        self._full: Tensor | None = None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the gathered input, under whatever shape."""
+        return tensor.data_ptr() == self._pointer and tensor.numel() == self._numel
+
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self._packed += 1
+        shape = tensor.shape
+        return lambda: self._unpack(shape)
+
+    def _unpack(self, shape: torch.Size) -> Tensor:
+        if self._full is None:
+            self._full = all_gather(self._local, self._axis)
+        full = self._full
+        self._unpacked += 1
+        if self._unpacked == self._packed:  # the last projection of the block has it: free it
+            self._full, self._unpacked = None, 0
+        return full.flatten()[: self._numel].view(shape)
+
+
+class RegatheredProjections:
+    """Hooks on a block's projections that swap the saved input for a :class:`GatheredInput`.
+
+    The block's own pre-hook calls :meth:`open` with the gathered input; :meth:`close` ends the pass.
+    """
+
+    def __init__(self, projections: list[nn.Module]):
+        self._current: GatheredInput | None = None
+        self._is_pushed = False
+        for projection in projections:
+            projection.register_forward_pre_hook(self._push)
+            projection.register_forward_hook(self._pop, always_call=True)
+
+    def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
+        if torch.is_grad_enabled() and not _is_checkpointing():
+            self._current = GatheredInput(full, local, axis)
+
+    def close(self) -> None:
+        self._current = None
+
+    def _push(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        gathered = self._current
+        if gathered is None or not gathered.holds(args[0]):
+            return
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def pack(tensor: Tensor) -> Any:
+            if gathered.holds(tensor):
+                return gathered.pack(tensor)
+            if outer is None:
+                return tensor
+            packed = outer[0](tensor)
+            return lambda: outer[1](packed)
+
+        def unpack(packed: Any) -> Tensor:
+            return packed() if callable(packed) and not isinstance(packed, Tensor) else packed
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._is_pushed = True
+
+    def _pop(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_pushed:
+            self._is_pushed = False
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _is_checkpointing() -> bool:
+    """Whether activation checkpointing holds the saved tensors: it drops the gathered input anyway."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return outer is not None and outer[0].__module__ == "torch.utils.checkpoint"

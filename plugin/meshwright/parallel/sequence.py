@@ -1,0 +1,68 @@
+"""Sequence parallelism: between blocks, each rank of the TP axis holds a share of the tokens.
+
+Outside attention a decoder treats every token alone, so any share will do. We take contiguous runs
+of the flattened batch: they need no transposition around a collective, and the shape a rank works on,
+``[batch, sequence / tp, hidden]``, still tells the full one. A sequence that does not divide is padded
+with zero rows at the end of the flattened batch, cut off again at every gather.
+
+Shape suffixes: B batch, S sequence, L local sequence (padded S / tp), H hidden.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.parallel.collectives import (
+    Axis,
+    gather_rows,
+    reduce_scatter_rows,
+    split_rows,
+    unsplit_rows,
+)
+
+
+class SequenceSharding:
+    """Moves activations between "all tokens" and "this rank's tokens"."""
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        # The true sequence length of the forward pass under way. Recomputation in backward reads it
+        # too; it matters only for lengths that tp does not divide.
+        self._length = 0
+
+    def split(self, x_BSH: Tensor) -> Tensor:
+        """This rank's tokens of a replicated activation, ``[B, L, H]``."""
+        self._length = x_BSH.shape[1]
+        return self._shape_local(split_rows(self._flatten(x_BSH), self.axis), x_BSH)
+
+    def gather(self, x_BLH: Tensor) -> Tensor:
+        """All tokens, ``[B, S, H]``, for sharded projections (backward: reduce-scatter)."""
+        return self._shape_full(gather_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
+
+    def unsplit(self, x_BLH: Tensor) -> Tensor:
+        """All tokens, ``[B, S, H]``, for replicated consumers (backward: own tokens)."""
+        return self._shape_full(unsplit_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
+
+    def reduce_scatter(self, x_BSH: Tensor) -> Tensor:
+        """This rank's tokens of a partial sum, ``[B, L, H]`` (backward: all-gather)."""
+        return self._shape_local(reduce_scatter_rows(self._flatten(x_BSH), self.axis), x_BSH)
+
+    def _local_length(self, length: int) -> int:
+        return -(-length // self.axis.size)
+
+    def _flatten(self, x_BSH: Tensor) -> Tensor:
+        batch, length, _ = x_BSH.shape
+        rows = x_BSH.flatten(0, 1)
+        padding = batch * (self._local_length(length) * self.axis.size - length)
+        return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+
+    def _shape_local(self, rows: Tensor, like_BSH: Tensor) -> Tensor:
+        return rows.view(like_BSH.shape[0], self._local_length(like_BSH.shape[1]), -1)
+
+    def _shape_full(self, rows: Tensor, like_BLH: Tensor) -> Tensor:
+        batch, local_length, _ = like_BLH.shape
+        length = local_length * self.axis.size
+        if self._local_length(self._length) == local_length:
+            length = self._length
+        return rows[: batch * length].view(batch, length, -1)

@@ -1,0 +1,114 @@
+"""A sharding plan is data: which module plays which role in a decoder."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+class Role(enum.Enum):
+    """What a module is in a Llama-style decoder; the runtime decides how each role is sharded."""
+
+    # Structure: where activations change hands.
+    LAYER = "decoder layer"
+    ATTENTION = "attention block"
+    MLP = "mlp block"
+    # Attention.
+    Q = "query projection"
+    K = "key projection"
+    V = "value projection"
+    QKV = "fused projection: all queries, then all keys, then all values"
+    O = "attention output projection"  # noqa: E741  the field's own name
+    HEAD_NORM = "query or key norm over one head, its weight shared by all heads"
+    Q_NORM = "query norm over the whole width"
+    K_NORM = "key norm over the whole width"
+    # MLP.
+    GATE = "gate projection"
+    UP = "up projection"
+    GATE_UP = "fused projection: the gate half, then the up half"
+    DOWN = "down projection"
+    # The rest.
+    NORM = "norm over the hidden width"
+    FINAL_NORM = "norm after the last layer"
+    EMBEDDING = "token embedding"
+    HEAD = "language-model head"
+
+    @property
+    def is_structural(self) -> bool:
+        """True for modules that own no parameters themselves."""
+        return self in (Role.LAYER, Role.ATTENTION, Role.MLP)
+
+
+COLUMN_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.QKV, Role.GATE, Role.UP, Role.GATE_UP})
+ROW_ROLES = frozenset({Role.O, Role.DOWN})
+BLOCK_ROLES = frozenset({Role.ATTENTION, Role.MLP})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """The roles of a model family's modules.
+
+    Args:
+        roles: module name -> role. A ``*`` stands for exactly one dotted component, so
+            ``model.layers.*.mlp`` is the MLP of every layer; an exact name wins over a wildcard.
+        source: who wrote it, for messages.
+
+    Example:
+        >>> plan = ShardingPlan(roles={"model.layers.*.mlp.up_proj": Role.UP})
+        >>> plan.role_of("model.layers.7.mlp.up_proj")
+        <Role.UP: 'up projection'>
+        >>> plan.role_of("model.layers.7.mlp.down_proj") is None
+        True
+    """
+
+    roles: Mapping[str, Role]
+    source: str = "the sharding plan"
+    _patterns: tuple[tuple[tuple[str, ...], Role], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for pattern, role in self.roles.items():
+            if not isinstance(role, Role):
+                raise ValueError(f"{self.source}: {pattern!r} has {role!r} for a role; use meshwright.Role")
+        object.__setattr__(self, "roles", MappingProxyType(dict(self.roles)))
+        patterns = sorted(self.roles.items(), key=lambda item: item[0].count("*"))
+        object.__setattr__(self, "_patterns", tuple((tuple(p.split(".")), r) for p, r in patterns))
+
+    def role_of(self, module_name: str) -> Role | None:
+        """The role of a module, or None."""
+        parts = module_name.split(".")
+        for pattern, role in self._patterns:
+            if len(pattern) == len(parts) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True)):
+                return role
+        return None
+
+
+def decoder_roles(
+    *,
+    base: str = "model",
+    layers: str = "layers",
+    attention: str = "self_attn",
+    attention_roles: Mapping[str, Role] | None = None,
+    mlp: str = "mlp",
+    mlp_roles: Mapping[str, Role] | None = None,
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
+    embedding: str = "embed_tokens",
+    final_norm: str = "norm",
+    head: str = "lm_head",
+) -> dict[str, Role]:
+    """The roles of a Llama-shaped decoder, with Llama's names for what a family does not rename."""
+    layer = f"{base}.{layers}.*"
+    attention_roles = attention_roles or {"q_proj": Role.Q, "k_proj": Role.K, "v_proj": Role.V, "o_proj": Role.O}
+    mlp_roles = mlp_roles or {"gate_proj": Role.GATE, "up_proj": Role.UP, "down_proj": Role.DOWN}
+    return {
+        f"{base}.{embedding}": Role.EMBEDDING,
+        layer: Role.LAYER,
+        f"{layer}.{attention}": Role.ATTENTION,
+        **{f"{layer}.{attention}.{name}": role for name, role in attention_roles.items()},
+        f"{layer}.{mlp}": Role.MLP,
+        **{f"{layer}.{mlp}.{name}": role for name, role in mlp_roles.items()},
+        **{f"{layer}.{name}": Role.NORM for name in norms},
+        f"{base}.{final_norm}": Role.FINAL_NORM,
+        head: Role.HEAD,
+    }

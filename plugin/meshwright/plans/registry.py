@@ -1,0 +1,40 @@
+"""Which plan a model gets: the user's, its family's, or one inferred from its structure."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.plans import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
+from meshwright.plans.base import ShardingPlan
+from meshwright.plans.infer import infer_plan
+
+_PLANS: dict[str, ShardingPlan] = {
+    "gemma2": gemma2.PLAN,
+    "llama": llama.PLAN,
+    "mistral": mistral.PLAN,
+    "olmo2": olmo2.PLAN,
+    "phi3": phi3.PLAN,
+    "qwen2": qwen2.PLAN,
+    "qwen3": qwen3.PLAN,
+}
+
+
+def register_plan(model_type: str, plan: ShardingPlan) -> None:
+    """Use ``plan`` for models whose ``config.model_type`` is ``model_type``; the last call wins.
+
+    Raises:
+        ValueError: if ``plan`` is not a ShardingPlan.
+
+    Example:
+        >>> from meshwright.plans.base import ShardingPlan, decoder_roles
+        >>> register_plan("my_llama", ShardingPlan(roles=decoder_roles(base="decoder")))
+    """
+    if not isinstance(plan, ShardingPlan):
+        raise ValueError(f"register_plan({model_type!r}) takes a meshwright.ShardingPlan, not {type(plan).__name__}")
+    _PLANS[model_type] = plan
+
+
+def plan_for(model: nn.Module) -> ShardingPlan:
+    """The registered plan of the model's family, else one inferred from its structure."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return _PLANS.get(model_type) or infer_plan(model)

@@ -1,0 +1,129 @@
+"""What a distributed model carries: its axes, and how its gradients are kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.optim.zero import ReduceScatter, slice_copies
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.gradients import GradientSync
+from meshwright.parallel.layout import record_of
+
+_ATTRIBUTE = "_meshwright"
+
+
+@dataclass(eq=False)
+class Runtime:
+    """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
+
+    Args:
+        tp, dp: this rank's place on the axes.
+        parameters: the trainable parameters.
+        syncs: who synchronises their gradients.
+        zero: the ZeRO shards, if any.
+        mesh: the device mesh; None on one process.
+    """
+
+    tp: Axis
+    dp: Axis
+    parameters: list[nn.Parameter]
+    syncs: list[GradientSync] = field(default_factory=list)
+    zero: ReduceScatter | None = None
+    mesh: Any = None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See :func:`no_sync`."""
+        with contextlib.ExitStack() as stack:
+            for sync in self.syncs:
+                stack.enter_context(sync.no_sync())
+            yield
+
+    def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
+        """This rank's gradients, each with how many ranks of (dp x tp) hold each of its elements."""
+        counted: list[tuple[Tensor, Tensor | float]] = []
+        held = set()
+        if self.zero is not None:
+            self.zero.drop_cleared()
+            for bucket in self.zero.sharded:
+                held |= {id(p) for p in bucket.bucket.parameters}
+                counted += [
+                    (piece.shard.grad, slice_copies(piece)) for piece in bucket.slices if piece.shard.grad is not None
+                ]
+        for parameter in self.parameters:
+            if id(parameter) not in held and parameter.grad is not None:
+                copies = record_of(parameter).copies(parameter) * self.dp.size
+                counted.append((parameter.grad.as_subclass(Tensor), copies))
+        return counted
+
+    def check_synced(self, *_: Any) -> None:
+        """Refuse to go on with gradients that were accumulated under no_sync and never synchronised.
+
+        Raises:
+            ValueError: on every rank that runs the same program.
+        """
+        if any(sync.has_unsynced for sync in self.syncs):
+            raise ValueError(
+                "the last backward pass ran under no_sync(), so its gradients are this rank's own and a step would "
+                "let the replicas drift apart; run the last pass of an accumulation window outside no_sync()"
+            )
+
+
+def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
+    """Keep the runtime on the object it belongs to."""
+    object.__setattr__(owner, _ATTRIBUTE, runtime)
+
+
+def find_runtime(owner: object) -> Runtime | None:
+    """The runtime of a distributed model or sharded optimizer."""
+    return vars(owner).get(_ATTRIBUTE)
+
+
+def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
+    """The runtime of a distributed model or sharded optimizer.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    runtime = find_runtime(owner)
+    if runtime is None:
+        raise ValueError(
+            f"this {type(owner).__name__} is not distributed; pass what to_distributed (or shard_optimizer) returned"
+        )
+    return runtime
+
+
+def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[None]:
+    """Leave gradients unsynchronised inside; the first backward pass outside synchronises their sum.
+
+    For loops that accumulate by hand. Without it each pass synchronises, which is right but sends
+    the gradients each time. ``ParallelPlan.gradient_accumulation_steps`` needs neither.
+
+    Raises:
+        ValueError: if ``owner`` is not distributed.
+
+    Example::
+
+        for i, batch in enumerate(loader):
+            is_last = (i + 1) % 4 == 0
+            with contextlib.nullcontext() if is_last else mw.no_sync(model):
+                (model(**batch).loss / 4).backward()
+            if is_last:
+                mw.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    return runtime_of(owner).no_sync()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device

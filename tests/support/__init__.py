@@ -1,0 +1,1 @@
+"""What the numerics tests share: tiny models, exact arithmetic, a one-process reference."""
