@@ -94,7 +94,7 @@ def to_distributed(
     loader = dataloader
     if dataloader is not None:
         loader = DistributedLoader(dataloader, tp=tp, dp=dp, device=device)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
     return model, optimizer, loader
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed import get_world_size
+from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from meshwright.rank_grid import flatten, grid_text, nest
 
 
 class ProcessMesh:
@@ -45,18 +46,15 @@ class ProcessMesh:
     """
 
     def __init__(self, ranks: Any, dim_names: Sequence[str] | None = None) -> None:
-        self._shape, self._ranks = _shape_and_ranks(ranks)
+        self._shape, self._ranks = flatten(ranks)
         if dim_names is None:
             dim_names = [f"d{axis}" for axis in range(len(self._shape))]
         self._dim_names = (dim_names,) if isinstance(dim_names, str) else tuple(dim_names)
-        self._check()
-        self._position = {rank: position for position, rank in enumerate(self._ranks)}
-
-    def _check(self) -> None:
+        positions = itertools.product(*map(range, self._shape))
+        self._coordinates = dict(zip(self._ranks, positions, strict=True))
         if not self._shape or not self._ranks:
             raise ValueError(f"a mesh needs one axis and one rank at least, got shape {self._shape}")
-        repeated = sorted({rank for rank in self._ranks if self._ranks.count(rank) > 1})
-        if repeated:
+        if repeated := sorted(rank for rank, count in Counter(self._ranks).items() if count > 1):
             raise ValueError(f"every rank sits in a mesh once; repeated: {repeated} in {list(self._ranks)}")
         if min(self._ranks) < 0:
             raise ValueError(f"ranks start at 0, got {min(self._ranks)}")
@@ -99,17 +97,11 @@ class ProcessMesh:
         return torch.tensor(self._ranks, dtype=torch.int64, device="cpu").view(self._shape)
 
     def __contains__(self, rank: object) -> bool:
-        return rank in self._position
+        return rank in self._coordinates
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the position of a rank on each axis, or None for a rank outside the mesh."""
-        if rank not in self._position:
-            return None
-        rest, coordinate = self._position[rank], []
-        for size in reversed(self._shape):
-            rest, index = divmod(rest, size)
-            coordinate.append(index)
-        return tuple(reversed(coordinate))
+        return self._coordinates.get(rank)
 
     def axis_size(self, name: str) -> int:
         """Return the size of the axis of that name."""
@@ -131,8 +123,7 @@ class ProcessMesh:
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         chosen = [self._axis(name) for name in names]
-        coordinate = self.coordinate(rank)
-        if coordinate is None:
+        if (coordinate := self.coordinate(rank)) is None:
             raise ValueError(f"rank {rank} is not in the mesh:\n{self}")
         picks: list[Sequence[int]] = [[index] for index in coordinate]
         for axis in chosen:
@@ -144,7 +135,7 @@ class ProcessMesh:
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, (int, slice)) for part in keys):
             raise TypeError(
-                f"a mesh is indexed by ints and slices, got {key!r}; submesh(axes, rank) selects axes by name"
+                f"a mesh is indexed by ints and slices, got {key!r}; by name: submesh(axes, rank)"
             )
         if len(keys) > self.ndim:
             raise IndexError(f"{len(keys)} indices for the {self.ndim} axes {self._dim_names}")
@@ -156,7 +147,7 @@ class ProcessMesh:
             picks.append(range(size)[part] if isinstance(part, slice) else [part % size])
         kept = [axis for axis, part in enumerate(keys) if isinstance(part, slice)]
         if not kept:
-            raise ValueError(f"mesh[{key!r}] leaves no axis; keep one with a slice, or use mesh.array for the rank")
+            raise ValueError(f"mesh[{key!r}] leaves no axis; keep one with a slice, or index mesh.array")
         return self._pick(picks, kept)
 
     def _axis(self, name: str) -> int:
@@ -170,14 +161,11 @@ class ProcessMesh:
         order = [*(axis for axis in range(self.ndim) if axis not in kept), *kept]
         offsets = itertools.product(*([index * strides[axis] for index in picks[axis]] for axis in order))
         ranks = [self._ranks[sum(parts)] for parts in offsets]
-        return ProcessMesh(
-            _nested(ranks, [len(picks[axis]) for axis in kept]), [self._dim_names[axis] for axis in kept]
-        )
+        shape = [len(picks[axis]) for axis in kept]
+        return ProcessMesh(nest(ranks, shape), [self._dim_names[axis] for axis in kept])
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ProcessMesh):
-            return NotImplemented
-        return self._key() == other._key()
+        return self._key() == other._key() if isinstance(other, ProcessMesh) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -186,10 +174,10 @@ class ProcessMesh:
         return self._shape, self._ranks, self._dim_names
 
     def __repr__(self) -> str:
-        return f"ProcessMesh({_nested(self._ranks, self._shape)}, dim_names={self._dim_names})"
+        return f"ProcessMesh({nest(self._ranks, self._shape)}, dim_names={self._dim_names})"
 
     def __str__(self) -> str:
-        return _grid(self)
+        return grid_text(self._ranks, self._shape, self._dim_names)
 
     def to_device_mesh(self, device_type: str) -> DeviceMesh:
         """Create the process groups of every axis and return them as torch's ``DeviceMesh``.
@@ -203,19 +191,13 @@ class ProcessMesh:
         Raises:
             ValueError: a rank outside the world; ranks that do not ascend along each axis.
         """
-        from torch.distributed import get_world_size
-        from torch.distributed.device_mesh import DeviceMesh
-
         world_size = get_world_size()
         if max(self._ranks) >= world_size:
-            raise ValueError(f"the mesh holds rank {max(self._ranks)}, the world has {world_size} ranks:\n{self}")
-        for rank, name in itertools.product(self._ranks, self._dim_names):
-            ranks = self.axis_ranks(rank, name)
+            raise ValueError(f"rank {max(self._ranks)} is outside the world of {world_size} ranks:\n{self}")
+        for axis, name in enumerate(self._dim_names):
             # torch sorts the ranks of a new group: a group's order would silently differ from the mesh's.
-            if list(ranks) != sorted(ranks):
-                raise ValueError(
-                    f"the ranks along axis {name!r} must ascend to become a process group, got {ranks} in\n{self}"
-                )
+            if bool((self.array.diff(dim=axis) < 0).any()):
+                raise ValueError(f"ranks must ascend along axis {name!r} to become process groups:\n{self}")
         return DeviceMesh(device_type, self.array, mesh_dim_names=self._dim_names)
 
 
@@ -279,8 +261,8 @@ class ParallelDims:
         """
         ranks = range(self.world_size) if ranks is None else ranks
         if len(ranks) != self.world_size:
-            raise ValueError(f"{self._product()} = {self.world_size} ranks, but {len(ranks)} ranks were given")
-        return ProcessMesh(_nested(ranks, self.shape), self.axis_names)
+            raise ValueError(f"{self._product()} = {self.world_size} ranks, but {len(ranks)} were given")
+        return ProcessMesh(nest(ranks, self.shape), self.axis_names)
 
     def check_world_size(self, world_size: int) -> None:
         """Raise unless the sizes multiply to the number of ranks that were started.
@@ -291,13 +273,12 @@ class ParallelDims:
         if world_size == self.world_size:
             return
         replica = self.world_size // self.dp
+        change = f"change pp, cp or tp so that pp x cp x tp (now {replica}) divides {world_size}"
         if world_size % replica == 0:
             change = f"set dp={world_size // replica}"
-        else:
-            change = f"change pp, cp or tp so that pp x cp x tp (now {replica}) divides {world_size}"
         raise ValueError(
-            f"{self._product()} = {self.world_size} ranks, but the world has {world_size}:\n{self.rank_grid()}\n"
-            f"Start {self.world_size} processes, or {change}."
+            f"{self._product()} = {self.world_size} ranks, but the world has {world_size}:\n"
+            f"{self.rank_grid()}\nStart {self.world_size} processes, or {change}."
         )
 
     def build(self, device_type: str) -> DeviceMesh:
@@ -308,41 +289,13 @@ class ParallelDims:
         Raises:
             ValueError: a world of another size than ``world_size``.
         """
-        from torch.distributed import get_world_size
-
         self.check_world_size(get_world_size())
         return self.process_mesh().to_device_mesh(device_type)
 
     def rank_grid(self, rank: int | None = None) -> str:
         """Return the ranks as text: TP across, leading axes as titled blocks, ``rank`` in brackets."""
-        return _grid(self.process_mesh(), rank)
+        return grid_text(range(self.world_size), self.shape, self.axis_names, rank)
 
     def _product(self) -> str:
         sizes = zip(self.axis_names, self.shape, strict=True)
         return " x ".join(f"{name}={size}" for name, size in sizes if name in (self.active or ("tp",)))
-
-
-def _shape_and_ranks(ranks: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # Plain Python ints: a tensor made while a planner traces with fake tensors would have no values.
-    ranks = ranks.tolist() if hasattr(ranks, "tolist") else ranks
-    if isinstance(ranks, (str, bytes, bool)):
-        raise ValueError(f"a rank is an int, got {ranks!r}")
-    try:
-        items = list(ranks)
-    except TypeError:
-        try:
-            return (), (operator.index(ranks),)
-        except TypeError:
-            raise ValueError(f"a rank is an int, got {ranks!r}") from None
-    parts = [_shape_and_ranks(item) for item in items]
-    shapes = {shape for shape, _ in parts}
-    if len(shapes) > 1:
-        raise ValueError(f"the rows of a mesh must have one shape, got {sorted(shapes)}")
-    return (len(items), *(shapes.pop() if shapes else ())), tuple(rank for _, row in parts for rank in row)
-
-
-def _nested(ranks: Sequence[int], shape: Sequence[int]) -> list[Any]:
-    if len(shape) == 1:
-        return list(ranks)
-    block = len(ranks) // shape[0] if shape[0] else 0
-    return [_nested(ranks[i * block : (i + 1) * block], shape[1:]) for i in range(shape[0])]

@@ -57,7 +57,7 @@ def run_reference(family: str, dtype: torch.dtype, *, steps: int = STEPS, **over
             (loss / ACCUMULATION).backward()
             result.losses.append(loss.item())
             if i % ACCUMULATION == ACCUMULATION - 1:
-                if not result.first_gradients:
+                if not result.norms:
                     result.first_gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
                 result.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
                 optimizer.step()
@@ -93,7 +93,7 @@ def run_distributed(
                 (loss / ACCUMULATION).backward()
             result.losses.append(loss.item())
             if is_last:
-                if not result.first_gradients:
+                if not result.norms:
                     result.first_gradients = mw.full_gradients(model)
                 result.norms.append(mw.clip_grad_norm_(model, 0.5).item())
                 optimizer.step()

@@ -29,15 +29,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     if runtime is None:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
     full: dict[str, Tensor] = {}
-    done: dict[int, Tensor] = {}
+    done: dict[int, Tensor | None] = {}
     for name, value in state.items():
         if id(value) not in done:
             is_parameter = isinstance(value, nn.Parameter)
             whole = _assemble(value.detach(), record_of(value), runtime) if is_parameter else value.detach()
-            if whole is not None and _is_first(runtime):
-                done[id(value)] = whole.cpu().clone()
-        if id(value) in done:
-            full[name] = done[id(value)]
+            done[id(value)] = whole.cpu().clone() if whole is not None and _is_first(runtime) else None
+        if (whole := done[id(value)]) is not None:
+            full[name] = whole
     return full
 
 
