@@ -19,6 +19,9 @@ class Float64(TorchFunctionMode):
                 return args[0]
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        if func is Tensor.backward:  # recomputation runs inside it, where the mode would be off
+            with self:
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -67,7 +67,6 @@ def run_reference(family: str, dtype: torch.dtype, *, steps: int = STEPS, **over
 
 
 def run_distributed(
-    rank: int,
     family: str,
     dtype: torch.dtype,
     plan: dict[str, Any],

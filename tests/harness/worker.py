@@ -1,0 +1,106 @@
+"""One rank of a worker pool: ``python -m harness.worker DESCRIPTOR [MODULE ...]``, started as torchrun would.
+
+Each job gets a default process group of its own over the pool's store. The group of a job that succeeded
+lives until the next job comes, which is when every rank is known to be through: to close it earlier would cut
+off slower ranks. The group of a job that failed is closed at once, so that the ranks that wait for this one
+fail instead of hanging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from harness.messages import Failure, Job, Result, send
+
+# The pool finds a hang long before; a worker must not report it as an error of its own.
+GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+def main() -> None:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = Connection(int(sys.argv[1]))
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    torch.set_num_threads(1)
+    _preload(sys.argv[2:])
+    send(connection, Result("ready"))
+    while True:
+        _serve(connection, store, jobs.get())
+
+
+def _read(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
+    """Hand jobs to the main thread, and end the process with its parent, whatever it is doing."""
+    while True:
+        try:
+            jobs.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _preload(modules: list[str]) -> None:
+    for name in modules:
+        # A broken import is the finding of the test that needs the module.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    # What was imported stays: left out of every later collection, a collection takes a few milliseconds.
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(connection: Connection, store: dist.Store, message: bytes) -> None:
+    failed = False
+    try:
+        _close_groups()
+        job: Job = pickle.loads(message)
+        _open_group(store, job.number)
+        send(connection, Result(job.function(*job.args, **job.kwargs)))
+    except BaseException as error:
+        failed = True
+        send(connection, Failure(time.monotonic(), type(error).__name__, str(error), traceback.format_exc()))
+    if failed:
+        # Outside the except block: the traceback's frames hold process groups open.
+        _close_groups()
+
+
+def _open_group(store: dist.Store, number: int) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"job{number}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=GROUP_TIMEOUT,
+    )
+
+
+def _close_groups() -> None:
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Every family under every plan equals one process: logits, losses, gradients, norms and weights.
+
+Tolerance 1e-10 relative to a tensor's largest value: in float64 only the order of sums differs, about
+1e-16 a sum, and five AdamW steps divide tiny differences by tiny moments (1e-12 measured at worst).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.parallel.buckets import Bucket
+from support.exact import relative_difference
+from support.models import FAMILIES
+from support.reference import Result, run_distributed, run_reference
+
+TOLERANCE = 1e-10
+
+PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp2": ({"tp": 2}, {}),
+    "tp2+sp": ({"tp": 2, "sequence_parallel": True}, {}),
+    "dp2": ({"dp": 2}, {}),
+    "dp2+zero1": ({"dp": 2, "zero_stage": 1}, {}),
+    "dp2xtp2+sp+zero1": ({"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}, {}),
+    "tp4+sp, 2 kv heads": ({"tp": 4, "sequence_parallel": True}, {"num_key_value_heads": 2}),
+}
+
+
+@functools.cache
+def reference(family: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Result:
+    return run_reference(family, dtype, **overrides)
+
+
+def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
+
+
+def largest_differences(actual: Result, expected: Result) -> dict[str, float]:
+    """The largest relative difference of each kind of result."""
+
+    def of_numbers(a: list[float], b: list[float]) -> float:
+        assert len(a) == len(b)
+        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+    def of_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+        assert a.keys() == b.keys()
+        return max(relative_difference(a[name], b[name]) for name in b)
+
+    assert actual.first_logits is not None and expected.first_logits is not None
+    return {
+        "logits": relative_difference(actual.first_logits, expected.first_logits),
+        "losses": of_numbers(actual.losses, expected.losses),
+        "norms": of_numbers(actual.norms, expected.norms),
+        "gradients": of_tensors(actual.first_gradients, expected.first_gradients),
+        "weights": of_tensors(actual.weights, expected.weights),
+    }
+
+
+@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_one_process_in_float64(family: str, plan_name: str, request: pytest.FixtureRequest) -> None:
+    plan, overrides = PLANS[plan_name]
+    ranks = pool_for(plan, request).run(run_distributed, family, torch.float64, plan, **overrides)
+    differences = largest_differences(ranks[0], reference(family, **overrides))
+    assert max(differences.values()) <= TOLERANCE, differences
+    # Every rank reports the same global loss and norm, to the bit.
+    assert all(rank.losses == ranks[0].losses and rank.norms == ranks[0].norms for rank in ranks)
+
+
+@pytest.mark.parametrize("plan_name", ["tp2+sp", "dp2", "dp2+zero1", "dp2xtp2+sp+zero1"])
+def test_losses_equal_one_process_in_float32_over_20_steps(plan_name: str, request: pytest.FixtureRequest) -> None:
+    # 1e-5: float32 sums differ by about 1e-7, and 20 steps of training amplify that less than 100 times.
+    plan, overrides = PLANS[plan_name]
+    ranks = pool_for(plan, request).run(run_distributed, "llama", torch.float32, plan, steps=20, **overrides)
+    expected = reference("llama", torch.float32, steps=20, **overrides)
+    worst = max(abs(a - b) / b for a, b in zip(ranks[0].losses, expected.losses, strict=True))
+    assert worst <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_no_sync_gives_the_same_numbers(family: str, request: pytest.FixtureRequest) -> None:
+    plan, _ = PLANS["dp2xtp2+sp+zero1"]
+    ranks = pool_for(plan, request).run(run_distributed, family, torch.float64, plan, use_no_sync=True)
+    differences = largest_differences(ranks[0], reference(family))
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+def run_without_summing_copies(family: str, plan: dict[str, Any]) -> Result:
+    """The classic mistake: each rank keeps its own part of the norms' gradients."""
+    original = Bucket.average_copies
+    Bucket.average_copies = lambda *_: None  # type: ignore[method-assign]
+    try:
+        return run_distributed(family, torch.float64, plan)
+    finally:
+        Bucket.average_copies = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_forgetting_to_sum_norm_gradients_would_be_caught(family: str, pool2: Any) -> None:
+    # The wrong answer is off by more than 1e-2, a hundred million times the tolerance.
+    ranks = pool2.run(run_without_summing_copies, family, {"tp": 2, "sequence_parallel": True})
+    assert largest_differences(ranks[0], reference(family))["gradients"] > 1e-2
+
+
+def run_with_mean_of_means(family: str) -> Result:
+    """Another classic: each rank divides by its own count of tokens."""
+    from meshwright.parallel import loss
+
+    original = loss.all_gather
+    loss.all_gather = lambda x, axis: x.repeat(axis.size, 1)
+    try:
+        return run_distributed(family, torch.float64, {"dp": 2})
+    finally:
+        loss.all_gather = original
+
+
+def test_a_mean_of_means_would_be_caught(pool2: Any) -> None:
+    ranks = pool2.run(run_with_mean_of_means, "llama")
+    differences = largest_differences(ranks[0], reference("llama"))
+    assert differences["losses"] > 1e-3 and differences["gradients"] > 1e-3
