@@ -54,10 +54,6 @@ class ProcessMesh:
         self._coordinates = dict(zip(self._ranks, positions, strict=True))
         if not self._shape or not self._ranks:
             raise ValueError(f"a mesh needs one axis and one rank at least, got shape {self._shape}")
-        if repeated := sorted(rank for rank, count in Counter(self._ranks).items() if count > 1):
-            raise ValueError(f"every rank sits in a mesh once; repeated: {repeated} in {list(self._ranks)}")
-        if min(self._ranks) < 0:
-            raise ValueError(f"ranks start at 0, got {min(self._ranks)}")
         if len(self._dim_names) != len(self._shape):
             raise ValueError(
                 f"dim_names has {len(self._dim_names)} names {self._dim_names} for {len(self._shape)} axes "
@@ -65,6 +61,10 @@ class ProcessMesh:
             )
         if len(set(self._dim_names)) != len(self._dim_names) or not all(self._dim_names):
             raise ValueError(f"dim_names must be unique and not empty, got {self._dim_names}")
+        if repeated := sorted(rank for rank, count in Counter(self._ranks).items() if count > 1):
+            raise ValueError(f"every rank sits in a mesh once; repeated: {repeated} in {list(self._ranks)}")
+        if min(self._ranks) < 0:
+            raise ValueError(f"ranks start at 0, got {min(self._ranks)}")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,9 +125,7 @@ class ProcessMesh:
         chosen = [self._axis(name) for name in names]
         if (coordinate := self.coordinate(rank)) is None:
             raise ValueError(f"rank {rank} is not in the mesh:\n{self}")
-        picks: list[Sequence[int]] = [[index] for index in coordinate]
-        for axis in chosen:
-            picks[axis] = range(self._shape[axis])
+        picks = [range(size) if i in chosen else [coordinate[i]] for i, size in enumerate(self._shape)]
         return self._pick(picks, chosen)
 
     def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> ProcessMesh:
@@ -170,7 +168,7 @@ class ProcessMesh:
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def _key(self) -> tuple[tuple[int, ...], ...]:
+    def _key(self) -> tuple[tuple[object, ...], ...]:
         return self._shape, self._ranks, self._dim_names
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 _EDGE = 4  # indices shown at each end of a long axis
 _LONG = 16  # an axis up to this size is shown whole
@@ -30,7 +30,7 @@ def flatten(ranks: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if len(shapes) > 1:
             raise ValueError(f"the rows of a mesh must have one shape, got {shapes}")
         return (len(parts), *(shapes[0] if shapes else ())), tuple(rank for _, row in parts for rank in row)
-    if isinstance(ranks, bool) or not hasattr(ranks, "__index__"):
+    if isinstance(ranks, bool) or not isinstance(ranks, SupportsIndex):
         raise ValueError(f"a rank is an int, got {ranks!r}")
     return (), (operator.index(ranks),)
 

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
-class Float64(TorchFunctionMode):
-    """Turns every cast of a float64 tensor to float32 into no cast."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
-            if func is Tensor.float:
-                return args[0]
+def _keep_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def keep(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype is torch.float64:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        if func is Tensor.backward:  # recomputation runs inside it, where the mode would be off
-            with self:
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        return function(x, *args, **kwargs)
+
+    return keep
+
+
+class Float64:
+    """Inside, a cast of a float64 tensor to float32 is no cast.
+
+    Patched functions rather than a TorchFunctionMode, which is off where checkpointing recomputes.
+    """
+
+    def __enter__(self) -> None:
+        to_float = Tensor.float
+        self._patches = [
+            mock.patch.object(Tensor, "float", lambda x: x if x.dtype is torch.float64 else to_float(x)),
+            mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
+            mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
+        ]
+        for patch in self._patches:
+            patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
