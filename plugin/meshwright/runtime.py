@@ -55,7 +55,9 @@ class Runtime:
             for bucket in self.zero.sharded:
                 held |= {id(p) for p in bucket.bucket.parameters}
                 counted += [
-                    (piece.shard.grad, slice_copies(piece)) for piece in bucket.slices if piece.shard.grad is not None
+                    (piece.shard.grad.as_subclass(Tensor), slice_copies(piece))
+                    for piece in bucket.slices
+                    if piece.shard.grad is not None
                 ]
         for parameter in self.parameters:
             if id(parameter) not in held and parameter.grad is not None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from meshwright.errors import OptimizerMismatchError
 from meshwright.parallel.buckets import Bucket, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
-from meshwright.parallel.guarded import HeldGradient, is_cleared
+from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
 from meshwright.parallel.layout import ShardRecord, record_of
 
 
@@ -126,7 +126,10 @@ class ReduceScatter:
                 # No rank had a gradient: leave None, so that the optimizer skips it as on one device.
                 if id(piece.parameter) not in had_gradient and not gradient.any():
                     continue
-                piece.shard.grad = gradient if piece.shard.grad is None else piece.shard.grad.add_(gradient)
+                if piece.shard.grad is None:
+                    piece.shard.grad = gradient.as_subclass(LocalGradient)
+                else:
+                    piece.shard.grad.add_(gradient)
 
         return finish
 
