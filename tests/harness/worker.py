@@ -87,13 +87,12 @@ def _open_group(store: dist.Store, number: int) -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"job{number}", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=GROUP_TIMEOUT,
-    )
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    job_store = dist.PrefixStore(f"job{number}", store)
+    dist.init_process_group("gloo", store=job_store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    # A function that raises at once would close its group while another rank is still connecting to it.
+    job_store.set(f"connected{rank}", "")
+    job_store.wait([f"connected{other}" for other in range(world_size)], GROUP_TIMEOUT)
 
 
 def _close_groups() -> None:

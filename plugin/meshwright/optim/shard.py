@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
+from meshwright.launch import world_size
 from meshwright.mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.zero import shard_optimizer_state
@@ -109,8 +110,13 @@ def shard_optimizer(
 def _axis_of(mesh: ProcessMesh | DeviceMesh | None, name: str, device_type: str) -> Axis:
     if mesh is None:
         raise PlanError("shard_optimizer needs mesh=..., with the axis over which to shard the state")
+    names = mesh.dim_names if isinstance(mesh, ProcessMesh) else mesh.mesh_dim_names or ()
+    if name not in names:
+        raise PlanError(f"the mesh has the axes {', '.join(names)}, but no {name!r}; pass axis=...")
+    ranks = mesh.ranks if isinstance(mesh, ProcessMesh) else mesh.mesh.flatten().tolist()
+    if outside := sorted(set(range(world_size())) - set(ranks)):
+        # On every rank, in the mesh or not: those inside would wait for the others at the first collective.
+        raise PlanError(f"rank(s) {', '.join(map(str, outside))} of {world_size()} are in no part of the mesh:\n{mesh}")
     device_mesh = mesh.to_device_mesh(device_type) if isinstance(mesh, ProcessMesh) else mesh
-    if name not in (device_mesh.mesh_dim_names or ()):
-        raise PlanError(f"the mesh has the axes {device_mesh.mesh_dim_names}, but no {name!r}; pass axis=...")
     sub = device_mesh[name]
     return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())

@@ -1,0 +1,166 @@
+"""Every wrong call is a clear error on every rank, leaves the user's objects as they were, and never hangs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import meshwright as mw
+from support.models import build
+from support.reference import make_optimizer
+
+
+def call(model: Any = None, optimizer: Any = None, *, device_num: Any = None, **plan: Any) -> None:
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    mw.to_distributed(model or build("llama"), optimizer, device_num=device_num, config=config)
+
+
+def with_uncovered_parameter() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.temperature = torch.nn.Parameter(torch.ones(1))
+    model.model.extra = torch.nn.Linear(4, 4)
+    call(model, tp=2)
+
+
+def twice() -> None:
+    model = build("llama")
+    call(model, tp=2)
+    call(model, tp=2)
+
+
+def foreign_optimizer() -> None:
+    call(build("llama"), torch.optim.AdamW(build("llama").parameters()), tp=2)
+
+
+def empty_optimizer() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    optimizer.param_groups[0]["params"] = []
+    call(build("llama"), optimizer, dp=2)
+
+
+def model_on_meta() -> None:
+    with torch.device("meta"):
+        model = build("llama")
+    call(model, tp=2)
+
+
+def tied_in_two_ways() -> None:
+    model = build("llama", intermediate_size=32)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight = mlp.down_proj.weight
+    call(model, tp=2)
+
+
+def mesh_that_leaves_out_a_rank() -> None:
+    optimizer = torch.optim.AdamW(build("llama").parameters())
+    mw.shard_optimizer(optimizer, mesh=mw.ProcessMesh([0], ["dp"]))
+
+
+def mesh_without_the_axis() -> None:
+    optimizer = torch.optim.AdamW(build("llama").parameters())
+    mw.shard_optimizer(optimizer, mesh=mw.ProcessMesh([0, 1], ["tp"]))
+
+
+def no_plan() -> None:
+    mw.to_distributed(build("llama"))
+
+
+def sharding_plan_without_rows() -> None:
+    roles = dict(mw.decoder_roles())
+    del roles["model.layers.*.mlp"]
+    plan = mw.ShardingPlan(roles=roles)
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2), sharding_plan=plan)
+    mw.to_distributed(build("llama"), config=config)
+
+
+CASES: dict[str, tuple[Callable[[], None], str, str]] = {
+    "heads not divisible": (
+        lambda: call(build("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=36), tp=2),
+        "PlanError",
+        r"3 attention heads cannot be divided over tp=2; ParallelPlan.tp must be one of 1, 3",
+    ),
+    "width not divisible": (
+        lambda: call(build("llama", intermediate_size=47), tp=2),
+        "PlanError",
+        r"gate_proj.*width 47 cannot be divided over tp=2",
+    ),
+    "too many processes": (lambda: call(tp=1), "PlanError", r"needs 1 processes, but 2 were launched"),
+    "too few processes": (lambda: call(tp=2, dp=2), "PlanError", r"needs 4 processes, but 2 were launched[^$]*tp=1"),
+    "device_num": (lambda: call(tp=2, device_num=8), "PlanError", r"device_num=8 .* but 2 process"),
+    "device_num of another kind": (lambda: call(tp=2, device_num="2"), "PlanError", r"device_num must be a positive"),
+    "uncovered parameters": (
+        with_uncovered_parameter,
+        "UncoveredParameterError",
+        r"3 parameter\(s\):\s+model.layers.1.mlp.temperature\s+model.extra.weight\s+model.extra.bias",
+    ),
+    "cp": (lambda: call(cp=2), "PlanError", r"cp=2: context parallelism is not available"),
+    "pp": (lambda: call(pp=2), "PlanError", r"pp=2: pipeline parallelism is not available"),
+    "zero 3": (lambda: call(dp=2, zero_stage=3), "PlanError", r"zero_stage=3 is not available"),
+    "tp=0": (lambda: call(tp=0), "PlanError", r"ParallelPlan.tp must be a positive integer, not 0"),
+    "two ways to accumulate": (
+        lambda: call(dp=2, micro_batch_size=1, gradient_accumulation_steps=2),
+        "PlanError",
+        r"say the same thing in two ways",
+    ),
+    "DDP": (
+        lambda: call(DistributedDataParallel(build("llama")), tp=2),
+        "AlreadyDistributedError",
+        r"wrapped by DistributedDataParallel",
+    ),
+    "twice": (twice, "AlreadyDistributedError", r"distributed by an earlier call"),
+    "foreign optimizer": (foreign_optimizer, "OptimizerMismatchError", r"parameters are not the model's"),
+    "empty optimizer": (empty_optimizer, "OptimizerMismatchError", r"the optimizer has no parameters"),
+    "no parameters": (lambda: call(torch.nn.ReLU(), dp=2), "PlanError", r"ReLU has no parameters"),
+    "not a module": (lambda: call({"a": 1}, dp=2), "PlanError", r"takes a torch.nn.Module, not dict"),
+    "not a decoder": (lambda: call(torch.nn.Linear(2, 2), tp=2), "PlanError", r"no stack of equal decoder layers"),
+    "on meta": (model_on_meta, "PlanError", r"on the meta device"),
+    "a tie of two roles": (tied_in_two_ways, "PlanError", r"one tied parameter"),
+    "a rank outside the mesh": (mesh_that_leaves_out_a_rank, "PlanError", r"rank\(s\) 1 of 2 are in no part"),
+    "a mesh without dp": (mesh_without_the_axis, "PlanError", r"has the axes tp, but no 'dp'"),
+    "no plan": (no_plan, "PlanError", r"plan=None: choosing a plan automatically is not available"),
+    "a plan with a gap": (sharding_plan_without_rows, "UncoveredParameterError", r"mlp.gate_proj.weight"),
+}
+
+
+def run_case(name: str) -> None:
+    CASES[name][0]()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_a_named_error_on_every_rank(name: str, pool2: Any) -> None:
+    _, kind, pattern = CASES[name]
+    for actual_kind, message in pool2.run_expecting_error(run_case, name):
+        assert actual_kind == kind, message
+        assert re.search(pattern, message), message
+        assert issubclass(getattr(mw, kind), ValueError)
+
+
+def fail_late() -> None:
+    """A call that gets past every check of sizes and fails at the plan leaves no trace."""
+    model = build("llama")
+    optimizer = make_optimizer(model)
+    model.model.extra = torch.nn.Linear(4, 4)
+    parameters = list(model.parameters())
+    given = [list(group["params"]) for group in optimizer.param_groups]
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(mw.UncoveredParameterError):
+        call(model, optimizer, tp=2)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert [list(group["params"]) for group in optimizer.param_groups] == given
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert not any(p._backward_hooks for p in parameters)
+    dist.barrier()
+    del model.model.extra
+    call(model, optimizer, tp=2)  # and the same objects are still good
+
+
+def test_a_failed_call_changes_nothing(pool2: Any) -> None:
+    pool2.run(fail_late)

@@ -1,0 +1,138 @@
+"""Sharding plans: matching, the registry, inference from structure, and the completeness check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.parallel.structure import describe
+from meshwright.plans import plan_for
+from support.exact import relative_difference
+from support.models import FAMILIES, build, labels_for, tokens
+
+FUSED = {"phi3"}  # how fused rows are ordered cannot be seen in a shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_a_plan_that_covers_it(family: str) -> None:
+    model = build(family)
+    plan = plan_for(model)
+    assert plan.source == f"the {family} plan"
+    structure = describe(model, plan, tp=2, sequence_parallel=True)
+    assert set(structure.parameters) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in FUSED])
+def test_inference_finds_what_the_family_file_says(family: str) -> None:
+    model = build(family)
+    expected, inferred = (
+        describe(model, plan, tp=2, sequence_parallel=True) for plan in (plan_for(model), mw.infer_plan(model))
+    )
+    assert inferred.parameters == expected.parameters
+    assert [b.name for b in inferred.blocks] == [b.name for b in expected.blocks]
+
+
+def test_inference_refuses_fused_projections_by_name() -> None:
+    model = build("phi3")
+    with pytest.raises(mw.UncoveredParameterError) as raised:
+        describe(model, mw.infer_plan(model), tp=2, sequence_parallel=False)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in raised.value.names
+    assert "model.layers.1.mlp.gate_up_proj.weight" in raised.value.names
+
+
+def test_wildcards_match_one_component_and_exact_names_win() -> None:
+    plan = mw.ShardingPlan(roles={"a.*.q": mw.Role.Q, "a.3.q": mw.Role.K})
+    assert plan.role_of("a.0.q") is mw.Role.Q
+    assert plan.role_of("a.3.q") is mw.Role.K
+    assert plan.role_of("a.0.b.q") is None and plan.role_of("a.q") is None
+
+
+def test_a_role_must_be_a_role() -> None:
+    with pytest.raises(ValueError, match=r"'a' has 'column' for a role"):
+        mw.ShardingPlan(roles={"a": "column"})  # type: ignore[dict-item]
+
+
+def test_registering() -> None:
+    with pytest.raises(ValueError, match=r"takes a meshwright.ShardingPlan, not dict"):
+        mw.register_plan("mine", {})  # type: ignore[arg-type]
+    model = build("llama")
+    model.config.model_type = "my_llama"
+    assert "inferred" in plan_for(model).source
+    plan = mw.ShardingPlan(roles=mw.decoder_roles())
+    mw.register_plan("my_llama", plan)
+    assert plan_for(model) is plan
+
+
+class OwnAttention(nn.Module):
+    """Nobody's class: other names, head counts as attributes, positional arguments."""
+
+    def __init__(self, hidden: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = heads, groups, hidden // heads
+        self.wq = nn.Linear(hidden, hidden, bias=False)
+        self.wk = nn.Linear(hidden, groups * self.head_dim, bias=True)
+        self.wv = nn.Linear(hidden, groups * self.head_dim, bias=False)
+        self.wo = nn.Linear(hidden, hidden, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.wq(x).view(batch, length, self.n_heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class OwnLayer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attn = OwnAttention(hidden, 8, 4)
+        self.ff = nn.Sequential(nn.Linear(hidden, 40), nn.GELU(), nn.Linear(40, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.first_norm(x))
+        return x + self.ff(self.second_norm(x))
+
+
+class OwnDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(97, 32)
+        self.blocks = nn.ModuleList(OwnLayer(32) for _ in range(2))
+        self.last_norm = nn.LayerNorm(32)
+        self.out = nn.Linear(32, 97)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.out(self.last_norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 97), labels[:, 1:].reshape(-1))
+
+
+def own_model_step(plan: dict[str, Any] | None) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = OwnDecoder().double()
+    if plan is not None:
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    ids = tokens(2, 12)
+    loss = model(ids, labels=labels_for(ids))
+    loss.backward()
+    if plan is None:
+        return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), mw.full_gradients(model)
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}])
+def test_a_class_nobody_has_seen_equals_one_process(plan: dict[str, Any], pool2: Any) -> None:
+    loss, expected = own_model_step(None)
+    actual_loss, actual = pool2.run(own_model_step, plan)[0]
+    assert abs(actual_loss - loss) < 1e-12
+    for name, gradient in expected.items():  # 1e-10 in float64: only the order of sums differs
+        if not name.endswith("wk.bias"):  # zero but for rounding
+            assert relative_difference(actual[name], gradient) < 1e-10, name
