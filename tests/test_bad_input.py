@@ -91,9 +91,17 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         r"gate_proj.*width 47 cannot be divided over tp=2",
     ),
     "too many processes": (lambda: call(tp=1), "PlanError", r"needs 1 processes, but 2 were launched"),
-    "too few processes": (lambda: call(tp=2, dp=2), "PlanError", r"needs 4 processes, but 2 were launched[^$]*tp=1"),
+    "too few processes": (
+        lambda: call(tp=2, dp=2),
+        "PlanError",
+        r"needs 4 processes, but 2 were launched[^$]*tp=1",
+    ),
     "device_num": (lambda: call(tp=2, device_num=8), "PlanError", r"device_num=8 .* but 2 process"),
-    "device_num of another kind": (lambda: call(tp=2, device_num="2"), "PlanError", r"device_num must be a positive"),
+    "device_num of another kind": (
+        lambda: call(tp=2, device_num="2"),
+        "PlanError",
+        r"device_num must be a positive",
+    ),
     "uncovered parameters": (
         with_uncovered_parameter,
         "UncoveredParameterError",
@@ -118,7 +126,11 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     "empty optimizer": (empty_optimizer, "OptimizerMismatchError", r"the optimizer has no parameters"),
     "no parameters": (lambda: call(torch.nn.ReLU(), dp=2), "PlanError", r"ReLU has no parameters"),
     "not a module": (lambda: call({"a": 1}, dp=2), "PlanError", r"takes a torch.nn.Module, not dict"),
-    "not a decoder": (lambda: call(torch.nn.Linear(2, 2), tp=2), "PlanError", r"no stack of equal decoder layers"),
+    "not a decoder": (
+        lambda: call(torch.nn.Linear(2, 2), tp=2),
+        "PlanError",
+        r"no stack of equal decoder layers",
+    ),
     "on meta": (model_on_meta, "PlanError", r"on the meta device"),
     "a tie of two roles": (tied_in_two_ways, "PlanError", r"one tied parameter"),
     "a rank outside the mesh": (mesh_that_leaves_out_a_rank, "PlanError", r"rank\(s\) 1 of 2 are in no part"),

@@ -75,9 +75,7 @@ def per_layer(pool: Any, plan: dict[str, Any]) -> dict[str, tuple[dict[str, int]
     def difference(a: Counter[str], b: Counter[str]) -> dict[str, int]:
         return {name: b[name] - a[name] for name in b if b[name] != a[name]}
 
-    return {
-        when: (difference(two[when][0], three[when][0]), difference(two[when][1], three[when][1])) for when in two
-    }
+    return {when: (difference(two[when][0], three[when][0]), difference(two[when][1], three[when][1])) for when in two}
 
 
 def test_collectives_of_a_layer_with_sequence_parallelism(pool2: Any) -> None:
@@ -106,7 +104,7 @@ def test_collectives_of_a_layer_without_sequence_parallelism(pool2: Any) -> None
 def reductions_of_a_window(plan: dict[str, Any], use_no_sync: bool) -> dict[str, int]:
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), bucket_size_mb=0.01)
     model = build("llama")
-    model, optimizer, _ = mw.to_distributed(model, make_optimizer(model), config=config)
+    model, _optimizer, _ = mw.to_distributed(model, make_optimizer(model), config=config)
     ids = tokens(2, LENGTH)
     counts: Counter[str] = Counter()
     for i in range(3):
@@ -121,9 +119,7 @@ def reductions_of_a_window(plan: dict[str, Any], use_no_sync: bool) -> dict[str,
     return dict(counts)
 
 
-@pytest.mark.parametrize(
-    ("plan", "kind"), [({"dp": 2}, "all_reduce"), ({"dp": 2, "zero_stage": 1}, "reduce_scatter")]
-)
+@pytest.mark.parametrize(("plan", "kind"), [({"dp": 2}, "all_reduce"), ({"dp": 2, "zero_stage": 1}, "reduce_scatter")])
 def test_an_accumulation_window_reduces_once(plan: dict[str, Any], kind: str, pool2: Any) -> None:
     every_pass = pool2.run(reductions_of_a_window, plan, False)[0][kind]
     once = pool2.run(reductions_of_a_window, plan, True)[0][kind]

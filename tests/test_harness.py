@@ -155,9 +155,7 @@ def test_errors_expected_on_every_rank(pool):
         ("LookupError", "rank 0 lost it"),
         ("LookupError", "rank 1 lost it"),
     ]
-    with pytest.raises(
-        AssertionError, match=r"no error was raised on ranks \[0\]; the others did:\n---- rank 1"
-    ):
+    with pytest.raises(AssertionError, match=r"no error was raised on ranks \[0\]; the others did:\n---- rank 1"):
         pool.run_expecting_error(fail_on, (1,))
     with pytest.raises(AssertionError, match=r"no error was raised on ranks \[0, 1\]$"):
         pool.run_expecting_error(nothing)

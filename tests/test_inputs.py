@@ -78,7 +78,9 @@ def test_replicated_kv_heads_over_four_ranks(option: str, pool4: Any) -> None:
     assert_equal_steps(ranks[0], one_step("qwen3", "plain", **options))
 
 
-@pytest.mark.parametrize("split", [{"gradient_accumulation_steps": 2}, {"micro_batch_size": 1}, {"gradient_accumulation_steps": 3}])
+@pytest.mark.parametrize(
+    "split", [{"gradient_accumulation_steps": 2}, {"micro_batch_size": 1}, {"gradient_accumulation_steps": 3}]
+)
 @pytest.mark.parametrize("plan", [SP, {"dp": 2}, {"dp": 2, "zero_stage": 1}])
 def test_micro_batches_within_the_call(plan: dict[str, Any], split: dict[str, int], pool2: Any) -> None:
     ranks = pool2.run(one_step, "qwen3", "plain", {**plan, **split})

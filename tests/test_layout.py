@@ -47,7 +47,9 @@ def test_each_part_of_a_fused_matrix_is_cut(parts: list[int], ranks: int) -> Non
 
 heads = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(
     lambda t: st.tuples(  # query heads, key/value heads, and a tp that divides the former
-        st.just(t[0] * t[1]), st.just(t[1]), st.sampled_from([n for n in range(1, 37) if t[0] * t[1] % n == 0])
+        st.just(t[0] * t[1]),
+        st.just(t[1]),
+        st.sampled_from([n for n in range(1, 37) if t[0] * t[1] % n == 0]),
     )
 )
 

@@ -49,7 +49,7 @@ def make(kind: str, size: int, batch_size: int, workers: int = 0) -> Any:
     if kind == "stream":
         return DataLoader(Stream(size), batch_size=batch_size)
     if kind == "list":
-        return [{k: v for k, v in batch.items()} for batch in DataLoader(Rows(size), batch_size=batch_size)]
+        return [dict(batch.items()) for batch in DataLoader(Rows(size), batch_size=batch_size)]
     if kind == "datasets":
         rows = Dataset.from_dict({"input_ids": [[i] for i in range(size)], "labels": [[i] for i in range(size)]})
         return DataLoader(rows.with_format("torch"), batch_size=batch_size, shuffle=True)

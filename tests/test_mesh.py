@@ -82,9 +82,7 @@ def test_the_groups_of_an_axis_partition_the_mesh(array):
 def test_slicing_equals_numpy(array, data):
     mesh = ProcessMesh(array)
     keys = data.draw(
-        st.lists(
-            st.integers(-4, 3) | st.slices(4) | st.just(slice(None)), min_size=1, max_size=array.ndim
-        ).map(tuple)
+        st.lists(st.integers(-4, 3) | st.slices(4) | st.just(slice(None)), min_size=1, max_size=array.ndim).map(tuple)
     )
     kept = [name for name, key in itertools.zip_longest(mesh.dim_names, keys) if not isinstance(key, int)]
     try:

@@ -295,7 +295,7 @@ class Adafactored(torch.optim.Optimizer):
 def use_unknown_optimizer(plan: dict[str, Any], optimizer_class: type) -> None:
     model = build("llama")
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
-    before = [p for p in model.parameters()]
+    before = list(model.parameters())
     optimizer = optimizer_class(p for p in model.parameters() if p.ndim == 2)
     try:
         mw.to_distributed(model, optimizer, config=config)

@@ -105,9 +105,11 @@ def generate(family: str, plan: dict[str, Any] | None, **options: Any) -> list[l
     ids = tokens(2, 5)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    return model.eval().generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True, **options
-    ).tolist()
+    return (
+        model.eval()
+        .generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True, **options)
+        .tolist()
+    )
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2}, SP])

@@ -59,9 +59,7 @@ class ParallelPlan:
                     f"set {name}=1 and use dp and tp"
                 )
         if self.zero_stage not in (0, 1):
-            raise PlanError(
-                f"ParallelPlan.zero_stage={self.zero_stage!r} is not available in this version; use 0 or 1"
-            )
+            raise PlanError(f"ParallelPlan.zero_stage={self.zero_stage!r} is not available in this version; use 0 or 1")
         if self.recompute not in ("none", "full"):
             raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:

@@ -142,13 +142,12 @@ def _uses_causal_lm_loss(model: nn.Module) -> bool:
 
 
 def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Module) -> None:
-    if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
-        if not has_own_loss:
-            raise PlanError(
-                f"ParallelPlan splits the batch into micro-batches, which needs the causal-LM loss of transformers; "
-                f"{type(model).__name__} has a loss of its own. Set gradient_accumulation_steps=1 and "
-                "micro_batch_size=None"
-            )
+    is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None
+    if is_split and not has_own_loss:
+        raise PlanError(
+            f"the plan splits the batch into micro-batches, which needs transformers' causal-LM loss; "
+            f"{type(model).__name__} has a loss of its own. Set gradient_accumulation_steps=1, micro_batch_size=None"
+        )
     if plan.recompute == "full" and not hasattr(model, "gradient_checkpointing_enable"):
         raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
 
@@ -158,7 +157,9 @@ def _equalise_weights(model: nn.Module, tp: Axis, dp: Axis) -> None:
     if tp.size * dp.size == 1:
         return
     tensors = [t for _, t in (*model.named_parameters(), *model.named_buffers())]
-    digest = torch.stack([torch.stack([t.double().sum(), t.double().square().sum()]) for t in map(Tensor.detach, tensors)])
+    digest = torch.stack(
+        [torch.stack([t.double().sum(), t.double().square().sum()]) for t in map(Tensor.detach, tensors)]
+    )
     ranks = all_gather(all_gather(digest[None], tp), dp)
     if torch.equal(ranks.nan_to_num(), ranks[:1].nan_to_num().expand_as(ranks)):
         return
@@ -169,7 +170,7 @@ def _equalise_weights(model: nn.Module, tp: Axis, dp: Axis) -> None:
 
 
 def _shard_model(
-    model: nn.Module,
+    model: Any,
     optimizer: Optimizer | None,
     structure: DecoderStructure | None,
     plan: ParallelPlan,

@@ -132,9 +132,7 @@ class ProcessMesh:
         """Index like an array: an int drops its axis, a slice keeps it and its name."""
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, (int, slice)) for part in keys):
-            raise TypeError(
-                f"a mesh is indexed by ints and slices, got {key!r}; by name: submesh(axes, rank)"
-            )
+            raise TypeError(f"a mesh is indexed by ints and slices, got {key!r}; by name: submesh(axes, rank)")
         if len(keys) > self.ndim:
             raise IndexError(f"{len(keys)} indices for the {self.ndim} axes {self._dim_names}")
         keys += (slice(None),) * (self.ndim - len(keys))

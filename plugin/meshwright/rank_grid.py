@@ -48,9 +48,7 @@ def nest(ranks: Sequence[int], shape: Sequence[int]) -> list[Any]:
     return [nest(ranks[row * block : (row + 1) * block], shape[1:]) for row in range(shape[0])]
 
 
-def grid_text(
-    ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], rank: int | None = None
-) -> str:
+def grid_text(ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], rank: int | None = None) -> str:
     """Return row-major ranks as a text grid of the axes larger than 1.
 
     The last axis runs across, the one before it down, and the others title one block each. Long axes are

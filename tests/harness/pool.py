@@ -161,9 +161,7 @@ class WorkerPool:
         failures = _failures(answers)
         cause = f"{GRACE:g} s after another rank failed" if failures else f"within {timeout:g} s"
         parts = [f"ranks {silent} of {self.world_size} did not answer {cause}", _tracebacks(failures)]
-        parts += [
-            f"---- rank {rank}: output and stack\n{self._output(rank)}" for rank in range(self.world_size)
-        ]
+        parts += [f"---- rank {rank}: output and stack\n{self._output(rank)}" for rank in range(self.world_size)]
         return "\n".join(part for part in parts if part)
 
     def _log(self, rank: int) -> Path:

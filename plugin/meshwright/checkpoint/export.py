@@ -60,9 +60,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
                     local[id(parameter)] = gradient
     full: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        gradient = local.get(id(parameter), parameter.grad)
-        if gradient is not None:
-            whole = _assemble(gradient.as_subclass(Tensor), record_of(parameter), runtime)
+        found = local.get(id(parameter), parameter.grad)
+        if found is not None:
+            whole = _assemble(found.as_subclass(Tensor), record_of(parameter), runtime)
             if whole is not None and _is_first(runtime):
                 full[name] = whole.cpu().clone()
     return full
@@ -101,5 +101,3 @@ def _assemble(local: Tensor, record: ShardRecord, runtime: Runtime) -> Tensor | 
     for rank, piece in enumerate(pieces):
         record.layout.put(full, piece, rank)
     return full
-
-

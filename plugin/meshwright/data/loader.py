@@ -55,7 +55,7 @@ class DistributedLoader:
             loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset)
         ):
             return loader
-        common = {
+        common: dict[str, Any] = {
             name: getattr(loader, name)
             for name in (
                 "num_workers",
@@ -71,7 +71,7 @@ class DistributedLoader:
             common["prefetch_factor"] = loader.prefetch_factor
         if isinstance(loader.dataset, IterableDataset):
             collate = _RankCollate(loader.collate_fn, self.dp.rank, self.dp.size)
-            sizes = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            sizes: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             return DataLoader(loader.dataset, collate_fn=collate, **sizes, **common)
         sampler = _RankBatches(loader.batch_sampler, tp, self.dp, self.device, self._blanks)
         return DataLoader(loader.dataset, collate_fn=loader.collate_fn, batch_sampler=sampler, **common)

@@ -54,6 +54,8 @@ def clip_grad_norm_(
     like = runtime.parameters[0] if runtime.parameters else torch.zeros(())
     norm = global_norm(gradients, norm_type=float(norm_type), axes=(runtime.tp, runtime.dp), like=like)
     if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(f"the global gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped by")
+        raise RuntimeError(
+            f"the global gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped by"
+        )
     scale_by_norm([grad for grad, _ in gradients], norm, float(max_norm))
     return norm if like.dtype is torch.float64 else norm.float()

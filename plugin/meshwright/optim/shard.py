@@ -102,7 +102,11 @@ def shard_optimizer(
         parameter.meshwright = ShardRecord(str(index), parameter.shape, rows, 0, False)
     runtime = Runtime(tp=Axis("tp"), dp=dp, parameters=parameters)
     install_gradient_sync(
-        runtime, nn.ParameterList(parameters), optimizer, zero_stage=1, bucket_bytes=int(bucket_size_mb * 2**20)
+        runtime,
+        nn.ParameterList(parameters),
+        optimizer,
+        zero_stage=1,
+        bucket_bytes=int(bucket_size_mb * 2**20),
     )
     return optimizer
 

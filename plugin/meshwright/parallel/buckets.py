@@ -68,7 +68,9 @@ class Bucket:
         for whole, (parameter, segment) in zip(pieces, self.segments(flat), strict=True):
             record = record_of(parameter)
             torch.div(
-                record.layout.take(whole.view(record.global_shape), tp.rank), record.copies(segment), out=segment
+                record.layout.take(whole.view(record.global_shape), tp.rank),
+                record.copies(segment),
+                out=segment,
             )
 
 
@@ -97,9 +99,7 @@ def make_buckets(
                 open_buckets[key] = index = len(buckets)
                 buckets.append([])
             buckets[index].append(parameter)
-    return [
-        Bucket(members, multiple, _flat_dtype(members[0].dtype, accumulate_in_float32)) for members in buckets
-    ]
+    return [Bucket(members, multiple, _flat_dtype(members[0].dtype, accumulate_in_float32)) for members in buckets]
 
 
 def _flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool) -> torch.dtype:

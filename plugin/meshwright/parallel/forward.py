@@ -22,9 +22,7 @@ class ForwardState:
             them raises.
     """
 
-    def __init__(
-        self, model: nn.Module, streams: DropoutStreams, *, has_sharded_loss: bool, refuses_internals: bool
-    ):
+    def __init__(self, model: nn.Module, streams: DropoutStreams, *, has_sharded_loss: bool, refuses_internals: bool):
         self.streams = streams
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
         self._keeps_sharded = False

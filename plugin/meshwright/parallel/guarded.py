@@ -6,24 +6,17 @@ A read never communicates: one rank alone that looks at a tensor would hang in a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
 
-_METADATA = {
-    Tensor.device.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    Tensor.layout.__get__,  # type: ignore[attr-defined]
-    Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-    Tensor.as_subclass,
-    Tensor.detach,
-}
+_METADATA: frozenset[Any] = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "layout", "is_sparse")
+) | {Tensor.as_subclass, Tensor.detach}
 
 
 class ShardedLogits(Tensor):
@@ -33,7 +26,7 @@ class ShardedLogits(Tensor):
     else raises and names the option that gathers them.
     """
 
-    _ELEMENTWISE = {
+    _ELEMENTWISE: ClassVar[set[Any]] = {
         torch.tanh,
         Tensor.tanh,
         torch.mul,
@@ -51,7 +44,11 @@ class ShardedLogits(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         others_are_numbers = not any(isinstance(arg, Tensor) for arg in args[1:])
         if func in _METADATA or (func in cls._ELEMENTWISE and others_are_numbers):
@@ -62,7 +59,7 @@ class ShardedLogits(Tensor):
             "mode or without labels, where they are whole"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "ShardedLogits(not gathered: see ToDistributedConfig.gather_logits)"
 
 
@@ -73,7 +70,7 @@ class LocalGradient(Tensor):
     the replicas would drift apart without a word.
     """
 
-    _NORMS = {
+    _NORMS: ClassVar[set[Any]] = {
         torch._foreach_norm,
         torch.linalg.vector_norm,
         torch.linalg.norm,
@@ -85,7 +82,11 @@ class LocalGradient(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in cls._NORMS:
             raise UnreadableTensorError(
@@ -104,8 +105,10 @@ class HeldGradient(Tensor):
     It has the parameter's shape and no memory. Setting it to None or zeroing it clears the gradient.
     """
 
-    _CLEARING = {Tensor.zero_, torch._foreach_zero_, Tensor.requires_grad_, Tensor.detach_}
-    _SHAPE = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.ndim.__get__, Tensor.dim}  # type: ignore[attr-defined]
+    _CLEARING: ClassVar[set[Any]] = {Tensor.zero_, torch._foreach_zero_, Tensor.requires_grad_, Tensor.detach_}
+    _SHAPE: ClassVar[set[Any]] = {Tensor.size, Tensor.numel, Tensor.dim} | {
+        getattr(Tensor, name).__get__ for name in ("shape", "ndim")
+    }
 
     @classmethod
     def stand_in(cls, parameter: Tensor) -> HeldGradient:
@@ -116,7 +119,11 @@ class HeldGradient(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in cls._CLEARING:
             tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -134,7 +141,7 @@ class HeldGradient(Tensor):
             "clip with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "HeldGradient(in the ZeRO shards: see meshwright.full_gradients)"
 
 

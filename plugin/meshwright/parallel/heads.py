@@ -87,8 +87,7 @@ class HeadLayout:
 
     def _kv_spans(self, rank: int, *, offset: int) -> tuple[Span, ...]:
         return tuple(
-            (offset + head * self.head_dim, offset + (head + 1) * self.head_dim)
-            for head in self.local_kv_heads(rank)
+            (offset + head * self.head_dim, offset + (head + 1) * self.head_dim) for head in self.local_kv_heads(rank)
         )
 
     def local_attributes(self, attention: nn.Module) -> dict[str, int]:

@@ -56,9 +56,7 @@ class RowLayout:
     def padded(size: int, ranks: int, dim: int = 0) -> RowLayout:
         """Contiguous pieces of ceil(size / ranks) rows; the last ranks may hold fewer, even none."""
         step = -(-size // ranks)
-        return RowLayout(
-            dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks))
-        )
+        return RowLayout(dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks)))
 
     @property
     def is_replicated(self) -> bool:

@@ -62,8 +62,10 @@ class CausalLMLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        targets = shift(labels, ignore_index) if shift_labels is None else shift_labels
-        targets_N = targets.reshape(-1).to(logits.device)
+        if shift_labels is None:
+            assert labels is not None, "a loss needs labels or shift_labels"
+            shift_labels = shift(labels, ignore_index)
+        targets_N = shift_labels.reshape(-1).to(logits.device)
         loss_sum = self._sum(logits, targets_N, ignore_index)
         total, count = self._global(loss_sum.detach(), (targets_N != ignore_index).sum(), num_items_in_batch)
         return _ReplaceValue.apply(loss_sum, total / count, self.dp.size / count)
@@ -77,7 +79,12 @@ class CausalLMLoss:
         first_word = min(self.tp.rank * words, self.vocab_size)
         num_words = min(words, self.vocab_size - first_word)
         return VocabParallelCrossEntropy.apply(
-            at_least_float32(local.reshape(-1, words)), targets_N, first_word, num_words, ignore_index, self.tp
+            at_least_float32(local.reshape(-1, words)),
+            targets_N,
+            first_word,
+            num_words,
+            ignore_index,
+            self.tp,
         )
 
     def _global(self, loss_sum: Tensor, valid: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor]:

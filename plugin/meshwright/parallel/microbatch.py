@@ -61,7 +61,7 @@ def split_forward(
         with loss.divided_by(all_reduce(_valid_labels(batch), dp)):
             return _run(model, forward, syncs, micro_batches)
 
-    model.forward = split  # type: ignore[method-assign]
+    model.forward = split
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:

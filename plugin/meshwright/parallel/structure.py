@@ -6,6 +6,7 @@ All that can be wrong with a plan is found here, so that a failing call leaves t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -65,9 +66,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     layers = [modules[name] for name, role in roles.items() if role is Role.LAYER]
     if not layers:
         raise PlanError(f"{plan.source} names no decoder layer of {type(model).__name__}")
-    blocks = tuple(
-        _block(model, name, modules, roles, plan, tp) for name, role in roles.items() if role in BLOCK_ROLES
-    )
+    blocks = tuple(_block(model, name, modules, roles, plan, tp) for name, role in roles.items() if role in BLOCK_ROLES)
     layouts: dict[str, ParameterLayout] = {}
     for block in blocks:
         layouts |= _block_layouts(block, modules, roles, tp, sequence_parallel)
@@ -137,7 +136,7 @@ def _only(
     kind: type,
     *,
     required: bool = True,
-):  # type: ignore[no-untyped-def]
+) -> Any:
     names = [name for name, r in roles.items() if r is role]
     if len(names) > 1:
         raise PlanError(f"{plan.source} names {len(names)} modules as the {role.value}: {', '.join(names)}")
@@ -178,7 +177,7 @@ def _block(
     if roles[block_name] is Role.ATTENTION:
         if not ({Role.Q, Role.K, Role.V} <= by_role.keys() or Role.QKV in by_role):
             raise PlanError(f"{plan.source}: {block_name!r} has no query, key and value projections (or a fused one)")
-        query = by_role.get(Role.Q)
+        query: Any = by_role.get(Role.Q)
         heads = head_layout(
             modules[block_name],
             getattr(model, "config", None),
@@ -210,10 +209,9 @@ def _block_layouts(
             full_name = f"{name}.{suffix}"
             rows = _rows(full_name, tuple(parameter.shape), role, block.heads, tp)
             has_copies = any(bool((rows.copies(rank) > 1).any()) for rank in range(tp))
-            if not rows.is_replicated:
-                is_partial = has_copies
-            else:  # a shared head norm sees local heads only; a row bias, local tokens only
-                is_partial = role is Role.HEAD_NORM or sequence_parallel
+            # A shared head norm sees local heads only; a row bias, local tokens only.
+            sees_a_part = role is Role.HEAD_NORM or sequence_parallel
+            is_partial = sees_a_part if rows.is_replicated else has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
 

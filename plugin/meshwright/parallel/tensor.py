@@ -161,7 +161,8 @@ class _WideNorm:
 
     def __init__(self, norm: nn.Module, rows: RowLayout, axis: Axis):
         self.axis, self.size = axis, rows.size
-        self.eps = float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0))
+        eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
+        self.eps = float(eps)
         # A key head that several ranks hold counts once.
         self.weight = 1.0 / rows.copies(axis.rank).double()
         norm.register_forward_hook(self._rescale)
@@ -192,11 +193,12 @@ def _localise_attributes(block: Block) -> None:
     for name, value in block.heads.local_attributes(block.module).items():
         setattr(block.module, name, value)
     if block.has_fused_qkv and hasattr(block.module, "config"):
-        block.module.config = LocalConfig(
+        local = LocalConfig(
             block.module.config,
             num_attention_heads=block.heads.local_heads,
             num_key_value_heads=block.heads.num_local_kv_heads,
         )
+        setattr(block.module, "config", local)  # noqa: B010  nn.Module's annotations refuse the plain form
 
 
 def _hidden_states(

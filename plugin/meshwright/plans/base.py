@@ -99,7 +99,12 @@ def decoder_roles(
 ) -> dict[str, Role]:
     """The roles of a Llama-shaped decoder, with Llama's names for what a family does not rename."""
     layer = f"{base}.{layers}.*"
-    attention_roles = attention_roles or {"q_proj": Role.Q, "k_proj": Role.K, "v_proj": Role.V, "o_proj": Role.O}
+    attention_roles = attention_roles or {
+        "q_proj": Role.Q,
+        "k_proj": Role.K,
+        "v_proj": Role.V,
+        "o_proj": Role.O,
+    }
     mlp_roles = mlp_roles or {"gate_proj": Role.GATE, "up_proj": Role.UP, "down_proj": Role.DOWN}
     return {
         f"{base}.{embedding}": Role.EMBEDDING,

@@ -36,5 +36,5 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 def plan_for(model: nn.Module) -> ShardingPlan:
     """The registered plan of the model's family, else one inferred from its structure."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
     return _PLANS.get(model_type) or infer_plan(model)

@@ -1,0 +1,62 @@
+# `make` alone says what there is. Every target installs what it needs first; a second run installs nothing.
+
+PYTHON ?= python3.11
+TORCH ?= $(shell sed -n '/^torch==/p' constraints.txt)
+
+BIN := .venv/bin
+PIP = $(BIN)/python -m pip install --constraint .venv/constraints.txt
+# What is installed depends on these alone, whatever the files' dates say.
+KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum | cut -d ' ' -f 1)
+INSTALLED := .venv/.installed-$(KEY)
+DEEPSPEED := .venv/.deepspeed-$(KEY)
+
+.PHONY: help setup demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo    train a Llama with 4 processes (dp=2 x tp=2) and prove it equal to one process; minutes'
+	@echo 'make test    run the whole test suite, the demo program included'
+	@echo 'make lint    style, types, and which package may import which'
+	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP; installs DeepSpeed'
+	@echo 'make setup   only create .venv and install what the others need, as pinned by constraints.txt'
+	@echo 'make clean   delete .venv, caches and runs/'
+	@echo
+	@echo 'The demo takes flags:       make demo DEMO="--steps 300 --tp 4 --dp 1"; DEMO=--help lists them.'
+	@echo 'Another Python:             make setup PYTHON=python3.12'
+	@echo 'Another torch, e.g. CUDA:   export TORCH="torch==2.13.0+cu130 --extra-index-url' \
+		'https://download.pytorch.org/whl/cu130"'
+
+setup: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/python -m examples.demo $(DEMO)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+bench: $(DEEPSPEED)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	find plugin integrations -name '*.egg-info' -prune -exec rm -rf {} +
+
+# torch goes first and alone, so that TORCH decides which one it is; the rest finds it installed.
+$(INSTALLED):
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	sed '/^torch==/d' constraints.txt > .venv/constraints.txt
+	$(PIP) $(TORCH)
+	$(PIP) --editable '.[hf,dev]'
+	rm -f .venv/.installed-* .venv/.deepspeed-*
+	touch $@
+
+$(DEEPSPEED): $(INSTALLED)
+	$(PIP) --editable '.[deepspeed]'
+	touch $@

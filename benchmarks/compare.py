@@ -1,0 +1,102 @@
+"""The program that torchrun starts in every benchmark process: one contest, one kind of figure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import report
+from benchmarks.contenders import CONTESTS, ONE_PROCESS, Entry
+from benchmarks.environment import environment
+from benchmarks.memory import saved_bytes
+from benchmarks.summary import Summary, summarise
+from benchmarks.timing import built_and_checked, time_in_turn
+from benchmarks.traffic import Traffic, traffic_per_layer
+from benchmarks.workload import Workload
+
+FIGURES = ("time", "memory", "collectives")
+WARM_UP_STEPS = 3
+Seconds = dict[str, list[float]]  # contender -> one a round
+
+
+def compare_time(entries: Sequence[Entry], workload: Workload, rounds: int) -> tuple[Summary, Seconds]:
+    """Step times: their summary, and the seconds of every round on this rank."""
+    seconds = time_in_turn(built_and_checked(entries, workload, WARM_UP_STEPS), rounds)
+    return summarise(seconds, processes=dist.get_world_size()), seconds
+
+
+def compare_memory(entries: Sequence[Entry], workload: Workload) -> dict[str, int]:
+    """Saved activations: contender -> bytes on this rank."""
+    found = {}
+    for entry in entries:
+        contender = entry.build(workload)
+        if not contender.idle:
+            found[entry.name] = saved_bytes(contender)
+    return found
+
+
+def compare_collectives(entries: Sequence[Entry], workload: Workload) -> dict[str, dict[str, Traffic]]:
+    """Collectives that one decoder layer adds to a step: contender -> phase -> traffic on this rank."""
+    added = workload.num_hidden_layers // 2
+    shallow = replace(workload, num_hidden_layers=workload.num_hidden_layers - added)
+    return {
+        entry.name: traffic_per_layer(entry.build(workload), entry.build(shallow), added)
+        for entry in entries
+        if entry.name != ONE_PROCESS
+    }
+
+
+def measure_and_print(figure: str, contest: str, names: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Measure one figure of one contest and print its table on rank 0. Returns what to record of it."""
+    workload = Workload()
+    wanted = [entry for entry in CONTESTS[contest] if not names or entry.name in names]
+    entries = [entry for entry in wanted if entry.installed]
+    absent = [entry.name for entry in wanted if not entry.installed]
+    speaks = dist.get_rank() == 0
+    about = {"contest": contest, "figure": figure, "workload": asdict(workload), **environment()}
+    record = {**about, "absent": absent}
+    if figure == "time":
+        summary, seconds = compare_time(entries, workload, rounds)
+        if speaks:
+            report.print_time(contest, summary, absent)
+        return {**record, "summary": asdict(summary), "seconds": seconds}
+    if figure == "memory":
+        saved = compare_memory(entries, workload)
+        if speaks:
+            report.print_memory(contest, saved, absent)
+        return {**record, "saved_activation_bytes": saved}
+    per_layer = compare_collectives(entries, workload)
+    if speaks:
+        report.print_collectives(contest, per_layer, absent)
+    traffic = {name: {key: asdict(phase) for key, phase in of.items()} for name, of in per_layer.items()}
+    return {**record, "collectives_per_layer": traffic}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contest", choices=CONTESTS, required=True)
+    parser.add_argument("--figure", choices=FIGURES, required=True)
+    parser.add_argument("--only", action="append", default=[], help="a contender's name; may be given again")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    record = measure_and_print(options.figure, options.contest, options.only, options.rounds)
+    if dist.get_rank() == 0:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(record, indent=2) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

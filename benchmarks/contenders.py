@@ -1,0 +1,182 @@
+"""Each library's own way of training the workload, written as its documentation writes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.workload import Workload
+
+
+class Contender:
+    """A model, its batch and its optimizer on this rank; the base class is a plain torch loop."""
+
+    model: Any
+    optimizer: Any
+    batch: dict[str, Tensor]
+    idle: bool = False  # True on a rank that sits this contender out
+
+    def forward(self) -> Tensor:
+        """The loss of this rank's batch."""
+        return self.model(**self.batch).loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> Tensor | None:
+        """One training step. Returns the loss before it, or None on an idle rank."""
+        if self.idle:
+            return None
+        loss = self.forward()
+        self.backward(loss)
+        self.update()
+        return loss.detach()
+
+
+class OneProcess(Contender):
+    """Plain torch on rank 0; the other ranks stay idle."""
+
+    def __init__(self, workload: Workload) -> None:
+        if dist.get_rank() != 0:
+            self.idle = True
+            return
+        self.model = workload.model()
+        self.optimizer = workload.optimizer(self.model.parameters())
+        self.batch = workload.batch()
+
+
+class Ours(Contender):
+    """This project, through its public call."""
+
+    def __init__(self, workload: Workload, **plan: Any) -> None:
+        import meshwright as mw
+        from torch.utils.data import DataLoader
+
+        model = workload.model()
+        self.model, self.optimizer, loader = mw.to_distributed(
+            model,
+            workload.optimizer(model.parameters()),
+            DataLoader(workload.rows(), batch_size=workload.batch_size),
+            device_num=dist.get_world_size(),
+            node_num=1,
+            config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)),
+        )
+        self.batch = next(iter(loader))
+
+
+class StockTensorParallel(Contender):
+    """transformers' own tensor parallelism, from a ``DistributedConfig``."""
+
+    def __init__(self, workload: Workload) -> None:
+        from transformers import LlamaForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        model = workload.model()
+        self.model = LlamaForCausalLM.from_pretrained(
+            None,
+            config=model.config,
+            state_dict=model.state_dict(),
+            distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
+        ).train()
+        self.optimizer = workload.optimizer(self.model.parameters())
+        self.batch = workload.batch()
+
+
+class DataParallel(Contender):
+    """torch's DistributedDataParallel."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.model = torch.nn.parallel.DistributedDataParallel(workload.model())
+        self.optimizer = workload.optimizer(self.model.parameters())
+        self.batch = workload.batch(part=dist.get_rank(), parts=dist.get_world_size())
+
+
+class DeepSpeed(Contender):
+    """A DeepSpeed engine with ZeRO-1.
+
+    Args:
+        workload: what to train.
+        tensor_parallel: settings of AutoTP over all ranks; None trains data parallel.
+    """
+
+    def __init__(self, workload: Workload, tensor_parallel: dict[str, Any] | None = None) -> None:
+        import deepspeed
+        import deepspeed.ops
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # Its shared-memory all-reduce is compiled at run time and needs a compiler; all others use gloo.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed()
+        world_size = dist.get_world_size()
+        parts = world_size if tensor_parallel is None else 1
+        self.batch = workload.batch(part=dist.get_rank() % parts, parts=parts)
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": workload.batch_size // parts,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+        }
+        if tensor_parallel is not None:
+            config["tensor_parallel"] = {"autotp_size": world_size, **tensor_parallel}
+        model = workload.model()
+        self.model, *_ = deepspeed.initialize(
+            model=model, optimizer=workload.optimizer(model.parameters()), config=config
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss)
+
+    def update(self) -> None:
+        self.model.step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A contender by name, built only when it runs, so that its library is imported only then."""
+
+    name: str
+    build: Callable[[Workload], Contender]
+    library: str = "torch"
+
+    @property
+    def installed(self) -> bool:
+        return find_spec(self.library) is not None
+
+
+OURS_TP, OURS_DP, OURS_ZERO = "ours tp2+sp", "ours dp2", "ours dp2+zero1"
+STOCK_TP = "stock transformers tp2"
+# DeepSpeed's default gathers the logits of the whole vocabulary; its better setting is the one to beat.
+AUTOTP, AUTOTP_DEFAULT = "deepspeed autotp tp2 zero1", "the same, full logits"
+ONE_PROCESS = "one process"
+
+CONTESTS: dict[str, tuple[Entry, ...]] = {
+    "tp": (
+        Entry(name=OURS_TP, build=partial(Ours, tp=2, sequence_parallel=True), library="meshwright"),
+        Entry(name=STOCK_TP, build=StockTensorParallel, library="transformers"),
+        Entry(
+            name=AUTOTP,
+            build=partial(DeepSpeed, tensor_parallel={"vocab_parallel_lm_head": True}),
+            library="deepspeed",
+        ),
+        Entry(name=AUTOTP_DEFAULT, build=partial(DeepSpeed, tensor_parallel={}), library="deepspeed"),
+        Entry(name=ONE_PROCESS, build=OneProcess),
+    ),
+    "dp": (
+        Entry(name=OURS_DP, build=partial(Ours, dp=2), library="meshwright"),
+        Entry(name=OURS_ZERO, build=partial(Ours, dp=2, zero_stage=1), library="meshwright"),
+        Entry(name="torch DDP dp2", build=DataParallel),
+        Entry(name="deepspeed zero1 dp2", build=DeepSpeed, library="deepspeed"),
+        Entry(name=ONE_PROCESS, build=OneProcess),
+    ),
+}

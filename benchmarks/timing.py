@@ -1,0 +1,73 @@
+"""Step times of contenders that take turns, so that whatever else the machine does hits them alike."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.contenders import Contender, Entry, OneProcess
+from benchmarks.workload import Workload
+
+LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order stay well below it over the warm-up
+
+
+class WrongAnswer(RuntimeError):
+    """A contender's loss is not that of one process, so its time says nothing."""
+
+
+def built_and_checked(entries: Sequence[Entry], workload: Workload, steps: int) -> dict[str, Contender]:
+    """Build every entry and warm it up for some steps.
+
+    Raises:
+        WrongAnswer: on every rank, when a loss of the warm-up is not that of one process. The first loss
+            proves a contender's forward pass, the next ones its gradients and its updates.
+    """
+    expected = _losses(OneProcess(workload), steps)
+    contenders = {}
+    for entry in entries:
+        contenders[entry.name] = entry.build(workload)
+        losses = _losses(contenders[entry.name], steps)
+        for step, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
+            if not abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted):
+                raise WrongAnswer(f"{entry.name}: loss {loss:.6f} in step {step}, not {wanted:.6f}")
+    return contenders
+
+
+def time_in_turn(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Step times in seconds, contender -> one a round, taken as A B C A B C ...; those of rank 0 count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.disable()  # a collection in the middle of somebody's step is noise; between rounds it is nobody's
+    try:
+        for _ in track(range(rounds), "rounds", console=Console(stderr=True), disable=dist.get_rank() != 0):
+            gc.collect()
+            for name, contender in contenders.items():
+                seconds[name].append(_seconds_of_step(contender))
+    finally:
+        gc.enable()
+    return seconds
+
+
+def _losses(contender: Contender, steps: int) -> list[float]:
+    """The global loss of each of the first steps, the same on every rank."""
+    losses = []
+    for _ in range(steps):
+        loss = contender.step()
+        total_and_ranks = torch.zeros(2) if loss is None else torch.stack([loss.float(), torch.ones(())])
+        dist.all_reduce(total_and_ranks)
+        losses.append((total_and_ranks[0] / total_and_ranks[1]).item())
+    return losses
+
+
+def _seconds_of_step(contender: Contender) -> float:
+    """The wall time from the moment every rank is ready until every rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    contender.step()
+    dist.barrier()
+    return time.perf_counter() - start

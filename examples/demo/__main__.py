@@ -1,0 +1,107 @@
+"""``python -m examples.demo``: prepare the corpus, train, prove, report."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from examples.demo.settings import Settings
+
+# A model, a corpus and a run for tests: seconds instead of minutes.
+QUICK: dict[str, Any] = {
+    "steps": 8,
+    "seq_length": 64,
+    "corpus_files": 12,
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "layers": 2,
+}
+
+
+def main(
+    steps: Annotated[int | None, typer.Option(min=5, help="Optimizer steps; 120, or 8 with --quick.")] = None,
+    dp: Annotated[int, typer.Option(min=1, help="Data-parallel size: the batch of 8 rows is split over it.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size: heads, MLPs and vocabulary are.")] = 2,
+    seq_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row; 256, or 64 with --quick.")] = None,
+    output: Annotated[Path, typer.Option(help="Where summary.json, loss.png and the corpus go.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model for a few steps: seconds.")] = False,
+) -> None:
+    """Train a Llama with dp x tp processes and prove that the result is that of one.
+
+    The model has about 10 M parameters (float32) and learns the source text of this Python's standard
+    library. The processes shard the sequence over tp and the optimizer's state (ZeRO-1) over dp. One
+    process then repeats the first 5 steps with stock transformers and torch, and every loss and
+    every gradient is compared. Exits with 1 if they differ by more than float32 rounding.
+
+    A machine with dp x tp GPUs uses them; any other runs on its CPU cores.
+    """
+    asked = {"steps": steps, "seq_length": seq_length}
+    given = {name: value for name, value in asked.items() if value is not None}
+    run(Settings(**(QUICK if quick else {}) | given, dp=dp, tp=tp, output=output.resolve(), device=device(dp * tp)))
+
+
+def device(processes: int) -> str:
+    """ "cuda" where every process can have a GPU of its own."""
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= processes else "cpu"
+
+
+def run(settings: Settings) -> None:
+    """The whole demo; raises typer.Exit where the runs differ, a process fails or a signal stops it."""
+    # Only now: --help is to be quick.
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    console = Console()
+    settings.save()
+    settings.gradients.mkdir(exist_ok=True)
+    try:
+        is_proven = _run_stages(settings, console)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        console.print(f"rank {rank} failed with exit code {failure.exitcode}", style="red")
+        raise typer.Exit(1) from None
+    except (KeyboardInterrupt, SignalException):
+        # The bar of rank 0 had hidden it.
+        console.show_cursor()
+        console.print("stopped; every process has ended")
+        raise typer.Exit(130) from None
+    finally:
+        shutil.rmtree(settings.gradients, ignore_errors=True)
+    if not is_proven:
+        raise typer.Exit(1)
+
+
+def _run_stages(settings: Settings, console: Console) -> bool:
+    with console.status("preparing the corpus: the source text of the standard library"):
+        from examples.demo.corpus import prepare_corpus
+
+        prepare_corpus(settings)
+
+    from examples.demo.launch import launch
+
+    console.print(f"training with {settings.world_size} processes, {settings.steps} steps on {settings.device}")
+    launch(settings)
+
+    with console.status(f"repeating the first {settings.proof_steps} steps in one process"):
+        from examples.demo.prove import prove
+        from examples.demo.results import TrainResult
+
+        result = TrainResult.load(settings)
+        proof = prove(settings, result.losses)
+
+    from examples.demo.report import write_report
+
+    console.print(write_report(settings, result, proof))
+    console.print(f"{settings.output}/summary.json\n{settings.output}/loss.png", highlight=False, soft_wrap=True)
+    return proof.holds
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,96 @@
+"""The proof: the first steps again, in one process with stock torch and transformers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from examples.demo.recipe import batches, build, optimizer_bytes, tensor_bytes
+from examples.demo.settings import Settings
+
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """How far the distributed run is from one process, and what one process holds.
+
+    Args:
+        losses: of one process, one a step.
+        max_rel_loss_diff: the largest difference of a step's loss, relative to that loss.
+        max_rel_grad_diff: the largest difference of a gradient's element, relative to the largest
+            element of that gradient.
+        worst_gradient: the parameter and step where that was.
+        param_bytes, optimizer_bytes: of one process.
+    """
+
+    losses: list[float]
+    max_rel_loss_diff: float
+    max_rel_grad_diff: float
+    worst_gradient: str
+    param_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two runs are the same but for float32 rounding."""
+        return self.max_rel_loss_diff <= LOSS_TOLERANCE and self.max_rel_grad_diff <= GRADIENT_TOLERANCE
+
+
+def prove(settings: Settings, distributed_losses: list[float]) -> Proof:
+    """Repeat the first steps in this process and compare.
+
+    Args:
+        settings: of the distributed run, whose gradients lie in ``settings.gradients``.
+        distributed_losses: its losses, one a step.
+    """
+    assert "meshwright" not in sys.modules, "the proof has to run on stock libraries alone"
+    device = torch.device(settings.device)
+    model, optimizer, scheduler, loader = build(settings, device)
+    losses: list[float] = []
+    differences: dict[str, float] = {}
+    for step, batch in enumerate(batches(loader, settings.proof_steps)):
+        loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
+        loss.backward()
+        gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+        found = gradient_differences(load_file(settings.gradient_file(step)), gradients)
+        differences |= {f"{name}, step {step + 1}": difference for name, difference in found.items()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    worst = max(differences, key=differences.__getitem__)
+    return Proof(
+        losses=losses,
+        max_rel_loss_diff=max(
+            abs(ours - one) / abs(one) for ours, one in zip(distributed_losses, losses, strict=False)
+        ),
+        max_rel_grad_diff=differences[worst],
+        worst_gradient=worst,
+        param_bytes=tensor_bytes(model.parameters()),
+        optimizer_bytes=optimizer_bytes(optimizer),
+    )
+
+
+def gradient_differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest difference of every gradient, relative to that gradient's largest element.
+
+    Raises:
+        ValueError: if the two do not have the same names and shapes.
+    """
+    shapes = [{name: tuple(tensor.shape) for name, tensor in side.items()} for side in (found, expected)]
+    if shapes[0] != shapes[1]:
+        odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
+        raise ValueError(f"the two runs have different gradients: {', '.join(odd)}")
+    return {
+        name: ((found[name] - gradient).abs().max() / gradient.abs().max()).item()
+        for name, gradient in expected.items()
+    }

@@ -1,0 +1,36 @@
+"""What a distributed run found, saved by its rank 0 for the proof and the summary."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from examples.demo.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """Figures of a distributed run.
+
+    Args:
+        losses: one a step.
+        tokens_per_s: of the median step, over all ranks.
+        param_bytes_per_rank, optimizer_bytes_per_rank: of the rank that holds most.
+    """
+
+    losses: list[float]
+    tokens_per_s: float
+    param_bytes_per_rank: int
+    optimizer_bytes_per_rank: int
+
+    def save(self, settings: Settings) -> None:
+        _path(settings).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, settings: Settings) -> TrainResult:
+        return cls(**json.loads(_path(settings).read_text()))
+
+
+def _path(settings: Settings) -> Path:
+    return settings.output / "train.json"

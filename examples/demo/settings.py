@@ -1,0 +1,91 @@
+"""The settings of one demo run, written to a file that every process of it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is trained, how it is spread, and where the results go.
+
+    Args:
+        output: folder of everything that the demo writes.
+        device: "cpu" or "cuda".
+        dp: data-parallel size.
+        tp: tensor-parallel size.
+        steps: optimizer steps.
+        proof_steps: the first steps, which one process repeats.
+        batch_size: rows of a step over all processes.
+        seq_length: tokens of a row.
+        corpus_files: only this many files of the corpus; None for all.
+        learning_rate: the highest of the schedule.
+        max_norm: gradients are clipped to this global norm.
+    """
+
+    output: Path
+    device: str = "cpu"
+    dp: int = 2
+    tp: int = 2
+    steps: int = 120
+    proof_steps: int = 5
+    batch_size: int = 8
+    seq_length: int = 256
+    corpus_files: int | None = None
+    vocab_size: int = 8192
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    layers: int = 8
+    heads: int = 8
+    kv_heads: int = 4
+    learning_rate: float = 2e-3
+    warmup_steps: int = 10
+    max_norm: float = 1.0
+    seed: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The arguments of ``meshwright.ParallelPlan``."""
+        return {
+            "dp": self.dp,
+            "tp": self.tp,
+            "sequence_parallel": self.tp > 1,
+            "zero_stage": 1 if self.dp > 1 else 0,
+        }
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_length
+
+    @property
+    def path(self) -> Path:
+        """The file that holds these settings."""
+        return self.output / "settings.json"
+
+    @property
+    def gradients(self) -> Path:
+        """Folder of the distributed run's whole gradients, which live until the proof is done."""
+        return self.output / "gradients"
+
+    def gradient_file(self, step: int) -> Path:
+        return self.gradients / f"step-{step}.safetensors"
+
+    def save(self) -> None:
+        """Write the settings for the processes to come."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        values = dataclasses.asdict(self) | {"output": str(self.output)}
+        self.path.write_text(json.dumps(values, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Settings:
+        """Read what ``save`` wrote."""
+        values = json.loads(Path(path).read_text())
+        return cls(**values | {"output": Path(values["output"])})

@@ -1,0 +1,116 @@
+"""The distributed run: one process of it, as torchrun starts it.
+
+Everything but ``to_distributed`` and ``mw.clip_grad_norm_`` is a one-device training script.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from safetensors.torch import save_file
+
+import meshwright as mw
+from examples.demo.progress import StepProgress
+from examples.demo.recipe import batches, build, optimizer_bytes, tensor_bytes
+from examples.demo.results import TrainResult
+from examples.demo.settings import Settings
+
+
+def train(settings: Settings) -> None:
+    """Train, save the whole gradients of the first steps for the proof, and save the result."""
+    rank, device = int(os.environ["RANK"]), local_device(settings)
+    plan = mw.ParallelPlan(**settings.plan)
+    model, optimizer, scheduler, loader = build(settings, device)
+    model, optimizer, loader = mw.to_distributed(
+        model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan)
+    )
+    if rank == 0:
+        Console().print(plan.dims.rank_grid(), highlight=False)
+
+    losses, seconds = [], []
+    with StepProgress(settings.steps, is_shown=rank == 0) as progress:
+        for step, batch in enumerate(batches(loader, settings.steps)):
+            start = time.perf_counter()
+            loss = model(**batch).loss
+            loss.backward()
+            if step < settings.proof_steps:
+                save_gradients(model, settings.gradient_file(step))
+            mw.clip_grad_norm_(model, settings.max_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+            progress.update(
+                loss=losses[-1],
+                tokens_per_s=settings.tokens_per_step / seconds[-1],
+                memory=every_rank(memory_in_use(device)),
+            )
+
+    # The first steps also save gradients, so they say nothing about speed.
+    step_time = statistics.median(seconds[settings.proof_steps :] or seconds)
+    result = TrainResult(
+        losses=losses,
+        tokens_per_s=settings.tokens_per_step / step_time,
+        param_bytes_per_rank=max(every_rank(tensor_bytes(model.parameters()))),
+        optimizer_bytes_per_rank=max(every_rank(optimizer_bytes(optimizer))),
+    )
+    if rank == 0:
+        result.save(settings)
+
+
+def local_device(settings: Settings) -> torch.device:
+    """The CPU, or this process's own GPU."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def save_gradients(model: torch.nn.Module, path: Path) -> None:
+    """Write the one-device gradients from rank 0; every rank makes the call."""
+    gradients = mw.full_gradients(model)
+    if gradients:
+        save_file(gradients, path)
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes: of the GPU's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def every_rank(value: int) -> list[int]:
+    """The value of every rank, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    return values.tolist()
+
+
+def main() -> None:
+    """``-m examples.demo.train SETTINGS_FILE``."""
+    # The launcher passes Ctrl-C on to every process: end at once, without a traceback each.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        train(Settings.load(sys.argv[1]))
+    except mw.PlanError as error:
+        if os.environ["RANK"] == "0":
+            Console(stderr=True).print(f"error: {error}", style="red", highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
