@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Sequence
 
@@ -40,14 +41,20 @@ def built_and_checked(entries: Sequence[Entry], workload: Workload, steps: int) 
 
 
 def time_in_turn(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Step times in seconds, contender -> one a round, taken as A B C A B C ...; those of rank 0 count."""
+    """Step times in seconds on this rank, contender -> one a round.
+
+    In a round every contender takes one step. Their order is drawn anew each round, the same on every rank:
+    in a fixed order the one that follows an idle spell of the other ranks would always be the same.
+    """
+    order, draw = list(contenders), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     gc.disable()  # a collection in the middle of somebody's step is noise; between rounds it is nobody's
     try:
         for _ in track(range(rounds), "rounds", console=Console(stderr=True), disable=dist.get_rank() != 0):
             gc.collect()
-            for name, contender in contenders.items():
-                seconds[name].append(_seconds_of_step(contender))
+            draw.shuffle(order)
+            for name in order:
+                seconds[name].append(_seconds_of_step(contenders[name]))
     finally:
         gc.enable()
     return seconds

@@ -67,14 +67,15 @@ def prove(settings: Settings, distributed_losses: list[float]) -> Proof:
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    worst = max(differences, key=differences.__getitem__)
+    pairs = zip(distributed_losses, losses, strict=False)
+    names, grad_diffs = list(differences), torch.tensor(list(differences.values()))
+    # torch's maximum is NaN where one of them is; Python's may skip it.
+    worst = int(grad_diffs.argmax())
     return Proof(
         losses=losses,
-        max_rel_loss_diff=max(
-            abs(ours - one) / abs(one) for ours, one in zip(distributed_losses, losses, strict=False)
-        ),
-        max_rel_grad_diff=differences[worst],
-        worst_gradient=worst,
+        max_rel_loss_diff=torch.tensor([abs(found - one) / abs(one) for found, one in pairs]).max().item(),
+        max_rel_grad_diff=grad_diffs[worst].item(),
+        worst_gradient=names[worst],
         param_bytes=tensor_bytes(model.parameters()),
         optimizer_bytes=optimizer_bytes(optimizer),
     )
@@ -90,7 +91,9 @@ def gradient_differences(found: Mapping[str, Tensor], expected: Mapping[str, Ten
     if shapes[0] != shapes[1]:
         odd = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
         raise ValueError(f"the two runs have different gradients: {', '.join(odd)}")
-    return {
-        name: ((found[name] - gradient).abs().max() / gradient.abs().max()).item()
-        for name, gradient in expected.items()
-    }
+    return {name: _relative_difference(found[name], gradient) for name, gradient in expected.items()}
+
+
+def _relative_difference(found: Tensor, expected: Tensor) -> float:
+    difference = (found - expected).abs().max().item()
+    return difference / expected.abs().max().item() if difference else 0.0
