@@ -156,10 +156,8 @@ def _equalise_weights(model: nn.Module, tp: Axis, dp: Axis) -> None:
     """Give every rank the first rank's weights where they differ, e.g. for want of a seed."""
     if tp.size * dp.size == 1:
         return
-    tensors = [t for _, t in (*model.named_parameters(), *model.named_buffers())]
-    digest = torch.stack(
-        [torch.stack([t.double().sum(), t.double().square().sum()]) for t in map(Tensor.detach, tensors)]
-    )
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+    digest = torch.stack([_digest(t) for t in tensors])
     ranks = all_gather(all_gather(digest[None], tp), dp)
     if torch.equal(ranks.nan_to_num(), ranks[:1].nan_to_num().expand_as(ranks)):
         return
@@ -167,6 +165,12 @@ def _equalise_weights(model: nn.Module, tp: Axis, dp: Axis) -> None:
     with torch.no_grad():
         for tensor in tensors:
             dist.broadcast(tensor.data, src=0)
+
+
+def _digest(x: Tensor) -> Tensor:
+    """Two numbers that differ between tensors that were not drawn alike, without a copy of the tensor."""
+    norm = torch.linalg.vector_norm(x, dtype=torch.float64) if x.is_floating_point() else x.sum(dtype=torch.float64)
+    return torch.stack([x.sum(dtype=torch.float64), norm])
 
 
 def _shard_model(

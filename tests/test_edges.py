@@ -1,0 +1,162 @@
+"""Odd corners: one process, tiny vocabularies, two forwards before a backward, reentrant recomputation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from support.exact import Float64, relative_difference
+from support.models import build, labels_for, tokens
+from support.reference import make_optimizer
+from support.scenarios import one_step
+
+SP = {"tp": 2, "sequence_parallel": True}
+
+
+def tiny_vocabulary(plan: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Five words over four ranks: the last rank holds none, and the padding word sits on the first."""
+    ids = tokens(2, 6, vocab_size=5)
+    with Float64():
+        model = build("llama", vocab_size=5).double()
+        if plan is not None:
+            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+        model(input_ids=ids, labels=ids).loss.backward()
+    return mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_a_rank_without_words(pool4: Any) -> None:
+    expected, actual = tiny_vocabulary(None), pool4.run(tiny_vocabulary, {"tp": 4, "sequence_parallel": True})[0]
+    for name, gradient in expected.items():  # float64: only the order of sums differs
+        if not name.endswith("k_proj.bias"):
+            assert relative_difference(actual[name], gradient) < 1e-10, name
+
+
+def two_forwards(plan: dict[str, Any] | None, checkpointing: bool) -> dict[str, torch.Tensor]:
+    """The losses of two batches of other lengths, summed, then one backward."""
+    with Float64():
+        model = build("qwen3").double()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if plan is not None:
+            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+        losses = [model(input_ids=(ids := tokens(2, n)), labels=labels_for(ids)).loss for n in (12, 8)]
+        (losses[0] + losses[1]).backward()
+    return mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_forwards_before_a_backward(checkpointing: bool, pool2: Any) -> None:
+    expected, actual = two_forwards(None, False), pool2.run(two_forwards, SP, checkpointing)[0]
+    assert max(relative_difference(actual[name], g) for name, g in expected.items()) < 1e-10
+
+
+def reentrant() -> float:
+    gradients = []
+    for use_reentrant in (None, True):
+        with Float64():
+            model = build("llama").double()
+            if use_reentrant:
+                model.gradient_checkpointing_enable({"use_reentrant": True})
+            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**SP)))[0]
+            ids = tokens(2, 12)
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(mw.full_gradients(model))
+    return max((relative_difference(gradients[1][n], g) for n, g in gradients[0].items()), default=0.0)
+
+
+def test_reentrant_checkpointing(pool2: Any) -> None:
+    assert pool2.run(reentrant)[0] < 1e-10
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_one_process(zero_stage: int) -> None:
+    ids = tokens(4, 12)
+    weights = []
+    for is_distributed in (False, True):
+        with Float64():
+            model = build("gemma2").double()
+            optimizer: Any = make_optimizer(model)
+            loader: Any = [{"input_ids": ids, "labels": labels_for(ids)}]
+            if is_distributed:
+                plan = mw.ParallelPlan(zero_stage=zero_stage, gradient_accumulation_steps=2)
+                model, optimizer, loader = mw.to_distributed(
+                    model, optimizer, loader, device_num=1, config=mw.ToDistributedConfig(plan=plan)
+                )
+            for batch in loader:
+                model(**batch).loss.backward()
+                mw.clip_grad_norm_(model, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(mw.full_state_dict(model))
+    # 1e-10 in float64: micro-batches sum in another order.
+    assert max(relative_difference(weights[1][n], w) for n, w in weights[0].items()) < 1e-10
+
+
+def frozen(plan: dict[str, Any]) -> tuple[bool, bool]:
+    """Everything frozen but the second layer, with an optimizer over all parameters."""
+    model = build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    optimizer = make_optimizer(model)
+    model, optimizer, _ = mw.to_distributed(
+        model, optimizer, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    )
+    before = mw.full_state_dict(model)
+    ids = tokens(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward()
+    mw.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    after = mw.full_state_dict(model)
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    return all("layers.1" in name for name in changed), "model.layers.1.mlp.up_proj.weight" in changed
+
+
+@pytest.mark.parametrize("plan", [SP, {"dp": 2}, {"dp": 2, "zero_stage": 1}])
+def test_frozen_parameters_stay_frozen(plan: dict[str, Any], pool2: Any) -> None:
+    assert pool2.run(frozen, plan)[0] == (True, True)
+
+
+def unused_parameter(plan: dict[str, Any]) -> bool:
+    """A trainable parameter that the forward pass does not reach keeps its value: AdamW would decay it."""
+    model = build("llama")
+    model.spare = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model, optimizer, _ = mw.to_distributed(
+        model, optimizer, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    )
+    ids = tokens(2, 12)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return bool((model.spare == 1).all())
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}])
+def test_an_unused_parameter_is_left_alone(plan: dict[str, Any], pool2: Any) -> None:
+    assert all(pool2.run(unused_parameter, plan))
+
+
+def ranks_disagree_about_items(meaning: str) -> float:
+    import torch.distributed as dist
+
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2), num_items_in_batch=meaning)  # type: ignore[arg-type]
+    model = mw.to_distributed(build("llama"), config=config)[0]
+    ids = tokens(4, 12).chunk(2)[dist.get_rank()]
+    return model(input_ids=ids, labels=ids, num_items_in_batch=22).loss.item()
+
+
+@pytest.mark.parametrize(("meaning", "items"), [("auto", 44), ("local", 44), ("global", 22)])
+def test_what_num_items_in_batch_counts(meaning: str, items: int, pool2: Any) -> None:
+    # Each rank has 22 targets: 22 cannot be the count of the global batch, so "auto" adds them up.
+    ids = tokens(4, 12)
+    expected = build("llama")(input_ids=ids, labels=ids, num_items_in_batch=items).loss.item()
+    assert pool2.run(ranks_disagree_about_items, meaning) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_micro_batches_and_dropout_use_the_stock_output(pool2: Any) -> None:
+    step = pool2.run(one_step, "gemma2", "plain", {**SP, "micro_batch_size": 3})[0]
+    assert abs(step.loss - one_step("gemma2", "plain").loss) < 1e-12
