@@ -46,7 +46,7 @@ bench: $(DEEPSPEED)
 clean:
 	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
-	find plugin integrations -name '*.egg-info' -prune -exec rm -rf {} +
+	rm -rf *.egg-info
 
 # torch goes first and alone, so that TORCH decides which one it is; the rest finds it installed.
 $(INSTALLED):

@@ -70,10 +70,10 @@ def main(
     Contest tp splits the model over the 2 processes, contest dp splits the batch.
 
     All contenders of a contest live in the same processes and take turns step by step, so that whatever
-    else the machine does hits each of them alike; ratios are taken within a round of turns. A step is forward, backward, AdamW and
-    zero_grad, without clipping, on a Llama of 45 M parameters and 4 x 512 tokens in float32. Before it is
-    timed, a contender's losses must equal those of one process. A library that is missing is a row that
-    says so.
+    else the machine does hits each of them alike; ratios are taken within a round of turns. A step is
+    forward, backward, AdamW and zero_grad, without clipping, on a Llama of 45 M parameters and 4 x 512
+    tokens in float32. Before it is timed, a contender's losses must equal those of one process. A library
+    that is missing is a row that says so.
 
     Examples:
 

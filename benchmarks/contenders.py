@@ -61,8 +61,9 @@ class Ours(Contender):
     """This project, through its public call."""
 
     def __init__(self, workload: Workload, **plan: Any) -> None:
-        import meshwright as mw
         from torch.utils.data import DataLoader
+
+        import meshwright as mw
 
         model = workload.model()
         self.model, self.optimizer, loader = mw.to_distributed(

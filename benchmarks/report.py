@@ -29,8 +29,7 @@ def print_time(contest: str, summary: Summary, absent: Sequence[str]) -> None:
     table = _table(f"{contest}: step time", caption, columns)
     for name, seconds in summary.median_seconds.items():
         ratios = [
-            _with_goal(of_base.get(name), "<=", TIME_GOALS.get((base, name)))
-            for base, of_base in summary.ratio.items()
+            _with_goal(of_base.get(name), "<=", TIME_GOALS.get((base, name))) for base, of_base in summary.ratio.items()
         ]
         efficiency = _with_goal(summary.efficiency.get(name), ">=", EFFICIENCY_GOALS.get(name))
         table.add_row(name, f"{seconds:.3f}", *ratios, efficiency)

@@ -23,10 +23,16 @@ QUICK: dict[str, Any] = {
 }
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command()
 def main(
     steps: Annotated[int | None, typer.Option(min=5, help="Optimizer steps; 120, or 8 with --quick.")] = None,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel size: the batch of 8 rows is split over it.")] = 2,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size: heads, MLPs and vocabulary are.")] = 2,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel size: heads, MLPs and vocabulary are split over it.")
+    ] = 2,
     seq_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row; 256, or 64 with --quick.")] = None,
     output: Annotated[Path, typer.Option(help="Where summary.json, loss.png and the corpus go.")] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model for a few steps: seconds.")] = False,
@@ -65,7 +71,8 @@ def run(settings: Settings) -> None:
         is_proven = _run_stages(settings, console)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        console.print(f"rank {rank} failed with exit code {failure.exitcode}", style="red")
+        message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+        console.print(f"error on rank {rank} (exit code {failure.exitcode}): {message}", highlight=False)
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, SignalException):
         # The bar of rank 0 had hidden it.
@@ -104,4 +111,4 @@ def _run_stages(settings: Settings, console: Console) -> bool:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

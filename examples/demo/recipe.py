@@ -23,9 +23,7 @@ def build(
     """The whole one-device program but its loop. The same settings give the same weights and batches."""
     torch.manual_seed(settings.seed)
     model = build_model(settings).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = warmup_and_cosine(optimizer, settings.warmup_steps, settings.steps)
     # The rows were shuffled when the corpus was prepared.
     loader = DataLoader(

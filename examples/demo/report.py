@@ -47,18 +47,22 @@ def plot_losses(settings: Settings, run: TrainResult, proof: Proof, path: Path) 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    steps = len(proof.losses)
     together = f"{settings.world_size} processes, dp={settings.dp} x tp={settings.tp}"
     axes.plot(range(1, len(run.losses) + 1), run.losses, linewidth=1.5, label=together)
     axes.plot(
-        range(1, len(proof.losses) + 1),
+        range(1, steps + 1),
         proof.losses,
         linestyle="none",
         marker="o",
         markersize=8,
         markerfacecolor="none",
-        label=f"one process, first {len(proof.losses)} steps",
+        label=f"one process, first {steps} steps",
     )
-    axes.set_title(f"largest relative difference of the loss: {proof.max_rel_loss_diff:.1e}", fontsize="medium")
+    axes.set_title(
+        f"largest relative difference of the loss in {steps} steps: {proof.max_rel_loss_diff:.1e}",
+        fontsize="medium",
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -86,9 +90,7 @@ def make_table(settings: Settings, run: TrainResult, proof: Proof) -> Table:
     table.add_row(
         f"largest difference of the loss, {last} steps", f"{proof.max_rel_loss_diff:.1e}", f"<= {LOSS_TOLERANCE:g}"
     )
-    table.add_row(
-        "largest difference of a gradient", f"{proof.max_rel_grad_diff:.1e}", f"<= {GRADIENT_TOLERANCE:g}"
-    )
+    table.add_row("largest difference of a gradient", f"{proof.max_rel_grad_diff:.1e}", f"<= {GRADIENT_TOLERANCE:g}")
     verdict = "[green]equal[/]" if proof.holds else f"[red]not equal[/]: {proof.worst_gradient}"
     table.add_row("the same training", verdict, "")
     return table

@@ -42,8 +42,8 @@ class Settings:
     layers: int = 8
     heads: int = 8
     kv_heads: int = 4
-    learning_rate: float = 2e-3
-    warmup_steps: int = 10
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
     max_norm: float = 1.0
     seed: int = 0
 

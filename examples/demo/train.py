@@ -6,7 +6,6 @@ Everything but ``to_distributed`` and ``mw.clip_grad_norm_`` is a one-device tra
 from __future__ import annotations
 
 import os
-import signal
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import meshwright as mw
 from examples.demo.progress import StepProgress
@@ -30,9 +30,7 @@ def train(settings: Settings) -> None:
     rank, device = int(os.environ["RANK"]), local_device(settings)
     plan = mw.ParallelPlan(**settings.plan)
     model, optimizer, scheduler, loader = build(settings, device)
-    model, optimizer, loader = mw.to_distributed(
-        model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan)
-    )
+    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan))
     if rank == 0:
         Console().print(plan.dims.rank_grid(), highlight=False)
 
@@ -102,13 +100,11 @@ def every_rank(value: int) -> list[int]:
 
 def main() -> None:
     """``-m examples.demo.train SETTINGS_FILE``."""
-    # The launcher passes Ctrl-C on to every process: end at once, without a traceback each.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         train(Settings.load(sys.argv[1]))
     except mw.PlanError as error:
-        if os.environ["RANK"] == "0":
-            Console(stderr=True).print(f"error: {error}", style="red", highlight=False)
+        # All ranks raise it; the launcher reads it from one of them and shows it once.
+        get_error_handler().record_exception(error)
         sys.exit(2)
 
 
