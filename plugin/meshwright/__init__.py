@@ -12,9 +12,9 @@ from meshwright.errors import (
 )
 from meshwright.mesh import ParallelDims, ProcessMesh
 from meshwright.optim.clip import clip_grad_norm_
+from meshwright.optim.runtime import no_sync
 from meshwright.optim.shard import shard_optimizer
 from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
-from meshwright.runtime import no_sync
 
 __all__ = [
     "AlreadyDistributedError",

@@ -19,6 +19,7 @@ from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.launch import build_axes, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
+from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
 from meshwright.optim.shard import install_gradient_sync
 from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.dropout import DropoutStreams
@@ -28,7 +29,6 @@ from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel, shard_parameters
 from meshwright.plans import plan_for
-from meshwright.runtime import Runtime, attach, device_of, find_runtime
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.layout import ShardRecord, record_of
-from meshwright.runtime import Runtime, find_runtime, runtime_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.optim.norm import global_norm, scale_by_norm
-from meshwright.runtime import find_runtime
+from meshwright.optim.runtime import find_runtime
 
 
 def clip_grad_norm_(

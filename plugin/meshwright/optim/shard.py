@@ -10,12 +10,12 @@ from meshwright.errors import PlanError
 from meshwright.launch import world_size
 from meshwright.mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.zero import shard_optimizer_state
 from meshwright.parallel.buckets import make_buckets
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradients import AllReduce, GradientSync
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
-from meshwright.runtime import Runtime, attach
 
 
 def install_gradient_sync(

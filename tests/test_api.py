@@ -1,0 +1,84 @@
+"""The public surface: a change to it is a decision, so it is written down here too."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import meshwright as mw
+
+PUBLIC = {
+    "AlreadyDistributedError",
+    "OptimizerMismatchError",
+    "ParallelDims",
+    "ParallelPlan",
+    "PlanError",
+    "ProcessMesh",
+    "Role",
+    "ShardingPlan",
+    "ToDistributedConfig",
+    "UncoveredParameterError",
+    "UnreadableTensorError",
+    "clip_grad_norm_",
+    "decoder_roles",
+    "full_gradients",
+    "full_state_dict",
+    "infer_plan",
+    "no_sync",
+    "register_plan",
+    "shard_optimizer",
+    "to_distributed",
+}
+
+
+def test_names() -> None:
+    assert set(mw.__all__) == PUBLIC
+    assert all(inspect.getdoc(getattr(mw, name)) for name in PUBLIC)
+
+
+def test_signatures() -> None:
+    assert list(inspect.signature(mw.to_distributed).parameters) == [
+        "model",
+        "optimizer",
+        "dataloader",
+        "device_num",
+        "node_num",
+        "config",
+    ]
+    assert list(inspect.signature(mw.ParallelPlan).parameters) == [
+        "dp",
+        "tp",
+        "cp",
+        "pp",
+        "sequence_parallel",
+        "zero_stage",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "recompute",
+    ]
+    for configuration in (mw.ParallelPlan, mw.ToDistributedConfig, mw.ShardingPlan, mw.ParallelDims):
+        kinds = {p.kind for p in inspect.signature(configuration).parameters.values()}
+        assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_errors_are_value_errors() -> None:
+    assert all(issubclass(getattr(mw, name), ValueError) for name in PUBLIC if name.endswith("Error"))
+
+
+def test_import_pays_for_torch_alone() -> None:
+    heavy = ("transformers", "accelerate", "datasets", "deepspeed", "meshwright_hf", "matplotlib", "pandas")
+    code = f"import sys, meshwright; print([name for name in {heavy!r} if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_examples_in_docstrings() -> None:
+    attempted = 0
+    for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
+        result = doctest.testmod(importlib.import_module(module.name))
+        assert result.failed == 0, module.name
+        attempted += result.attempted
+    assert attempted > 10
