@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def two_forwards(plan: dict[str, Any] | None, checkpointing: bool) -> dict[str, 
     with Float64():
         model = build("qwen3").double()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         if plan is not None:
             model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
         losses = [model(input_ids=(ids := tokens(2, n)), labels=labels_for(ids)).loss for n in (12, 8)]
@@ -59,7 +60,7 @@ def reentrant() -> float:
         with Float64():
             model = build("llama").double()
             if use_reentrant:
-                model.gradient_checkpointing_enable({"use_reentrant": True})
+                model.activation_checkpointing_enable({"use_reentrant": True})
             model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**SP)))[0]
             ids = tokens(2, 12)
             model(input_ids=ids, labels=ids).loss.backward()
@@ -160,3 +161,38 @@ def test_what_num_items_in_batch_counts(meaning: str, items: int, pool2: Any) ->
 def test_micro_batches_and_dropout_use_the_stock_output(pool2: Any) -> None:
     step = pool2.run(one_step, "gemma2", "plain", {**SP, "micro_batch_size": 3})[0]
     assert abs(step.loss - one_step("gemma2", "plain").loss) < 1e-12
+
+
+def sometimes_used(plan: dict[str, Any] | None, when: str) -> float:
+    """The value, after two steps, of a parameter that only some passes or some ranks reach."""
+    rank = torch.distributed.get_rank() if plan is not None else None
+    with Float64():
+        model: Any = build("llama").double()
+        model.spare = torch.nn.Parameter(torch.ones(7).double())
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if plan is not None:
+            model, optimizer, _ = mw.to_distributed(
+                model, optimizer, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            )
+        ids = tokens(2, 12)
+        for _ in range(2):
+            for i in range(2):
+                with mw.no_sync(model) if plan is not None and i == 0 else contextlib.nullcontext():
+                    loss = model(input_ids=ids, labels=ids).loss
+                    if when == "in the first pass" and i == 0:
+                        loss = loss + model.spare.sum()
+                    # On one of two ranks, whose average halves it.
+                    if when == "on one rank" and i == 1 and rank in (None, 1):
+                        loss = loss + model.spare.sum() * (0.5 if rank is None else 1.0)
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return mw.full_state_dict(model)["spare"].sum().item() if rank in (None, 0) else 0.0
+
+
+@pytest.mark.parametrize("when", ["in the first pass", "on one rank"])
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}])
+def test_a_parameter_that_some_passes_do_not_reach(plan: dict[str, Any], when: str, pool2: Any) -> None:
+    expected = sometimes_used(None, when)
+    assert expected < 7 - 0.1  # it did move
+    assert pool2.run(sometimes_used, plan, when)[0] == pytest.approx(expected, abs=1e-12)

@@ -60,10 +60,10 @@ def test_registering() -> None:
     with pytest.raises(ValueError, match=r"takes a meshwright.ShardingPlan, not dict"):
         mw.register_plan("mine", {})  # type: ignore[arg-type]
     model = build("llama")
-    model.config.model_type = "my_llama"
+    model.config.model_type = "nobodys_llama"
     assert "inferred" in plan_for(model).source
     plan = mw.ShardingPlan(roles=mw.decoder_roles())
-    mw.register_plan("my_llama", plan)
+    mw.register_plan("nobodys_llama", plan)
     assert plan_for(model) is plan
 
 

@@ -176,7 +176,7 @@ def checkpointed_dropout_gradients(plan: dict[str, Any]) -> float:
         torch.manual_seed(5)
         model = distributed("phi3", plan, resid_pdrop=0.5, attention_dropout=0.3, attn_implementation="eager")
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(6)
         model(input_ids=tokens(4, 12), labels=tokens(4, 12)).loss.backward()
         gradients.append(mw.full_gradients(model))

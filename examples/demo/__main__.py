@@ -67,6 +67,9 @@ def run(settings: Settings) -> None:
     console = Console()
     settings.save()
     settings.gradients.mkdir(exist_ok=True)
+    # A run that fails must not leave the results of the last one.
+    for name in ("summary.json", "loss.png"):
+        (settings.output / name).unlink(missing_ok=True)
     try:
         is_proven = _run_stages(settings, console)
     except ChildFailedError as error:

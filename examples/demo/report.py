@@ -88,9 +88,9 @@ def make_table(settings: Settings, run: TrainResult, proof: Proof) -> Table:
     )
     table.add_section()
     table.add_row(
-        f"largest difference of the loss, {last} steps", f"{proof.max_rel_loss_diff:.1e}", f"<= {LOSS_TOLERANCE:g}"
+        f"loss, {last} steps: off by at most", f"{proof.max_rel_loss_diff:.1e}", f"limit {LOSS_TOLERANCE:.0e}"
     )
-    table.add_row("largest difference of a gradient", f"{proof.max_rel_grad_diff:.1e}", f"<= {GRADIENT_TOLERANCE:g}")
+    table.add_row("gradients: off by at most", f"{proof.max_rel_grad_diff:.1e}", f"limit {GRADIENT_TOLERANCE:.0e}")
     verdict = "[green]equal[/]" if proof.holds else f"[red]not equal[/]: {proof.worst_gradient}"
     table.add_row("the same training", verdict, "")
     return table

@@ -37,12 +37,12 @@ class Settings:
     seq_length: int = 256
     corpus_files: int | None = None
     vocab_size: int = 8192
-    hidden_size: int = 256
-    intermediate_size: int = 704
-    layers: int = 8
+    hidden_size: int = 320
+    intermediate_size: int = 864
+    layers: int = 4
     heads: int = 8
     kv_heads: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     warmup_steps: int = 20
     max_norm: float = 1.0
     seed: int = 0

@@ -148,8 +148,14 @@ def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Modul
             f"the plan splits the batch into micro-batches, which needs transformers' causal-LM loss; "
             f"{type(model).__name__} has a loss of its own. Set gradient_accumulation_steps=1, micro_batch_size=None"
         )
-    if plan.recompute == "full" and not hasattr(model, "gradient_checkpointing_enable"):
+    if plan.recompute == "full" and _recompute_switch(model) is None:
         raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
+
+
+def _recompute_switch(model: nn.Module) -> Any:
+    """The method of transformers' models that turns recomputation on; its older name is deprecated."""
+    old = getattr(model, "gradient_checkpointing_enable", None)
+    return getattr(model, "activation_checkpointing_enable", old)
 
 
 def _equalise_weights(model: nn.Module, tp: Axis, dp: Axis) -> None:
@@ -226,6 +232,6 @@ def _shard_model(
                 num_micro_batches=plan.gradient_accumulation_steps,
             )
     if plan.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _recompute_switch(model)({"use_reentrant": False})
     export_with_full_weights(model)
     attach(model, runtime)

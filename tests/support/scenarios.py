@@ -75,7 +75,7 @@ def one_step(
     with Float64() if dtype is torch.float64 else contextlib.nullcontext():
         model = build(family, **overrides).to(dtype)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         batch = SCENARIOS[scenario]()
         if plan is not None:
             options = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), **(config or {}))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
-from meshwright.parallel.buckets import Bucket, make_buckets
+from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
 from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
 from meshwright.parallel.layout import ShardRecord, record_of
@@ -100,14 +100,14 @@ class ReduceScatter:
 
     def hold(self, bucket: Bucket) -> None:
         sharded = self._of[id(bucket)]
-        if any(p.grad is not None and not isinstance(p.grad, HeldGradient) for p in bucket.parameters):
-            flat = self._flatten(bucket)
+        if any(has_gradient(p) for p in bucket.parameters):
+            flat = bucket.flatten_gradients(1 / self.dp.size)
             sharded.unsynced = flat if sharded.unsynced is None else sharded.unsynced.add_(flat)
-            self._stand_in(bucket, flat)
+            _stand_in(bucket)
 
     def take(self, bucket: Bucket) -> Tensor:
         sharded = self._of[id(bucket)]
-        flat = self._flatten(bucket)
+        flat = bucket.flatten_gradients(1 / self.dp.size)
         if sharded.unsynced is not None:
             flat.add_(sharded.unsynced)
             sharded.unsynced = None
@@ -116,16 +116,17 @@ class ReduceScatter:
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
         wait = start_reduce_scatter(flat, self.dp)
-        had_gradient = {id(p) for p in bucket.parameters if p.grad is not None}
-        self._stand_in(bucket, flat)
+        _stand_in(bucket)
 
         def finish() -> None:
             own = wait()
             for piece in sharded.slices:
                 gradient = own[piece.in_shard]
                 # No rank had a gradient: leave None, so that the optimizer skips it as on one device.
-                if id(piece.parameter) not in had_gradient and not gradient.any():
-                    continue
+                if piece.parameter.grad is None:
+                    if not gradient.any():
+                        continue
+                    piece.parameter.grad = HeldGradient.stand_in(piece.parameter)  # another rank had one
                 if piece.shard.grad is None:
                     piece.shard.grad = gradient.as_subclass(LocalGradient)
                 else:
@@ -149,17 +150,6 @@ class ReduceScatter:
                 if is_cleared(parameter.grad):
                     self._forget(parameter)
 
-    def _flatten(self, bucket: Bucket) -> Tensor:
-        for parameter in bucket.parameters:
-            if isinstance(parameter.grad, HeldGradient):
-                parameter.grad = None  # this pass left it without a gradient; what is held stays held
-        return bucket.flatten_gradients(1 / self.dp.size)
-
-    def _stand_in(self, bucket: Bucket, flat: Tensor) -> None:
-        for parameter in bucket.parameters:
-            if parameter.grad is not None or any(p.shard.grad is not None for p in self._slices(parameter)):
-                parameter.grad = HeldGradient.stand_in(parameter)
-
     def _forget(self, parameter: nn.Parameter) -> None:
         for piece in self._slices(parameter):
             piece.shard.grad = None
@@ -171,6 +161,12 @@ class ReduceScatter:
 
     def _slices(self, parameter: nn.Parameter) -> list[Slice]:
         return self._slices_of.get(id(parameter), [])
+
+
+def _stand_in(bucket: Bucket) -> None:
+    for parameter in bucket.parameters:
+        if has_gradient(parameter):
+            parameter.grad = HeldGradient.stand_in(parameter)
 
 
 def shard_optimizer_state(optimizer: Optimizer, *, dp: Axis, bucket_bytes: int) -> ReduceScatter:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.parallel.guarded import HeldGradient
 from meshwright.parallel.layout import record_of
 
 
@@ -48,10 +49,11 @@ class Bucket:
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.parameters[0].device)
         flat[self.offsets[-1] + self.parameters[-1].numel() :].zero_()
         for parameter, segment in self.segments(flat):
-            if parameter.grad is None:
-                segment.zero_()
-            else:
+            if has_gradient(parameter):
+                assert parameter.grad is not None
                 torch.mul(parameter.grad.as_subclass(Tensor), scale, out=segment)
+            else:
+                segment.zero_()
         return flat
 
     def average_copies(self, flat: Tensor, tp: Axis) -> None:
@@ -72,6 +74,11 @@ class Bucket:
                 record.copies(segment),
                 out=segment,
             )
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether ``.grad`` is a gradient that nobody has taken yet."""
+    return parameter.grad is not None and not isinstance(parameter.grad, HeldGradient)
 
 
 def make_buckets(
