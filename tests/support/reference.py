@@ -34,29 +34,39 @@ def dataset(batches: int = STEPS * ACCUMULATION) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids[i], "labels": labels[i]} for i in range(len(ids))]
 
 
-def make_optimizer(model: torch.nn.Module, kind: type = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: torch.nn.Module, kind: type = torch.optim.AdamW, *, lr: float = 1e-2, **options: Any
+) -> torch.optim.Optimizer:
     """Two groups, decayed and not, as everybody's scripts have."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    return kind(groups, lr=1e-2, **options)
+    return kind(groups, lr=lr, **options)
 
 
-def run_reference(family: str, dtype: torch.dtype, *, steps: int = STEPS, **overrides: Any) -> Result:
+def run_reference(
+    family: str,
+    dtype: torch.dtype,
+    *,
+    steps: int = STEPS,
+    accumulation: int = ACCUMULATION,
+    lr: float = 1e-2,
+    **overrides: Any,
+) -> Result:
     """One process, stock everything, global batches."""
     mode = Float64() if dtype is torch.float64 else contextlib.nullcontext()
     result = Result()
     with mode:
         model = build(family, **overrides).to(dtype)
-        optimizer = make_optimizer(model)
-        loader = DataLoader(dataset(steps * ACCUMULATION), batch_size=ROWS)
+        optimizer = make_optimizer(model, lr=lr)
+        loader = DataLoader(dataset(steps * accumulation), batch_size=ROWS)
         result.first_logits = _logits(model)
         for i, batch in enumerate(loader):
             loss = model(**batch).loss
-            (loss / ACCUMULATION).backward()
+            (loss / accumulation).backward()
             result.losses.append(loss.item())
-            if i % ACCUMULATION == ACCUMULATION - 1:
+            if i % accumulation == accumulation - 1:
                 if not result.norms:
                     result.first_gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
                 result.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
@@ -72,6 +82,8 @@ def run_distributed(
     plan: dict[str, Any],
     *,
     steps: int = STEPS,
+    accumulation: int = ACCUMULATION,
+    lr: float = 1e-2,
     use_no_sync: bool = False,
     **overrides: Any,
 ) -> Result:
@@ -80,16 +92,16 @@ def run_distributed(
     result = Result()
     with mode:
         model = build(family, **overrides).to(dtype)
-        optimizer = make_optimizer(model)
-        loader = DataLoader(dataset(steps * ACCUMULATION), batch_size=ROWS)
+        optimizer = make_optimizer(model, lr=lr)
+        loader = DataLoader(dataset(steps * accumulation), batch_size=ROWS)
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
         result.first_logits = _logits(model)
         for i, batch in enumerate(loader):
-            is_last = i % ACCUMULATION == ACCUMULATION - 1
+            is_last = i % accumulation == accumulation - 1
             with mw.no_sync(model) if use_no_sync and not is_last else contextlib.nullcontext():
                 loss = model(**batch).loss
-                (loss / ACCUMULATION).backward()
+                (loss / accumulation).backward()
             result.losses.append(loss.item())
             if is_last:
                 if not result.norms:
