@@ -27,7 +27,7 @@ def build(
     scheduler = warmup_and_cosine(optimizer, settings.warmup_steps, settings.steps)
     # The rows were shuffled when the corpus was prepared.
     loader = DataLoader(
-        load_corpus(settings),  # type: ignore[arg-type]
+        load_corpus(settings),
         batch_size=settings.batch_size,
         collate_fn=collate,
         drop_last=True,

@@ -42,7 +42,7 @@ class Settings:
     layers: int = 4
     heads: int = 8
     kv_heads: int = 4
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     warmup_steps: int = 20
     max_norm: float = 1.0
     seed: int = 0
