@@ -40,7 +40,9 @@ def _power_sum(gradients: list[Counted], p: float, device: torch.device) -> Tens
     mixed = [(grad, copies) for grad, copies in gradients if not isinstance(copies, float)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if whole:
-        norms = torch.stack([n.double() for n in torch._foreach_norm([grad for grad, _ in whole], p)])
+        # float64 sums: in float32 torch's CPU kernel is off by up to 1e-3 on large tensors, and by another
+        # amount on each shard, so that the norm would depend on the plan.
+        norms = torch.stack(torch._foreach_norm([grad for grad, _ in whole], p, dtype=torch.float64))
         weights = torch.tensor([1.0 / copies for _, copies in whole], dtype=torch.float64, device=device)
         total = total + (norms.pow(p) * weights).sum()
     for grad, copies in mixed:
@@ -55,4 +57,5 @@ def scale_by_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) ->
     for grad in gradients:
         by_dtype.setdefault(grad.dtype, []).append(grad)
     for dtype, members in by_dtype.items():
-        torch._foreach_mul_(members, coefficient.to(dtype))
+        # A half-precision factor would be off by half a percent itself.
+        torch._foreach_mul_(members, coefficient.to(torch.promote_types(dtype, torch.float32)))
