@@ -158,7 +158,7 @@ def test_what_num_items_in_batch_counts(meaning: str, items: int, pool2: Any) ->
     assert pool2.run(ranks_disagree_about_items, meaning) == pytest.approx([expected] * 2, rel=1e-5)
 
 
-def test_micro_batches_and_dropout_use_the_stock_output(pool2: Any) -> None:
+def test_micro_batches_of_unequal_size(pool2: Any) -> None:
     step = pool2.run(one_step, "gemma2", "plain", {**SP, "micro_batch_size": 3})[0]
     assert abs(step.loss - one_step("gemma2", "plain").loss) < 1e-12
 

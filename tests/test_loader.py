@@ -102,13 +102,6 @@ def test_workers(pool2: Any) -> None:
     assert sorted(i for rank in ranks for batch in rank[0] for i in batch) == list(range(13))
 
 
-def no_labels() -> None:
-    tp_axis, dp_axis = axes(1)
-    loader = DataLoader(torch.arange(5).view(5, 1).float(), batch_size=4)  # type: ignore[arg-type]
-    for _ in DistributedLoader(loader, tp=tp_axis, dp=dp_axis, device=torch.device("cpu")):
-        continue
-
-
 def lengths() -> tuple[int, int, str]:
     tp_axis, dp_axis = axes(1)
     user = make("sequential", 10, 4)

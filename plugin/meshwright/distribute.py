@@ -86,10 +86,10 @@ def to_distributed(
 
     device = device_for(device_of(model))
     start_process_group(device)
-    mesh, tp, dp = build_axes(plan, device)
+    tp, dp = build_axes(plan, device)
     _equalise_weights(model, tp, dp)
 
-    runtime = Runtime(tp=tp, dp=dp, mesh=mesh, parameters=[])
+    runtime = Runtime(tp=tp, dp=dp, parameters=[])
     _shard_model(model, optimizer, structure, plan, config, runtime, device, has_own_loss)
     loader = dataloader
     if dataloader is not None:

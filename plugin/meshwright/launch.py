@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,14 +71,14 @@ def _leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Any, Axis, Axis]:
-    """The device mesh (None on one process) and this rank's place on its tp and dp axes."""
+def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Axis, Axis]:
+    """This rank's place on the plan's tp and dp axes."""
     if plan.world_size == 1:
-        return None, Axis("tp"), Axis("dp")
+        return Axis("tp"), Axis("dp")
     mesh = plan.dims.build(device.type)
 
     def axis(name: str) -> Axis:
         sub = mesh[name]
         return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())
 
-    return mesh, axis("tp"), axis("dp")
+    return axis("tp"), axis("dp")

@@ -28,7 +28,6 @@ class Runtime:
         parameters: the trainable parameters.
         syncs: who synchronises their gradients.
         zero: the ZeRO shards, if any.
-        mesh: the device mesh; None on one process.
     """
 
     tp: Axis
@@ -36,7 +35,6 @@ class Runtime:
     parameters: list[nn.Parameter]
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
-    mesh: Any = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -37,6 +37,9 @@ class Axis:
     group: ProcessGroup | None = None
 
 
+Operation = Callable[[Tensor, Axis], Tensor]
+
+
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """The rows of every rank of the axis, in order of rank."""
     if axis.size == 1:
@@ -87,6 +90,13 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     return lambda: _wait(work, x)
 
 
+def maximum(x: Tensor, axis: Axis) -> Tensor:
+    """The largest value over the axis, in place."""
+    if axis.size > 1:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
+    return x
+
+
 def agree(x: Tensor, *axes: Axis) -> Tensor:
     """The value of the rank that comes first on every axis, on every rank."""
     for axis in axes:
@@ -99,106 +109,63 @@ def _wait(work: Any, result: Tensor) -> Tensor:
     return result
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
+class _Collective(torch.autograd.Function):
+    """One operation forward, its counterpart backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grad, ctx.axis), None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, run: Operation, run_backward: Operation) -> Tensor:
+        ctx.axis, ctx.run_backward = axis, run_backward
+        return run(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.run_backward(grad, ctx.axis), None, None, None
 
 
-class _SplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        # A copy: a view would keep the whole tensor alive for as long as the shard.
-        return x.chunk(axis.size)[axis.rank].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grad, ctx.axis), None
+def _own_rows(x: Tensor, axis: Axis) -> Tensor:
+    # A copy: a view would keep the whole tensor alive for as long as the shard.
+    return x.chunk(axis.size)[axis.rank].clone()
 
 
-class _UnsplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.axis.size)[ctx.axis.rank].contiguous(), None
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    # Of a copy, since the reduction is in place and autograd may hand the same tensor to another consumer.
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A clone, since autograd may hand the same gradient to another consumer.
-        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, backward_sums: bool) -> Tensor:
-        ctx.axis, ctx.backward_sums = axis, backward_sums
-        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.backward_sums:
-            grad = all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis)
-        return grad, None, None
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
 
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
     """All rows, for a consumer that is sharded; backward sums the partial gradients of each row's owner."""
-    return _GatherRows.apply(x, axis)
+    return _Collective.apply(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
     """Own rows of a partial sum; backward gathers the gradients of all rows."""
-    return _ReduceScatterRows.apply(x, axis)
+    return _Collective.apply(x, axis, reduce_scatter, all_gather)
 
 
 def split_rows(x: Tensor, axis: Axis) -> Tensor:
     """Own rows of a replicated tensor; backward gathers, so the gradient is replicated again."""
-    return _SplitRows.apply(x, axis)
+    return _Collective.apply(x, axis, _own_rows, all_gather)
 
 
 def unsplit_rows(x: Tensor, axis: Axis) -> Tensor:
     """All rows, for a consumer that is replicated; backward takes own rows of its (equal) gradients."""
-    return _UnsplitRows.apply(x, axis)
+    return _Collective.apply(x, axis, all_gather, _own_rows)
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:
     """A replicated tensor handed to sharded consumers; backward sums their partial gradients."""
-    return _Share.apply(x, axis) if axis.size > 1 else x
+    return _Collective.apply(x, axis, _same, _sum) if axis.size > 1 else x
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of partial results, for a replicated consumer; backward passes its gradient through."""
-    return _Reduce.apply(x, axis, False) if axis.size > 1 else x
+    return _Collective.apply(x, axis, _sum, _same) if axis.size > 1 else x
 
 
 def reduce_for_shards(x: Tensor, axis: Axis) -> Tensor:
     """The sum of partial results, for sharded consumers; backward sums their partial gradients."""
-    return _Reduce.apply(x, axis, True) if axis.size > 1 else x
+    return _Collective.apply(x, axis, _sum, _sum) if axis.size > 1 else x

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright.parallel.forward import arguments
 from meshwright.parallel.gradients import GradientSync
 from meshwright.parallel.loss import CausalLMLoss, shift
@@ -54,7 +54,7 @@ def split_forward(
         rows = labels.shape[0]
         # Every rank runs the same number of passes: the loss of each is a collective.
         count = num_micro_batches if micro_batch_size is None else -(-rows // micro_batch_size)
-        count = int(all_reduce_max(torch.tensor(count, device=labels.device), dp))
+        count = int(maximum(torch.tensor(count, device=labels.device), dp))
         micro_batches = _split(batch, rows, count)
         if batch.get("num_items_in_batch") is not None:
             return _run(model, forward, syncs, micro_batches)
@@ -62,13 +62,6 @@ def split_forward(
             return _run(model, forward, syncs, micro_batches)
 
     model.forward = split
-
-
-def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """The largest over the axis."""
-    if axis.size > 1:
-        torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, group=axis.group)
-    return x
 
 
 def _valid_labels(batch: dict[str, Any]) -> Tensor:
