@@ -96,6 +96,8 @@ class ToDistributedConfig:
         optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
             element from that element alone.
         bucket_size_mb: gradients are communicated in buckets of this size.
+        timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
+            that names it; the timeout of every process group.
     """
 
     plan: ParallelPlan | Literal["auto"] | None = None
@@ -106,6 +108,7 @@ class ToDistributedConfig:
     num_items_in_batch: NumItems = "auto"
     optimizer_is_elementwise: bool = False
     bucket_size_mb: float = 25.0
+    timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.num_items_in_batch not in ("auto", "global", "local"):
@@ -113,5 +116,6 @@ class ToDistributedConfig:
                 f"ToDistributedConfig.num_items_in_batch={self.num_items_in_batch!r} must be 'auto', 'global' or "
                 "'local'"
             )
-        if not self.bucket_size_mb > 0:
-            raise PlanError(f"ToDistributedConfig.bucket_size_mb={self.bucket_size_mb!r} must be above zero")
+        for name in ("bucket_size_mb", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"ToDistributedConfig.{name}={getattr(self, name)!r} must be above zero")

@@ -16,6 +16,7 @@ from meshwright.checkpoint.export import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.faults.guard import start_guard
 from meshwright.launch import build_axes, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
@@ -85,11 +86,12 @@ def to_distributed(
     _check_micro_batches(plan, has_own_loss, model)
 
     device = device_for(device_of(model))
-    start_process_group(device)
+    start_process_group(device, config.timeout_s)
     tp, dp = build_axes(plan, device)
+    guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
     _equalise_weights(model, tp, dp)
 
-    runtime = Runtime(tp=tp, dp=dp, parameters=[])
+    runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard)
     _shard_model(model, optimizer, structure, plan, config, runtime, device, has_own_loss)
     loader = dataloader
     if dataloader is not None:
@@ -200,6 +202,9 @@ def _shard_model(
     forward = ForwardState(
         model,
         streams,
+        tp=tp,
+        dp=dp,
+        guard=runtime.guard,
         has_sharded_loss=has_own_loss and structure is not None and not config.gather_logits,
         refuses_internals=structure is not None,
     )

@@ -1,4 +1,4 @@
-"""The errors a user can meet; every one is a ``ValueError`` that names what to change."""
+"""The errors a user can meet: a ``ValueError`` names what to change, a ``RuntimeError`` what happened between ranks."""
 
 from __future__ import annotations
 
@@ -33,3 +33,11 @@ class OptimizerMismatchError(ValueError):
 
 class UnreadableTensorError(ValueError):
     """A read of a tensor of which this rank holds only a part."""
+
+
+class DivergenceError(RuntimeError):
+    """Ranks that do different things where all must do the same."""
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed, ended early or hangs, and this one cannot go on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 
 import torch
@@ -52,17 +53,18 @@ def device_for(model_device: torch.device) -> torch.device:
     return device
 
 
-def start_process_group(device: torch.device) -> None:
+def start_process_group(device: torch.device, timeout_s: float) -> None:
     """Join the launcher's process group, unless the script has done so.
 
     The group is left at exit: gloo's threads abort the interpreter otherwise.
     """
+    timeout = datetime.timedelta(seconds=timeout_s)
     if dist.is_initialized() or world_size() == 1:
         return
     if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     atexit.register(_leave_process_group)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.faults.guard import Guard
 from meshwright.optim.zero import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradients import GradientSync
@@ -28,6 +29,7 @@ class Runtime:
         parameters: the trainable parameters.
         syncs: who synchronises their gradients.
         zero: the ZeRO shards, if any.
+        guard: watches over the ranks; None on one process.
     """
 
     tp: Axis
@@ -35,6 +37,7 @@ class Runtime:
     parameters: list[nn.Parameter]
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
+    guard: Guard | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

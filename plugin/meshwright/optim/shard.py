@@ -36,13 +36,18 @@ def install_gradient_sync(
         bucket_bytes: gradients communicate in buckets of this size.
     """
     tp, dp = runtime.tp, runtime.dp
+
+    def meet() -> None:
+        if runtime.guard is not None and dp.size > 1:
+            runtime.guard.meet("gradients", dp.group)
+
     # Backward finishes parameters roughly in the reverse of their order.
     trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
     runtime.parameters = trainable
     if optimizer is not None and zero_stage == 1:
         runtime.zero = shard_optimizer_state(optimizer, dp=dp, bucket_bytes=bucket_bytes)
         buckets = [sharded.bucket for sharded in runtime.zero.sharded]
-        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=runtime.zero))
+        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=runtime.zero, meet=meet))
         sharded = {id(p) for bucket in buckets for p in bucket.parameters}
         trainable = [p for p in trainable if id(p) not in sharded]
     # On one data-parallel rank, only partial gradients need anything done to them.
@@ -50,7 +55,7 @@ def install_gradient_sync(
     unreduced = [p for p in trainable if dp.size == 1 and not record_of(p).is_grad_partial]
     buckets = make_buckets(reduced, max_bytes=bucket_bytes, multiple=1, accumulate_in_float32=False)
     if trainable:
-        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=AllReduce(dp), unreduced=unreduced))
+        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=AllReduce(dp), unreduced=unreduced, meet=meet))
     if optimizer is not None:
         optimizer.register_step_pre_hook(runtime.check_synced)
         attach(optimizer, runtime)

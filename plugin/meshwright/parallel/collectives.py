@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshwright.faults.interpose import own_collectives
+
 # torch 2.13 renamed both; the old names warn there, the new ones are missing before.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -40,6 +42,7 @@ class Axis:
 Operation = Callable[[Tensor, Axis], Tensor]
 
 
+@own_collectives()
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """The rows of every rank of the axis, in order of rank."""
     if axis.size == 1:
@@ -49,6 +52,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+@own_collectives()
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> None:
     """Fill ``out`` with the rows of every rank; ``x`` may be this rank's part of ``out`` itself."""
     if axis.size > 1:
@@ -60,6 +64,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(x, axis)()
 
 
+@own_collectives()
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Begin a reduce-scatter; the returned call waits for it and gives its result."""
     if axis.size == 1:
@@ -82,6 +87,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     return start_all_reduce(x, axis)()
 
 
+@own_collectives()
 def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Begin an all-reduce in place; the returned call waits for it and gives ``x``."""
     if axis.size == 1:
@@ -90,6 +96,7 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     return lambda: _wait(work, x)
 
 
+@own_collectives()
 def maximum(x: Tensor, axis: Axis) -> Tensor:
     """The largest value over the axis, in place."""
     if axis.size > 1:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.faults.guard import Guard
+from meshwright.faults.trace import describe_tensors
+from meshwright.parallel.collectives import Axis
 from meshwright.parallel.dropout import DropoutStreams, Restore
 
 
@@ -17,13 +20,26 @@ class ForwardState:
     Args:
         model: the model.
         streams: its dropout streams.
+        tp: the ranks that must get the same inputs.
+        dp: the ranks that share a loss.
+        guard: compares them, and counts the steps.
         has_sharded_loss: the model's loss function can use sharded logits.
         refuses_internals: hidden states and attention maps would be one rank's share, so asking for
             them raises.
     """
 
-    def __init__(self, model: nn.Module, streams: DropoutStreams, *, has_sharded_loss: bool, refuses_internals: bool):
-        self.streams = streams
+    def __init__(
+        self,
+        model: nn.Module,
+        streams: DropoutStreams,
+        *,
+        tp: Axis,
+        dp: Axis,
+        guard: Guard | None,
+        has_sharded_loss: bool,
+        refuses_internals: bool,
+    ):
+        self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
         self._keeps_sharded = False
         self._restore: Restore | None = None
@@ -38,7 +54,15 @@ class ForwardState:
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.refuses_internals:
             _refuse_internals(model, kwargs)
-        labels = arguments(self._signature, args, kwargs).get("labels")
+        inputs = arguments(self._signature, args, kwargs)
+        labels = inputs.get("labels")
+        if self.guard is not None:
+            if model.training and torch.is_grad_enabled():
+                self.guard.begin_step()
+            if self.tp.size > 1:
+                self.guard.meet("forward", self.tp.group, _describe(model, inputs))
+            if self.dp.size > 1 and labels is not None:
+                self.guard.meet("forward", self.dp.group)
         self._keeps_sharded = self.has_sharded_loss and model.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs))
 
@@ -52,6 +76,11 @@ class ForwardState:
 def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward call by name, positional ones included."""
     return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+
+
+def _describe(model: nn.Module, inputs: dict[str, Any]) -> str:
+    shapes = (f"{name} {describe_tensors(x)}" for name, x in inputs.items() if torch.is_tensor(x))
+    return ", ".join(("training" if model.training else "evaluation", *shapes))
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

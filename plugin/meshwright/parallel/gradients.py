@@ -46,12 +46,19 @@ class GradientSync:
         tp: axis over which copies are averaged.
         reduction: what to do over the data-parallel axis.
         unreduced: sharded parameters in no bucket, whose gradients are whole as they come.
+        meet: called once a synchronised pass, before the gradients are used: compares the ranks.
     """
 
     def __init__(
-        self, buckets: list[Bucket], *, tp: Axis, reduction: Reduction, unreduced: Iterable[nn.Parameter] = ()
+        self,
+        buckets: list[Bucket],
+        *,
+        tp: Axis,
+        reduction: Reduction,
+        unreduced: Iterable[nn.Parameter] = (),
+        meet: Callable[[], None] = lambda: None,
     ):
-        self.buckets, self.tp, self.reduction = buckets, tp, reduction
+        self.buckets, self.tp, self.reduction, self._meet = buckets, tp, reduction, meet
         self.has_unsynced = False
         self._enabled = True
         self._paused = False
@@ -129,6 +136,7 @@ class GradientSync:
             return
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
+        self._meet()
         finish, self._finish = self._finish, []
         for wait in finish:
             wait()

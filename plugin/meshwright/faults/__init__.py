@@ -1,0 +1,1 @@
+"""Uneven work ends with a message on every rank: liveness, agreement, and the first cause."""

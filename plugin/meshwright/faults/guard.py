@@ -1,0 +1,298 @@
+"""The guard of a process: what one rank's failure means to the others.
+
+It counts steps, has the ranks compare what they do, ends this process when another rank has failed, and
+tells the others when this one fails or leaves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import DivergenceError, PeerFailedError
+from meshwright.faults import interpose
+from meshwright.faults.hub import Hub
+from meshwright.faults.link import Link
+from meshwright.faults.trace import Trace, describe, describe_tensors, first_difference
+
+GRACE = 2.0  # seconds for the program to end by its own error, once another rank has failed
+ADDRESS_BYTES = 1024
+
+# What gloo, NCCL and the sockets below them say when the other side is gone or does not come.
+_NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
+
+_guard: Guard | None = None
+
+
+class Guard:
+    """Watches over one process group's ranks; see ``start_guard``."""
+
+    def __init__(self, *, name: str, timeout: float) -> None:
+        self.name, self.timeout = name, timeout
+        self.step = 0
+        self.trace = Trace()
+        self._rank = dist.get_rank()
+        self._world = dist.group.WORLD
+        self._process = os.getpid()
+        self._cause: str | None = None
+        self._failed = threading.Event()  # another rank did
+        self._is_failing = False  # this rank raised, and says so itself
+        self._is_closed = False
+        host, token = _listening_address(), secrets.token_hex(16)
+        self._hub = None
+        if self._rank == 0:
+            self._hub = Hub(host[0], world_size=dist.get_world_size(), token=token, timeout=timeout)
+        port, token = _from_first_rank(self._hub.port if self._hub else 0, token)
+        self._link = Link(
+            (host[1], port),
+            {"token": token, "rank": self._rank, "name": name},
+            timeout=timeout,
+            status=lambda: f"step {self.step}, {self.trace.now()}",
+            on_notice=self._on_notice,
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process group that it watches is still the one in use, in the process that joined it."""
+        is_over = self._is_closed or self._is_failing or os.getpid() != self._process
+        return not is_over and dist.group.WORLD is self._world
+
+    def begin_step(self) -> None:
+        """Count a forward pass that trains."""
+        self.step += 1
+        self.trace.begin("forward")
+
+    def meet(self, place: str, group: Any, what: str = "") -> None:
+        """Wait for the ranks of a group, which must be at the same place, having issued the same collectives.
+
+        Args:
+            place: where in the program, e.g. "gradients".
+            group: the process group; None for all ranks.
+            what: must be equal on all of them too, e.g. the shapes of the inputs.
+
+        Raises:
+            DivergenceError: naming what each rank does, and the first collective that differs.
+            PeerFailedError: for a rank that is gone or did not come in time.
+        """
+        if not self.is_current:
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1:
+            return
+        log = self.trace.of(ranks)
+        self.trace.begin(f"{place} {what}".strip())
+        parts = (place, f"step {self.step}", what, log.summary())
+        finding = self._ask(place, ranks, ", ".join(part for part in parts if part))
+        if finding is not None:
+            # Ranks that came to different places do not all come here to compare.
+            detail = self._first_difference(ranks) if finding["together"] else None
+            raise self._diverged(ranks, finding, detail)
+
+    def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a collective, and compare it first if it is the program's own. (See interpose.Observer.)"""
+        if not self.is_current:
+            return
+        ranks = tuple(dist.get_process_group_ranks(group))
+        what = describe(operation, args, kwargs)
+        log = self.trace.of(ranks)
+        log.add(what)
+        self.trace.begin(what)
+        if interpose.is_own() or len(ranks) == 1:
+            return
+        key = f"collective of group {group.group_name}"
+        finding = self._ask(key, ranks, what, note=f"collective {log.count} of these ranks, step {self.step}")
+        if finding is not None:
+            raise self._diverged(ranks, finding)
+
+    def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
+        """Announce a send of the program's own."""
+        if self.is_current:
+            ranks = dist.get_process_group_ranks(group)
+            what = describe_tensors(tensors)
+            self.trace.begin(f"send of {what} to rank {ranks[to]}")
+            self._link.announce({"kind": "send", "to": ranks[to], "slot": f"{group.group_name}/{tag}", "what": what})
+
+    def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
+        """Compare a receive of the program's own with its send."""
+        if not self.is_current:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        what = describe_tensors(tensors)
+        self.trace.begin(f"receive of {what} from rank {ranks[source]}")
+        slot = f"{group.group_name}/{tag}"
+        message = {"kind": "receive", "source": ranks[source], "slot": slot, "what": what, "waits": waits}
+        if not waits:
+            self._link.announce(message)
+        elif (finding := self._answer(message, (self._rank, ranks[source]))) is not None:
+            raise self._diverged((self._rank, ranks[source]), finding)
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """The same failure, with the rank and the reason, if it came over the network."""
+        if not self.is_current or isinstance(error, PeerFailedError) or not _NETWORK_ERROR.search(str(error)):
+            return error
+        # The end of a process may reach us through the network before it reaches the hub.
+        self._failed.wait(GRACE / 2)
+        cause, ranks = self._cause, []
+        if cause is None and (report := self._link.ask({"kind": "report"}, patience=GRACE)) is not None:
+            cause, ranks = report["cause"], report["ranks"]
+        elif cause is None:
+            cause = self._link.hub_left or "rank 0 does not answer: stopped, hung or unreachable"
+        summary = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lines = [f"{self.name} could not finish {self.trace.doing} in step {self.step}: {cause or summary}"]
+        lines += [f"  {line}" for line in ranks] + ([f"(the network said: {summary})"] if cause else [])
+        return PeerFailedError("\n".join(lines))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank ends with an exception."""
+        if self.is_current:
+            self._is_failing = True
+            if not isinstance(error, PeerFailedError):
+                self._link.tell({"kind": "fail", "how": f"step {self.step}, {_in_short(error)}"})
+
+    def close(self, why: str) -> None:
+        """Tell the others that this rank is through, and stop watching."""
+        global _guard
+        if _guard is self:
+            _guard = None
+            interpose.observe(None)
+        if os.getpid() != self._process:
+            return
+        how = f"{why} after step {self.step}"
+        self._is_closed = True
+        self._link.tell({"kind": "leave", "how": how})
+        if self._hub is not None:
+            self._hub.close(f"{self.name}: {how}")
+        self._link.close()
+
+    def forget_in_child(self) -> None:
+        """In a forked process: let go of the connections, whose end must mean the end of the parent."""
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for connection in (*self._link.sockets, *(self._hub.sockets if self._hub else ())):
+            if connection.fileno() >= 0:
+                os.dup2(nothing, connection.fileno(), inheritable=False)
+        os.close(nothing)
+
+    def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
+        return self._answer({"kind": "ask", "key": key, "ranks": ranks, "what": what, "note": note}, ranks)
+
+    def _answer(self, message: dict[str, Any], ranks: tuple[int, ...]) -> dict[str, Any] | None:
+        """None when the ranks agree, else the referee's finding."""
+        answer = self._link.ask(message, patience=self.timeout + GRACE)
+        if answer is None:
+            self._failed.wait(GRACE / 2)
+            if self._cause is None and self._link.hub_left and 0 not in ranks:
+                return None  # rank 0 left in good order, so there is nobody to ask any more
+            cause = self._cause or self._link.hub_left or "rank 0 does not answer: stopped, hung or unreachable"
+            answer = {"gone": cause}
+        if "gone" in answer:
+            here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
+            raise PeerFailedError(f"{here}: {answer['gone']}")
+        return None if answer.get("agreed") else answer
+
+    def _first_difference(self, ranks: tuple[int, ...]) -> str | None:
+        """Have all ranks tell their last collectives: the answer to a question on which they must differ."""
+        log = json.dumps({"rank": self._rank, "log": self.trace.of(ranks).recent()})
+        finding = self._ask("collectives", ranks, log)
+        if finding is None:
+            return None
+        return first_difference({name: json.loads(said)["log"] for name, said in finding["differ"].items()})
+
+    def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], detail: str | None = None) -> DivergenceError:
+        lines = [f"ranks {list(ranks)} must do the same, but they differ:"]
+        lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
+        return DivergenceError("\n".join(lines + ([detail] if detail else [])))
+
+    def _on_notice(self, cause: str) -> None:
+        """In the listening thread: another rank failed. End this process, unless it does so itself."""
+        self._cause = cause
+        self._failed.set()
+        time.sleep(GRACE)
+        if self.is_current:
+            what = f"{self.name} ends in step {self.step} ({self.trace.doing})"
+            print(f"meshwright: {what}, because of {cause}", file=sys.stderr)
+        elif not self._is_failing:
+            return  # the program has gone on to another process group
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
+    """Watch over the ranks of the default process group from now on, and give every group this timeout.
+
+    A collective call. A second one keeps the guard that is there. Without a process group there is nothing
+    to watch: None.
+
+    Args:
+        timeout: seconds that a rank may keep the others waiting.
+        coordinates: of this rank in its mesh, for messages, e.g. "dp=0 tp=1".
+    """
+    global _guard
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if _guard is None or not _guard.is_current:
+        if _guard is None:
+            _install_hooks()
+        else:
+            _guard.close("its process group ended")
+        place = ", ".join(part for part in (f"host {socket.gethostname()}", coordinates) if part)
+        _guard = Guard(name=f"rank {dist.get_rank()} ({place})", timeout=timeout)
+        interpose.observe(_guard)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
+    return _guard
+
+
+def _install_hooks() -> None:
+    """Have the end of this process, and of its program, reach the guard; once a process."""
+    if getattr(sys.excepthook, "belongs_to_meshwright", False):
+        return
+    previous = sys.excepthook
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _guard is not None:
+            _guard.fail(error)
+        previous(kind, error, trace)
+
+    report.belongs_to_meshwright = True  # type: ignore[attr-defined]
+    sys.excepthook = report
+    atexit.register(lambda: _guard.close("its program ended") if _guard is not None else None)
+    os.register_at_fork(after_in_child=lambda: _guard.forget_in_child() if _guard is not None else None)
+
+
+def _in_short(error: BaseException) -> str:
+    """The type and message of an exception, and where the user's program raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _listening_address() -> tuple[str, str]:
+    """Where rank 0 listens, and how the others reach it."""
+    reached = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    is_local = reached in ("localhost", "::1") or reached.startswith("127.")
+    return ("127.0.0.1", "127.0.0.1") if is_local else ("", reached)
+
+
+def _from_first_rank(port: int, token: str) -> tuple[int, str]:
+    """The hub's port and token, on every rank."""
+    device = "cpu" if "gloo" in str(dist.get_backend_config()) else "cuda"
+    text = json.dumps([port, token]).encode().ljust(ADDRESS_BYTES)
+    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    dist.broadcast(message, src=0)
+    port, token = json.loads(bytes(message.cpu().tolist()))
+    return port, token

@@ -1,0 +1,153 @@
+"""Every collective that Python issues passes here while a guard is on.
+
+The guard must see the program's own collectives too: those are where ranks differ. torch offers no hook on a
+process group, so the methods of its class are wrapped, from the first guard of a process on. (Its own
+TORCH_DISTRIBUTED_DEBUG=DETAIL doubles the time of each small collective, names ranks by their place in the
+group, and does not see an inversion of two groups.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "_allgather_base",
+    "reduce",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "alltoall",
+    "all_to_all_single",
+    "alltoall_base",
+    "barrier",
+)
+
+
+class Observer(Protocol):
+    """What the wrapped methods call."""
+
+    def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a collective starts; raises if the ranks do not agree."""
+
+    def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
+        """Before a send starts."""
+
+    def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
+        """Before a receive starts; raises if it does not fit the send."""
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """Put the reason into an error of the network."""
+
+
+class _State(threading.local):
+    is_own = False
+
+
+_state = _State()
+_observer: Observer | None = None
+
+
+@contextlib.contextmanager
+def own_collectives() -> Iterator[None]:
+    """Collectives inside are the runtime's: counted and compared once a step, not one by one."""
+    before, _state.is_own = _state.is_own, True
+    try:
+        yield
+    finally:
+        _state.is_own = before
+
+
+def is_own() -> bool:
+    """Whether the runtime itself issues the collectives of this thread."""
+    return _state.is_own
+
+
+def observe(observer: Observer | None) -> None:
+    """Send every call to this observer from now on; None sends it to nobody."""
+    global _observer
+    _observer = observer
+    if observer is None or hasattr(dist.ProcessGroup.allreduce, "__wrapped__"):
+        return
+    for name in COLLECTIVES:
+        if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+            setattr(dist.ProcessGroup, name, _observed_collective(name, method))
+    setattr(dist.ProcessGroup, "send", _observed_send(dist.ProcessGroup.send))  # noqa: B010  mypy refuses methods
+    setattr(dist.ProcessGroup, "recv", _observed_receive(dist.ProcessGroup.recv))  # noqa: B010
+    setattr(dist.Work, "wait", _explained(dist.Work.wait))  # noqa: B010
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if _observer is None:
+                raise
+            explained = _observer.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    return call
+
+
+def _observed_collective(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    start = _explained(method)
+
+    @functools.wraps(method)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if _observer is not None:
+            _observer.collective(group, name, args, kwargs)
+        return start(group, *args, **kwargs)
+
+    return call
+
+
+def _observed_send(method: Callable[..., Any]) -> Callable[..., Any]:
+    start = _explained(method)
+
+    @functools.wraps(method)
+    def call(group: Any, tensors: Any, to: int, tag: int) -> Any:
+        if _observer is not None and not _state.is_own:
+            _observer.send(group, tensors, to, tag)
+        return start(group, tensors, to, tag)
+
+    return call
+
+
+def _observed_receive(method: Callable[..., Any]) -> Callable[..., Any]:
+    start = _explained(method)
+
+    @functools.wraps(method)
+    def call(group: Any, tensors: Any, source: int, tag: int) -> Any:
+        if _observer is not None and not _state.is_own:
+            _observer.receive(group, tensors, source, tag, waits=_is_blocking())
+        return start(group, tensors, source, tag)
+
+    return call
+
+
+def _is_blocking() -> bool:
+    """Whether ``dist.recv`` is the caller: ``dist.irecv`` may come before this rank's own sends."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+        if frame.f_code.co_name == "recv":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

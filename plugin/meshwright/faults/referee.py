@@ -1,0 +1,254 @@
+"""Who is alive, who waits for whom, and what went wrong first: the rules, without sockets or clocks.
+
+One referee serves all ranks (see hub.py). Each call takes what a rank said, and the time, and returns what
+to tell which rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+HICCUP = 3.0  # seconds without a beat after which a report says so; beats come every second
+
+
+@dataclass(frozen=True)
+class Post:
+    """A message to one rank: the answer to its question, or a notice it did not ask for."""
+
+    rank: int
+    channel: Literal["answer", "notice"]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a rank is about to do together with a group of ranks; it waits for the answer.
+
+    Args:
+        key: which meeting this is: the same on all ranks of the group.
+        ranks: the group.
+        what: must be equal on all of them.
+        note: is told beside it, and may differ.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    what: str
+    note: str
+    since: float
+
+    @property
+    def said(self) -> str:
+        return f"{self.what} ({self.note})" if self.note else self.what
+
+
+@dataclass
+class Member:
+    """What is known of one rank."""
+
+    name: str
+    heard: float
+    status: str = "starting"
+    gone: str | None = None  # how it ended
+    is_silent: bool = False
+
+
+@dataclass
+class Mailbox:
+    """Announced sends and receives of one pair of ranks, group and tag, in order."""
+
+    sent: deque[str] = field(default_factory=deque)
+    expected: deque[tuple[str, bool]] = field(default_factory=deque)  # what, and whether the receiver waits
+
+
+class Referee:
+    """Compares what the ranks do, and tells the others when one is gone.
+
+    Args:
+        timeout: seconds after which a silent rank counts as hung, and a question as unanswered.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.first_cause: str | None = None
+        self._members: dict[int, Member] = {}
+        self._waiting: dict[int, Question] = {}
+        self._mail: defaultdict[tuple[int, int, str], Mailbox] = defaultdict(Mailbox)
+
+    def join(self, rank: int, name: str, now: float) -> None:
+        """A rank is there; ``name`` is how messages call it."""
+        self._members[rank] = Member(name, now)
+
+    def beat(self, rank: int, status: str, now: float) -> None:
+        """A rank is alive, and this is what it does."""
+        member = self._members[rank]
+        member.heard, member.status, member.is_silent = now, status, False
+
+    def ask(self, rank: int, key: str, ranks: Iterable[int], what: str, note: str, now: float) -> list[Post]:
+        """A rank waits until its group is there; answered when all came, or one cannot come."""
+        question = Question(key, tuple(ranks), what, note, now)
+        self._waiting[rank] = question
+        if gone := [r for r in question.ranks if self._is_gone(r)]:
+            return self._refuse([rank], self._how_gone(gone))
+        present = [r for r in question.ranks if self._is_waiting(r, question)]
+        if len(present) == len(question.ranks):
+            questions = [self._waiting.pop(r) for r in present]
+            if len({q.what for q in questions}) == 1:
+                return [Post(r, "answer", {"agreed": True}) for r in present]
+            return self._differ(dict(zip(present, (q.said for q in questions), strict=True)), together=True)
+        if circle := self._circle(rank):
+            return self._differ({r: self._waiting.pop(r).said for r in circle}, together=False)
+        return []
+
+    def send(self, rank: int, to: int, slot: str, what: str) -> list[Post]:
+        """A rank is about to send; it waits for no answer. ``slot`` tells its group and tag."""
+        self._mail[rank, to, slot].sent.append(what)
+        return self._match(rank, to, slot)
+
+    def receive(self, rank: int, source: int, slot: str, what: str, *, waits: bool, now: float) -> list[Post]:
+        """A rank is about to receive, and may wait until it is known that the sizes fit."""
+        self._mail[source, rank, slot].expected.append((what, waits))
+        if waits:
+            self._waiting[rank] = Question(f"receive from {source}", (rank, source), what, "", now)
+        posts = self._match(source, rank, slot)
+        if not posts and waits and self._is_gone(source):
+            return self._refuse([rank], self._how_gone([source]))
+        return posts
+
+    def leave(self, rank: int, how: str) -> list[Post]:
+        """A rank's program ended by itself, which is an error only if another still waits for it."""
+        return self._go(rank, how, notice=None)
+
+    def fail(self, rank: int, how: str) -> list[Post]:
+        """A rank ends with an exception: so must all."""
+        return self._go(rank, how, notice="failed")
+
+    def lose(self, rank: int) -> list[Post]:
+        """A rank's connection is closed; without a word before it, its process was killed or crashed."""
+        if rank not in self._members or self._is_gone(rank):
+            return []
+        status = self._members[rank].status
+        how = f"its process ended without a word (killed, crashed, or os._exit), last seen: {status}"
+        return self._go(rank, how, notice="failed")
+
+    def tick(self, now: float) -> list[Post]:
+        """Find who has been silent, or kept others waiting, for the whole timeout."""
+        posts: list[Post] = []
+        for rank, member in self._members.items():
+            if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
+                member.is_silent = True
+                silence = f"stopped or hung: not a sign of life for {now - member.heard:.0f} s, last: {member.status}"
+                posts += self._tell_others(rank, silence)
+        late = [r for r, question in self._waiting.items() if now - question.since > self.timeout]
+        for rank in late:
+            question = self._waiting.pop(rank)
+            absent = [r for r in question.ranks if not self._is_waiting(r, question) and r != rank]
+            lines = "\n".join(f"  {self._describe(r, now)}" for r in absent)
+            text = f"waited {self.timeout:g} s in vain for\n{lines}"
+            posts.append(Post(rank, "answer", {"gone": text}))
+        return posts
+
+    def report(self, now: float) -> dict[str, Any]:
+        """The first cause, if known, and what every rank does."""
+        lines = [self._describe(rank, now) for rank in sorted(self._members)]
+        quiet = [
+            f"{member.name} has given no sign of life for {now - member.heard:.1f} s; last: {member.status}"
+            for member in self._members.values()
+            if member.gone is None and now - member.heard > HICCUP
+        ]
+        return {"cause": self.first_cause or ("\n".join(quiet) or None), "ranks": lines}
+
+    def _go(self, rank: int, how: str, *, notice: str | None) -> list[Post]:
+        member = self._members[rank]
+        if member.gone is not None:
+            return []
+        member.gone = how
+        self._waiting.pop(rank, None)
+        posts = []
+        for other in [r for r, question in self._waiting.items() if rank in question.ranks]:
+            posts += self._refuse([other], self._how_gone([rank]))
+        if notice is not None:
+            posts += self._tell_others(rank, how)
+        return posts
+
+    def _tell_others(self, rank: int, how: str) -> list[Post]:
+        text = f"{self._members[rank].name}: {how}"
+        self.first_cause = self.first_cause or text
+        others = [r for r, member in self._members.items() if r != rank and member.gone is None]
+        return [Post(r, "notice", {"failed": self.first_cause}) for r in others]
+
+    def _differ(self, said: dict[int, str], *, together: bool) -> list[Post]:
+        """``together``: whether they came to the same meeting, and differ in what they said there."""
+        named = {self._members[rank].name: what for rank, what in sorted(said.items())}
+        body = {"differ": named, "together": together}
+        return [Post(rank, "answer", body) for rank in said]
+
+    def _refuse(self, ranks: list[int], text: str) -> list[Post]:
+        for rank in ranks:
+            self._waiting.pop(rank, None)
+        return [Post(rank, "answer", {"gone": text}) for rank in ranks]
+
+    def _match(self, source: int, to: int, slot: str) -> list[Post]:
+        """Compare the first send with the first receive of a pair."""
+        mail = self._mail[source, to, slot]
+        posts: list[Post] = []
+        while mail.sent and mail.expected:
+            sent, (expected, waits) = mail.sent.popleft(), mail.expected.popleft()
+            if waits:
+                self._waiting.pop(to, None)
+            if sent == expected:
+                posts += [Post(to, "answer", {"agreed": True})] if waits else []
+                continue
+            said = {source: f"sends {sent}", to: f"receives {expected}"}
+            posts += [post for post in self._differ(said, together=True) if waits and post.rank == to]
+            lines = "".join(f"\n  {self._members[r].name}: {what}" for r, what in said.items())
+            self.first_cause = self.first_cause or f"a send and its receive differ:{lines}"
+            posts += [Post(r, "notice", {"failed": self.first_cause}) for r in said if r != to or not waits]
+        return posts
+
+    def _is_gone(self, rank: int) -> bool:
+        return rank in self._members and self._members[rank].gone is not None
+
+    def _is_waiting(self, rank: int, question: Question) -> bool:
+        theirs = self._waiting.get(rank)
+        return theirs is not None and (theirs.key, theirs.ranks) == (question.key, question.ranks)
+
+    def _how_gone(self, ranks: Iterable[int]) -> str:
+        # A rank that left because another failed is an effect.
+        return self.first_cause or "\n".join(f"{self._members[r].name}: {self._members[r].gone}" for r in ranks)
+
+    def _circle(self, start: int) -> list[int]:
+        """The ranks that wait for each other in different places, if ``start`` is among them."""
+        path: list[int] = []
+        seen: set[int] = set()
+
+        def visit(rank: int) -> list[int]:
+            if rank in path:
+                return path[path.index(rank) :]
+            question = self._waiting.get(rank)
+            if question is None or rank in seen:
+                return []
+            seen.add(rank)
+            path.append(rank)
+            for other in question.ranks:
+                if other != rank and not self._is_waiting(other, question) and (found := visit(other)):
+                    return found
+            path.pop()
+            return []
+
+        return sorted(visit(start))
+
+    def _describe(self, rank: int, now: float) -> str:
+        member = self._members.get(rank)
+        if member is None:
+            return f"rank {rank}: never seen"
+        if member.gone is not None:
+            return f"{member.name}: {member.gone}"
+        if question := self._waiting.get(rank):
+            return f"{member.name}: waits in {question.said} for ranks {list(question.ranks)}"
+        age = now - member.heard
+        silence = f"no sign of life for {age:.0f} s, last: " if age > HICCUP else ""
+        return f"{member.name}: {silence}{member.status}"

@@ -1,0 +1,117 @@
+"""What this process's collectives were: the last of each group, and a digest of all of them."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+LENGTH = 64  # collectives that are remembered by name, per group
+
+
+class Log:
+    """The collectives of one group.
+
+    Two ranks whose digests are equal issued the same operations on the same shapes in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.digest = 0
+        self._recent: deque[str] = deque(maxlen=LENGTH)
+
+    def add(self, what: str) -> None:
+        self.count += 1
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        self._recent.append(what)
+
+    def summary(self) -> str:
+        return f"{self.count} collectives with digest {self.digest:08x}"
+
+    def recent(self) -> dict[str, str]:
+        """Number -> collective, oldest first."""
+        first = self.count - len(self._recent) + 1
+        return {str(first + i): what for i, what in enumerate(self._recent)}
+
+
+class Trace:
+    """The logs of all groups, and what the process does at the moment."""
+
+    def __init__(self) -> None:
+        self.logs: dict[tuple[int, ...], Log] = {}
+        self.doing = "set-up"
+        self._since = time.monotonic()
+
+    def of(self, ranks: tuple[int, ...]) -> Log:
+        return self.logs.setdefault(ranks, Log())
+
+    def begin(self, doing: str) -> None:
+        self.doing, self._since = doing, time.monotonic()
+
+    def now(self) -> str:
+        """What the process does, and for how long when it is long."""
+        age = time.monotonic() - self._since
+        return self.doing if age < 1.0 else f"{self.doing}, for {age:.0f} s"
+
+
+def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
+    """The first collective at which the ranks' recent logs differ, as text; None where they do not.
+
+    Args:
+        logs: name of a rank -> its ``Log.recent()``.
+    """
+    numbers = sorted({int(number) for log in logs.values() for number in log})
+    # What the longest log has forgotten cannot be compared.
+    known_from = max(min((int(number) for number in log), default=1) for log in logs.values())
+    for number in numbers:
+        said = {name: log.get(str(number), "nothing") for name, log in logs.items()}
+        if number >= known_from and len(set(said.values())) > 1:
+            return f"first difference at collective {number}:\n" + _lines(said)
+    return None
+
+
+def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What must be equal on all ranks of a collective: the operation, its root or reduction, shapes and types.
+
+    Args:
+        operation: a method of ProcessGroup.
+        args, kwargs: of the call.
+    """
+    # Only a gather's inputs and a scatter's outputs exist on every rank. The ranks' shares of an
+    # all-to-all differ by design, and an all-gather's inputs are described by its outputs.
+    chosen: Any = args[1:2] if operation == "gather" else args[:1] if operation in ("scatter", "allgather") else args
+    shapes: dict[str, int] = {}
+    for tensor in _tensors(chosen):
+        shape = "" if operation.startswith("all_to_all") or operation.startswith("alltoall") else tuple(tensor.shape)
+        text = f"{str(tensor.dtype).removeprefix('torch.')} {shape}".rstrip()
+        shapes[text] = shapes.get(text, 0) + 1
+    options = kwargs.get("opts", args[-1] if args else None)
+    settings = []
+    if (reduction := getattr(options, "reduceOp", None)) is not None:
+        settings.append(reduction.op.name.lower())
+    if (root := getattr(options, "rootRank", None)) is not None:
+        settings.append(f"root {root}")
+    listed = ", ".join(text if count == 1 else f"{count} x {text}" for text, count in shapes.items())
+    name = operation.strip("_") + (f"({', '.join(settings)})" if settings else "")
+    return f"{name} of {listed}" if listed else name
+
+
+def describe_tensors(tensors: Any) -> str:
+    """Types and shapes."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in _tensors(tensors))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _lines(said: dict[str, str]) -> str:
+    return "\n".join(f"  {name}: {what}" for name, what in said.items())

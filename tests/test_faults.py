@@ -1,0 +1,286 @@
+"""Uneven work ends on all ranks, in time, with a message that names the rank and the cause."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshwright as mw
+from harness.programs import Outcome, mark_fault, run_program
+from support.models import build, labels_for, tokens
+
+TIMEOUT = 4.0  # seconds, instead of the two minutes of real programs
+
+
+def trainer(plan: mw.ParallelPlan):
+    """A distributed model, its optimizer, and a function that trains one step."""
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = mw.ToDistributedConfig(plan=plan, timeout_s=TIMEOUT)
+    model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
+
+    def step(length: int = 12) -> None:
+        ids = tokens(2, length)
+        model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+DP2 = mw.ParallelPlan(dp=2)
+TP2 = mw.ParallelPlan(tp=2, sequence_parallel=True)
+
+
+def differing_collective(first, second) -> None:
+    """Two steps, and then rank 1 calls another collective than rank 0."""
+    step = trainer(DP2)
+    step()
+    step()
+    rank = dist.get_rank()
+    mark_fault()
+    (first if rank == 0 else second)()
+    print("went on in silence", flush=True)
+
+
+def all_reduce(shape=(1000,), dtype=torch.float32, op=dist.ReduceOp.SUM, is_async=False):
+    work = dist.all_reduce(torch.ones(shape, dtype=dtype), op, async_op=is_async)
+    if is_async:
+        work.wait()
+
+
+def broadcast():
+    dist.broadcast(torch.ones(1000), src=0)
+
+
+def short_all_reduce():
+    all_reduce((500,))
+
+
+def bf16_all_reduce():
+    all_reduce(dtype=torch.bfloat16)
+
+
+def int32_all_reduce():
+    all_reduce(dtype=torch.int32)
+
+
+def two_by_three():
+    all_reduce((2, 3))
+
+
+def three_by_two():
+    all_reduce((3, 2))
+
+
+def maximum():
+    all_reduce(op=dist.ReduceOp.MAX)
+
+
+def async_all_reduce():
+    all_reduce(is_async=True)
+
+
+def async_short_all_reduce():
+    all_reduce((500,), is_async=True)
+
+
+def send_1000():
+    dist.send(torch.ones(1000), 1)
+
+
+def receive_500():
+    dist.recv(torch.ones(500), 0)
+
+
+def receive_int32():
+    dist.recv(torch.ones(1000, dtype=torch.int32), 0)
+
+
+DIFFERENT = {
+    "other operation": (all_reduce, broadcast, r"allreduce\(sum\) of float32 \(1000,\).*broadcast\(root 0\)"),
+    "other shape": (all_reduce, short_all_reduce, r"float32 \(1000,\).*float32 \(500,\)"),
+    "other type, other size": (all_reduce, bf16_all_reduce, r"float32 \(1000,\).*bfloat16 \(1000,\)"),
+    "other type, same size": (all_reduce, int32_all_reduce, r"float32 \(1000,\).*int32 \(1000,\)"),
+    "other shape, same size": (two_by_three, three_by_two, r"\(2, 3\).*\(3, 2\)"),
+    "other reduction": (all_reduce, maximum, r"allreduce\(sum\).*allreduce\(max\)"),
+    "asynchronous": (async_all_reduce, async_short_all_reduce, r"float32 \(1000,\).*float32 \(500,\)"),
+    "send of another size": (send_1000, receive_500, r"sends float32 \(1000,\).*receives float32 \(500,\)"),
+    "send of another type": (send_1000, receive_int32, r"sends float32 \(1000,\).*receives int32 \(1000,\)"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_collectives_that_differ_are_named_before_they_run(case):
+    first, second, message = DIFFERENT[case]
+    outcomes = run_program(differing_collective, 2, first, second)
+    for outcome in outcomes:
+        check(outcome, message, within=TIMEOUT)
+        assert re.search(r"rank 0 \(host [^)]*dp=0 tp=0\).*rank 1 \(host [^)]*dp=1 tp=0\)", flat(outcome.output))
+
+
+def check(outcome: Outcome, message: str, *, within: float) -> None:
+    """The rank ended with an error of its own that says so, and without an abort."""
+    assert outcome.code == 1, outcome
+    assert outcome.after < within, outcome
+    assert re.search(message, flat(outcome.output)), outcome.output
+    assert "went on in silence" not in outcome.output
+
+
+def flat(text: str) -> str:
+    return text.replace("\n", " ")
+
+
+def uneven_steps(plan: mw.ParallelPlan) -> None:
+    """Rank 1 trains two steps, rank 0 three; then both meet."""
+    step = trainer(plan)
+    for _ in range(3 - dist.get_rank()):
+        step()
+    mark_fault()
+    dist.barrier()
+    print("went on in silence", flush=True)
+
+
+@pytest.mark.parametrize("plan", [DP2, TP2], ids=["dp2", "tp2"])
+def test_an_uneven_number_of_steps(plan):
+    for outcome in run_program(uneven_steps, 2, plan):
+        check(outcome, r"(gradients|forward).*step 3.*rank 1.*barrier", within=TIMEOUT)
+
+
+def skipped_step(ends: bool) -> None:
+    """Seed 004: one rank leaves the loop, and the others wait for it in a reduction."""
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 1:
+        mark_fault()
+        if ends:
+            return
+        time.sleep(60)
+    step()
+    print("went on in silence", flush=True)
+
+
+def test_a_rank_that_ends_early():
+    first, second = run_program(skipped_step, 2, True)
+    assert second.code == 0, second
+    check(first, r"step 2.*rank 1 \(host .*dp=1 tp=0\): its program ended after step 1", within=TIMEOUT + 5)
+
+
+def test_a_rank_that_does_not_come():
+    first, _ = run_program(skipped_step, 2, False, may_remain=(1,))
+    check(first, r"in step 2.*rank 1 \(host .*dp=1 tp=0\): step 1", within=TIMEOUT + 5)
+
+
+def other_inputs() -> None:
+    step = trainer(TP2)
+    step()
+    mark_fault()
+    step(12 + dist.get_rank())
+    print("went on in silence", flush=True)
+
+
+def test_inputs_that_differ_over_tensor_parallel_ranks():
+    for outcome in run_program(other_inputs, 2):
+        check(outcome, r"input_ids int64 \(2, 12\).*input_ids int64 \(2, 13\)", within=TIMEOUT)
+
+
+def other_precision() -> None:
+    """Under autocast on one rank only, its bucket has the same shape but its backward other collectives."""
+    model = build("llama")
+    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=TP2, timeout_s=TIMEOUT))
+    ids = tokens(2, 12)
+    mark_fault()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 1):
+            model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+    print("went on in silence", flush=True)
+
+
+def inverted_groups() -> None:
+    step = trainer(DP2)
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    step()
+    mark_fault()
+    for group in groups if dist.get_rank() == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(8), group=group)
+    print("went on in silence", flush=True)
+
+
+def test_two_groups_in_inverted_order():
+    for outcome in run_program(inverted_groups, 2):
+        check(outcome, r"ranks \[0, 1\] must do the same.*allreduce.*allreduce", within=TIMEOUT)
+
+
+def subgroup_mismatch() -> None:
+    """Ranks 1 and 2 are a group; rank 2 calls the world's collective instead."""
+    step = trainer(mw.ParallelPlan(dp=3))
+    group = dist.new_group([1, 2])
+    step()
+    mark_fault()
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(8), group=group)
+    dist.all_reduce(torch.ones(4))
+    print("went on in silence", flush=True)
+
+
+def test_a_collective_of_a_subgroup_on_one_of_its_ranks_only():
+    outcomes = run_program(subgroup_mismatch, 3)
+    for outcome in outcomes:
+        check(outcome, r"float32 \(8,\).*float32 \(4,\)|rank \d .*DivergenceError", within=TIMEOUT + 5)
+
+
+def failing(plan: mw.ParallelPlan) -> None:
+    step = trainer(plan)
+    step()
+    if dist.get_rank() == 1:
+        mark_fault()
+        raise OSError("the disk is full")
+    step()
+    print("went on in silence", flush=True)
+
+
+@pytest.mark.parametrize("plan", [DP2, TP2], ids=["dp2", "tp2"])
+def test_an_exception_on_one_rank_ends_all(plan):
+    first, second = run_program(failing, 2, plan)
+    check(second, r"Traceback.*OSError: the disk is full", within=5)
+    check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full \(.*test_faults.py:\d+\)", within=5)
+
+
+def signalled(number: int, victim: int) -> None:
+    """A rank is killed or stopped in the middle of training."""
+    step = trainer(mw.ParallelPlan(dp=2, tp=2) if dist_size() == 4 else DP2)
+    step()
+    step()
+    if dist.get_rank() == victim:
+        mark_fault()
+        os.kill(os.getpid(), number)
+    for _ in range(10_000):
+        step()
+
+
+def dist_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_within_5_seconds(victim):
+    outcomes = run_program(signalled, 2, signal.SIGKILL, victim)
+    assert outcomes[victim].code == -signal.SIGKILL
+    check(outcomes[1 - victim], rf"rank {victim}\b.*ended without a word", within=5)
+
+
+def test_a_killed_rank_ends_all_of_a_larger_mesh():
+    outcomes = run_program(signalled, 4, signal.SIGKILL, 3)
+    for rank in range(3):
+        check(outcomes[rank], r"rank 3 \(host .*dp=1 tp=1\): its process ended without a word", within=5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds(victim):
+    outcomes = run_program(signalled, 2, signal.SIGSTOP, victim, may_remain=(victim,))
+    assert outcomes[victim].code is None
+    check(outcomes[1 - victim], rf"rank {victim}\b.*(stopped|sign of life|answer)", within=TIMEOUT + 5)
