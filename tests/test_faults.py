@@ -189,15 +189,52 @@ def test_inputs_that_differ_over_tensor_parallel_ranks():
 
 
 def other_precision() -> None:
-    """Under autocast on one rank only, its bucket has the same shape but its backward other collectives."""
+    """Autocast on one rank only: its gathers are half as large."""
     model = build("llama")
     model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=TP2, timeout_s=TIMEOUT))
     ids = tokens(2, 12)
     mark_fault()
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 1):
-            model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dist.get_rank() == 1):
+        model(input_ids=ids, labels=labels_for(ids)).loss.backward()
     print("went on in silence", flush=True)
+
+
+def test_autocast_on_one_tensor_parallel_rank_only():
+    for outcome in run_program(other_precision, 2):
+        check(outcome, r"autocast to torch.bfloat16", within=TIMEOUT)
+
+
+class SkipsOnRank1(torch.nn.Module):
+    """A layer that the model of rank 1 leaves out: its collectives are missing there."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if dist.get_rank() == 1 else self.inner(x)
+
+
+def other_layers() -> None:
+    model = build("llama")
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2), timeout_s=TIMEOUT)
+    model, _, _ = mw.to_distributed(model, config=config)
+    model.model.layers[1].mlp = SkipsOnRank1(model.model.layers[1].mlp)
+    ids = tokens(2, 12)
+    mark_fault()
+    for _ in range(3):
+        model(input_ids=ids).logits.sum().backward()
+    print("went on in silence", flush=True)
+
+
+def test_layers_that_only_one_rank_runs():
+    """Their shapes fit other collectives, so without the digest a wrong pairing would go on in silence."""
+    outcomes = run_program(other_layers, 2)
+    for outcome in outcomes:
+        assert outcome.code == 1
+        assert outcome.after < TIMEOUT + 5
+        assert "went on in silence" not in outcome.output
+    assert re.search("first difference at collective|rank [01] .*: ", flat(outcomes[0].output))
 
 
 def inverted_groups() -> None:
@@ -284,3 +321,85 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds(victim)
     outcomes = run_program(signalled, 2, signal.SIGSTOP, victim, may_remain=(victim,))
     assert outcomes[victim].code is None
     check(outcomes[1 - victim], rf"rank {victim}\b.*(stopped|sign of life|answer)", within=TIMEOUT + 5)
+
+
+def killed_with_children() -> None:
+    """Rank 0 is killed while a data loader's worker, forked from it, lives on."""
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 0:
+        if os.fork() == 0:
+            time.sleep(15)
+            os._exit(0)
+        mark_fault()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(20)
+
+
+def test_a_killed_rank_is_missed_although_its_forked_workers_live():
+    outcomes = run_program(killed_with_children, 2)
+    check(outcomes[1], r"rank 0: its process ended without a word", within=5)
+
+
+def interrupted() -> None:
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 1:
+        mark_fault()
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
+
+
+def test_an_interrupt_of_one_rank_ends_all_even_those_that_wait_for_nobody():
+    first, second = run_program(interrupted, 2)
+    assert second.code == 1
+    check(first, r"rank 1 \(.*KeyboardInterrupt", within=5)
+
+
+def ends_apart(last: int) -> None:
+    """A correct program: after the last step, one rank has more to do than the others."""
+    step = trainer(DP2)
+    step()
+    mark_fault()
+    if dist.get_rank() == last:
+        time.sleep(3)
+        print("saved", flush=True)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_that_finishes_later_is_left_in_peace(last):
+    outcomes = run_program(ends_apart, 2, last)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "saved" in outcomes[last].output
+    assert "Traceback" not in outcomes[0].output + outcomes[1].output
+
+
+def handled() -> None:
+    """A correct program: an exception that one rank handles is nobody else's business."""
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 1:
+        try:
+            raise OSError("try again")
+        except OSError:
+            time.sleep(1)
+    step()
+    print("trained", flush=True)
+
+
+def test_an_exception_that_is_handled_ends_nobody():
+    for outcome in run_program(handled, 2):
+        assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
+
+
+def timeouts() -> list[float]:
+    trainer(DP2)
+    groups = list(dist.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_every_group_has_the_timeout_of_the_config(pool2):
+    for found in pool2.run(timeouts):
+        assert len(found) >= 3  # the world and the axes
+        assert set(found) == {TIMEOUT}

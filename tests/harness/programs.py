@@ -71,9 +71,7 @@ def run_program(
         outputs = [log.read_text() if log.exists() else "" for log in logs]
     marks = [line for output in outputs for line in output.splitlines() if line.startswith(FAULT)]
     fault = min((float(line.removeprefix(FAULT)) for line in marks), default=start)
-    return [
-        Outcome(code, output, end - fault) for (code, end), output in zip(ends, outputs, strict=True)
-    ]
+    return [Outcome(code, output, end - fault) for (code, end), output in zip(ends, outputs, strict=True)]
 
 
 def _wait(workers: list[BaseProcess], deadline: float, may_remain: tuple[int, ...]) -> list[tuple[int | None, float]]:

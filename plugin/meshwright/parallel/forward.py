@@ -79,8 +79,11 @@ def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[
 
 
 def _describe(model: nn.Module, inputs: dict[str, Any]) -> str:
-    shapes = (f"{name} {describe_tensors(x)}" for name, x in inputs.items() if torch.is_tensor(x))
-    return ", ".join(("training" if model.training else "evaluation", *shapes))
+    """What the ranks that share the layers must agree on before these run: it decides their collectives."""
+    shapes = [f"{name} {describe_tensors(x)}" for name, x in inputs.items() if torch.is_tensor(x)]
+    device = _device((), inputs).type
+    precision = f"autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else ""
+    return ", ".join(part for part in ("training" if model.training else "evaluation", precision, *shapes) if part)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -1,0 +1,159 @@
+"""The rules by which ranks are compared and given up: no sockets, no processes, a clock of our own."""
+
+import pytest
+import torch
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
+
+from meshwright.faults.referee import Post, Referee
+from meshwright.faults.trace import LENGTH, Log, describe, first_difference
+
+
+def referee(ranks: int, timeout: float = 10.0) -> Referee:
+    made = Referee(timeout)
+    for rank in range(ranks):
+        made.join(rank, f"rank {rank}", now=0.0)
+        made.beat(rank, "step 1", now=0.0)
+    return made
+
+
+def ask(made: Referee, rank: int, key: str, ranks, what: str = "x", now: float = 0.0) -> list[Post]:
+    return made.ask(rank, key, ranks, what, "", now)
+
+
+def answers(posts: list[Post]) -> dict[int, dict]:
+    return {post.rank: post.body for post in posts if post.channel == "answer"}
+
+
+def notices(posts: list[Post]) -> dict[int, str]:
+    return {post.rank: post.body["failed"] for post in posts if post.channel == "notice"}
+
+
+def test_ranks_that_agree_go_on_together_when_the_last_has_come():
+    made = referee(3)
+    assert ask(made, 2, "a", (0, 1, 2)) == []
+    assert ask(made, 0, "a", (0, 1, 2)) == []
+    assert answers(ask(made, 1, "a", (0, 1, 2))) == {rank: {"agreed": True} for rank in range(3)}
+
+
+def test_ranks_that_differ_all_hear_what_each_said():
+    made = referee(2)
+    ask(made, 0, "a", (0, 1), "sum")
+    found = answers(ask(made, 1, "a", (0, 1), "max"))
+    assert found == {rank: {"differ": {"rank 0": "sum", "rank 1": "max"}, "together": True} for rank in range(2)}
+    assert ask(made, 0, "a", (0, 1)) == []  # and nothing of it is left
+
+
+@pytest.mark.parametrize(
+    ("questions", "circle"),
+    [
+        ([("a", (0, 1)), ("b", (0, 1))], {0, 1}),
+        ([("a", (0, 1)), ("a", (1, 2)), ("c", (0, 2))], {0, 1, 2}),
+        ([("a", (0, 1, 2)), ("b", (1, 2)), ("a", (0, 1, 2))], {1, 2}),
+    ],
+    ids=["two groups inverted", "three ranks in a ring", "a subgroup against the world"],
+)
+def test_ranks_that_wait_for_each_other_are_told_at_once(questions, circle):
+    made = referee(len(questions))
+    found = {}
+    for rank, (key, ranks) in enumerate(questions):
+        found |= answers(ask(made, rank, key, ranks, f"{key}{ranks}"))
+    assert found.keys() == circle
+    assert all(body["differ"].keys() == {f"rank {r}" for r in circle} for body in found.values())
+
+
+def test_a_rank_that_waits_for_one_that_computes_is_in_no_circle():
+    made = referee(3)
+    assert ask(made, 0, "a", (0, 1)) == []
+    assert ask(made, 2, "b", (1, 2)) == []
+    assert answers(ask(made, 1, "a", (0, 1))).keys() == {0, 1}
+
+
+def test_the_end_of_a_rank_reaches_who_waits_for_it_and_a_failure_reaches_all():
+    made = referee(4)
+    ask(made, 0, "a", (0, 1))
+    ask(made, 2, "b", (2, 3))
+    posts = made.fail(1, "step 3, OSError: full")
+    assert answers(posts) == {0: {"gone": "rank 1: step 3, OSError: full"}}
+    assert notices(posts) == dict.fromkeys((0, 2, 3), "rank 1: step 3, OSError: full")
+
+
+def test_a_rank_that_left_in_good_order_matters_only_to_who_waits_for_it():
+    made = referee(2)
+    assert made.leave(1, "its program ended after step 4") == []
+    assert made.lose(1) == []  # the end of its connection, after its word
+    assert answers(ask(made, 0, "a", (0, 1))) == {0: {"gone": "rank 1: its program ended after step 4"}}
+
+
+def test_a_connection_that_ends_without_a_word_is_a_death():
+    made = referee(3)
+    made.beat(2, "step 7, barrier", now=1.0)
+    posts = made.lose(2)
+    assert notices(posts).keys() == {0, 1}
+    assert "ended without a word" in notices(posts)[0]
+    assert "step 7, barrier" in notices(posts)[0]
+
+
+def test_the_first_cause_is_kept():
+    made = referee(3)
+    made.fail(1, "OSError")
+    assert notices(made.lose(2))[0] == "rank 1: OSError"
+    assert made.report(now=1.0)["cause"] == "rank 1: OSError"
+    assert answers(ask(made, 0, "a", (0, 2)))[0] == {"gone": "rank 1: OSError"}
+
+
+def test_silence_of_the_whole_timeout_is_reported_once():
+    made = referee(2, timeout=10.0)
+    made.beat(0, "step 1", now=9.0)
+    assert made.tick(now=9.5) == []
+    assert "rank 1: stopped or hung" in notices(made.tick(now=10.5))[0]
+    assert made.tick(now=11.0) == []
+
+
+def test_a_question_that_nobody_else_asks_ends_with_the_names_of_who_did_not_come():
+    made = referee(3, timeout=10.0)
+    ask(made, 0, "a", (0, 1, 2), now=0.0)
+    ask(made, 1, "a", (0, 1, 2), now=9.0)
+    made.beat(2, "step 1, forward", now=10.0)
+    found = answers(made.tick(now=10.5))
+    assert found.keys() == {0}
+    assert "rank 2: step 1, forward" in found[0]["gone"]
+    assert "rank 1" not in found[0]["gone"]
+
+
+def test_sends_meet_receives_in_order_by_slot():
+    made = referee(2)
+    assert made.send(0, 1, "a", "x") == []
+    assert made.send(0, 1, "b", "y") == []
+    assert answers(made.receive(1, 0, "b", "y", waits=True, now=0.0)) == {1: {"agreed": True}}
+    assert made.receive(1, 0, "a", "x", waits=False, now=0.0) == []
+    posts = [*made.send(0, 1, "a", "x"), *made.receive(1, 0, "a", "z", waits=True, now=0.0)]
+    assert answers(posts)[1]["differ"] == {"rank 0": "sends x", "rank 1": "receives z"}
+    assert notices(posts).keys() == {0}
+
+
+def test_the_description_of_a_collective_holds_what_must_be_equal():
+    x = torch.zeros(2, 3, dtype=torch.bfloat16)
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.MAX
+    assert describe("allreduce", ([x], options), {}) == "allreduce(max) of bfloat16 (2, 3)"
+    root = BroadcastOptions()
+    root.rootRank = 1
+    assert describe("broadcast", ([x],), {"opts": root}) == "broadcast(root 1) of bfloat16 (2, 3)"
+    # A rank's own share is no difference.
+    assert describe("gather", ([[x, x]], [x]), {}) == describe("gather", ([], [x]), {})
+    assert describe("scatter", ([x], [[x, x]]), {}) == describe("scatter", ([x], []), {})
+    assert describe("alltoall_base", (x, x[:1], [1], [2]), {}) == describe("alltoall_base", (x[:1], x, [2], [1]), {})
+
+
+def test_the_first_difference_is_found_also_when_its_beginning_is_forgotten():
+    logs = [Log(), Log()]
+    for i in range(3 * LENGTH):
+        logs[0].add(f"op {i}")
+        if i != 3 * LENGTH - 5:
+            logs[1].add(f"op {i}")
+    text = first_difference({str(rank): log.recent() for rank, log in enumerate(logs)})
+    assert text is not None
+    assert f"0: op {3 * LENGTH - 5}" in text
+    assert f"1: op {3 * LENGTH - 4}" in text
+    assert logs[0].digest != logs[1].digest
+    assert first_difference({"0": logs[0].recent(), "1": logs[0].recent()}) is None
