@@ -31,6 +31,7 @@ from meshwright.faults.trace import Trace, describe, describe_tensors, first_dif
 
 GRACE = 2.0  # seconds for the program to end by its own error, once another rank has failed
 ADDRESS_BYTES = 1024
+HUB_SILENT = "rank 0 does not answer: stopped, hung or unreachable"
 
 # What gloo, NCCL and the sockets below them say when the other side is gone or does not come.
 _NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
@@ -61,7 +62,7 @@ class Guard:
             (host[1], port),
             {"token": token, "rank": self._rank, "name": name},
             timeout=timeout,
-            status=lambda: f"step {self.step}, {self.trace.now()}",
+            status=lambda: f"step {self.step}, {self.trace.last()}",
             on_notice=self._on_notice,
         )
 
@@ -99,7 +100,7 @@ class Guard:
         finding = self._ask(place, ranks, ", ".join(part for part in parts if part))
         if finding is not None:
             # Ranks that came to different places do not all come here to compare.
-            detail = self._first_difference(ranks) if finding["together"] else None
+            detail = self._first_difference(ranks, patience=GRACE) if finding["together"] else None
             raise self._diverged(ranks, finding, detail)
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -108,13 +109,12 @@ class Guard:
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         what = describe(operation, args, kwargs)
-        log = self.trace.of(ranks)
-        log.add(what)
-        self.trace.begin(what)
+        self.trace.add(ranks, what)
         if interpose.is_own() or len(ranks) == 1:
             return
         key = f"collective of group {group.group_name}"
-        finding = self._ask(key, ranks, what, note=f"collective {log.count} of these ranks, step {self.step}")
+        note = f"collective {self.trace.of(ranks).count} of these ranks, step {self.step}"
+        finding = self._ask(key, ranks, what, note=note)
         if finding is not None:
             raise self._diverged(ranks, finding)
 
@@ -146,15 +146,18 @@ class Guard:
             return error
         # The end of a process may reach us through the network before it reaches the hub.
         self._failed.wait(GRACE / 2)
-        cause, ranks = self._cause, []
+        cause, details = self._cause, []
         if cause is None and (report := self._link.ask({"kind": "report"}, patience=GRACE)) is not None:
-            cause, ranks = report["cause"], report["ranks"]
+            cause, details = report["cause"], [f"  {line}" for line in report["ranks"]]
+            if cause is None and (difference := self._first_difference(self.trace.ranks, patience=GRACE)):
+                cause = f"the ranks did not issue the same collectives; {difference}"
         elif cause is None:
-            cause = self._link.hub_left or "rank 0 does not answer: stopped, hung or unreachable"
+            cause = self._link.hub_left or HUB_SILENT
         summary = str(error).splitlines()[0] if str(error) else type(error).__name__
-        lines = [f"{self.name} could not finish {self.trace.doing} in step {self.step}: {cause or summary}"]
-        lines += [f"  {line}" for line in ranks] + ([f"(the network said: {summary})"] if cause else [])
-        return PeerFailedError("\n".join(lines))
+        if cause is not None:
+            details.append(f"(the network said: {summary})")
+        what = f"{self.name} could not finish {self.trace.doing} in step {self.step}"
+        return PeerFailedError("\n".join([f"{what}: {cause or summary}", *details]))
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank ends with an exception."""
@@ -196,20 +199,20 @@ class Guard:
             self._failed.wait(GRACE / 2)
             if self._cause is None and self._link.hub_left and 0 not in ranks:
                 return None  # rank 0 left in good order, so there is nobody to ask any more
-            cause = self._cause or self._link.hub_left or "rank 0 does not answer: stopped, hung or unreachable"
-            answer = {"gone": cause}
+            answer = {"gone": self._cause or self._link.hub_left or HUB_SILENT}
         if "gone" in answer:
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
             raise PeerFailedError(f"{here}: {answer['gone']}")
         return None if answer.get("agreed") else answer
 
-    def _first_difference(self, ranks: tuple[int, ...]) -> str | None:
+    def _first_difference(self, ranks: tuple[int, ...], patience: float) -> str | None:
         """Have all ranks tell their last collectives: the answer to a question on which they must differ."""
         log = json.dumps({"rank": self._rank, "log": self.trace.of(ranks).recent()})
-        finding = self._ask("collectives", ranks, log)
-        if finding is None:
+        question = {"kind": "ask", "key": "collectives", "ranks": ranks, "what": log, "note": ""}
+        answer = self._link.ask(question, patience=patience) or {}
+        if "differ" not in answer:
             return None
-        return first_difference({name: json.loads(said)["log"] for name, said in finding["differ"].items()})
+        return first_difference({name: json.loads(said)["log"] for name, said in answer["differ"].items()})
 
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], detail: str | None = None) -> DivergenceError:
         lines = [f"ranks {list(ranks)} must do the same, but they differ:"]

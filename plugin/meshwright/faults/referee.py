@@ -247,8 +247,6 @@ class Referee:
             return f"rank {rank}: never seen"
         if member.gone is not None:
             return f"{member.name}: {member.gone}"
-        if question := self._waiting.get(rank):
-            return f"{member.name}: waits in {question.said} for ranks {list(question.ranks)}"
         age = now - member.heard
         silence = f"no sign of life for {age:.0f} s, last: " if age > HICCUP else ""
         return f"{member.name}: {silence}{member.status}"

@@ -39,23 +39,30 @@ class Log:
 
 
 class Trace:
-    """The logs of all groups, and what the process does at the moment."""
+    """The logs of all groups, and what the process did last."""
 
     def __init__(self) -> None:
         self.logs: dict[tuple[int, ...], Log] = {}
         self.doing = "set-up"
+        self.ranks: tuple[int, ...] = ()  # of the last collective
         self._since = time.monotonic()
 
     def of(self, ranks: tuple[int, ...]) -> Log:
         return self.logs.setdefault(ranks, Log())
 
+    def add(self, ranks: tuple[int, ...], what: str) -> None:
+        """A collective of these ranks starts."""
+        self.of(ranks).add(what)
+        self.ranks = ranks
+        self.begin(what)
+
     def begin(self, doing: str) -> None:
         self.doing, self._since = doing, time.monotonic()
 
-    def now(self) -> str:
-        """What the process does, and for how long when it is long."""
+    def last(self) -> str:
+        """What the process began last, and when."""
         age = time.monotonic() - self._since
-        return self.doing if age < 1.0 else f"{self.doing}, for {age:.0f} s"
+        return self.doing if age < 1.0 else f"{self.doing} (begun {age:.0f} s ago)"
 
 
 def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
