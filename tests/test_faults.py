@@ -230,9 +230,7 @@ def other_layers() -> None:
 def test_layers_that_only_one_rank_runs():
     """Their shapes fit other collectives, so without the digest a wrong pairing would go on in silence."""
     for outcome in run_program(other_layers, 2):
-        check(
-            outcome, r"first difference at collective \d+:\s+rank 0 .*: allreduce.*rank 1 .*: \S+", within=TIMEOUT + 5
-        )
+        check(outcome, r"first difference at collective \d+:.*rank 0 .*: allreduce.*rank 1", within=TIMEOUT + 5)
 
 
 def inverted_groups() -> None:
