@@ -3,6 +3,9 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -399,3 +402,59 @@ def test_every_group_has_the_timeout_of_the_config(pool2):
     for found in pool2.run(timeouts):
         assert len(found) >= 3  # the world and the axes
         assert set(found) == {TIMEOUT}
+
+
+def second_thread() -> None:
+    """A correct program: a thread of rank 0 starts its collectives before, one of rank 1 after the main thread's."""
+    step = trainer(DP2)
+    group = dist.new_group([0, 1])
+
+    def gather() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+        dist.all_reduce(torch.ones(4), group=group)
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    for _ in range(3):
+        step()
+        dist.all_reduce(torch.ones(2))
+    thread.join()
+    print("trained", flush=True)
+
+
+def test_collectives_of_a_second_thread_are_its_own_business():
+    for outcome in run_program(second_thread, 2):
+        assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import meshwright as mw
+from support.models import build, labels_for, tokens
+
+model, _, _ = mw.to_distributed(build("llama"), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2)))
+ids = tokens(2, 12)
+for step in range(10):
+    if step == 3 and dist.get_rank() == 1:
+        raise OSError("the disk is full")
+    model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+"""
+
+
+def test_torchrun_ends_with_the_cause(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1
+    assert "OSError: the disk is full" in run.stderr
+    assert time.monotonic() - start < 60  # not the two minutes of the timeout

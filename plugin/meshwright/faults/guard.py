@@ -105,12 +105,14 @@ class Guard:
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a collective, and compare it first if it is the program's own. (See interpose.Observer.)"""
-        if not self.is_current:
+        is_own = interpose.is_own()
+        # A second thread (an asynchronous checkpoint) has an order of its own, and must not wait for the first.
+        if not self.is_current or not (is_own or threading.current_thread() is threading.main_thread()):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
         what = describe(operation, args, kwargs)
         self.trace.add(ranks, what)
-        if interpose.is_own() or len(ranks) == 1:
+        if is_own or len(ranks) == 1:
             return
         key = f"collective of group {group.group_name}"
         note = f"collective {self.trace.of(ranks).count} of these ranks, step {self.step}"
