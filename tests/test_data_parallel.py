@@ -65,6 +65,8 @@ class Net(nn.Module):
         if kind == "tied":
             self.head.weight = nn.Parameter(self.first.weight.detach().t().clone())
             self.first.register_parameter("weight", None)
+        if kind == "reentrant shared":  # nothing is unused, so that buckets start as early as they can
+            nn.ModuleList([*self.layers[1:], self.unused]).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Any:
         weight = self.head.weight.t() if self.kind == "tied" else self.first.weight
@@ -244,11 +246,14 @@ def unsynchronised() -> tuple[list[int], Tensor]:
     ddp = mw.DataParallel(net())
     with counted() as sizes, ddp.no_sync():
         loss_of(ddp(rows(dist.get_rank()))).backward()
-    assert ddp.scale.grad is not None
+    x = rows(dist.get_rank()).requires_grad_()
+    with counted() as more:
+        torch.autograd.grad(loss_of(ddp(x)), x)
+    assert ddp.scale.grad is not None and not more
     return sizes, ddp.scale.grad
 
 
-def test_no_sync_sends_nothing(pool2: Any) -> None:
+def test_no_sync_and_autograd_grad_send_nothing(pool2: Any) -> None:
     (sizes, first), (_, second) = pool2.run(unsynchronised)
     assert sizes == [] and first != second
 
@@ -267,11 +272,10 @@ def counted() -> Iterator[list[int]]:
         yield sizes
 
 
-def bucket_sizes(comm_mb: float, last_mb: float, half: bool) -> list[int]:
+def bucket_sizes(comm_mb: float, last_mb: float, half: tuple[int, ...] = ()) -> list[int]:
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
-    if half:
-        for layer in list(model)[::2]:
-            layer.bfloat16()
+    for layer in half:
+        model[layer].bfloat16()
     ddp = mw.DataParallel(model, comm_buffer_size=comm_mb, last_comm_buffer_size=last_mb)
     with counted() as sizes:
         sum(p.float().sum() for p in model.parameters()).backward()
@@ -294,14 +298,37 @@ KIB = 1 / 1024
 )
 def test_bucket_sizes(comm_mb: float, last_mb: float, layers: list[int], pool2: Any) -> None:
     # A layer is 1 KiB: 256 elements, and one that tells whether there is a gradient.
-    assert pool2.run(bucket_sizes, comm_mb, last_mb, False)[0] == [257 * count for count in layers]
+    assert pool2.run(bucket_sizes, comm_mb, last_mb)[0] == [257 * count for count in layers]
 
 
 def test_buckets_of_two_dtypes_are_ordered_by_their_last_gradient(pool2: Any) -> None:
-    # float32: 1 KiB a layer, bfloat16: half of it; layers 7, 5, 3, 1 and 6, 4, 2, 0. Backward completes
-    # {7, 5}, {6, 4}, {3, 1}, {2}, and {0} is the last.
-    sizes = pool2.run(bucket_sizes, 2 * KIB, 0.5 * KIB, True)[0]
-    assert sizes == [257 * 2, 257 * 2, 257 * 3, 257] or sizes == [257 * 2, 257 * 3, 257 * 2, 257]
+    # Layers 7 and 1 are float32 and 1 KiB each, those between bfloat16 and half of that. Backward completes
+    # {6, 5, 4, 3}, then {2}, then {7, 1}; {0} is the last bucket.
+    sizes = pool2.run(bucket_sizes, 2 * KIB, 1 * KIB, half=(2, 3, 4, 5, 6))[0]
+    assert sizes == [257 * 4, 257, 257 * 2, 257]
+
+
+class Checkpointed(nn.Sequential):
+    """Every parameter is inside of a reentrant checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def reductions() -> tuple[int, int]:
+    model = Checkpointed(*(nn.Linear(4, 4) for _ in range(3)))
+    ddp = mw.DataParallel(model, comm_buffer_size=80 / 2**20, last_comm_buffer_size=1 / 2**20)
+    x = rows(dist.get_rank()).float().requires_grad_()
+    with counted() as sizes:
+        ddp(x).sum().backward()
+    return len(sizes), sum(p.grad is not None for p in model.parameters())
+
+
+def test_passes_nested_in_backward_do_not_synchronise_on_their_own(pool2: Any) -> None:
+    # Three layers of a weight and a bias: a bucket each, but for the first layer, whose weight is the last bucket.
+    assert pool2.run(reductions) == [(4, 6)] * 2
 
 
 def started_before_the_end(model: nn.Module, **options: Any) -> tuple[int, int]:
