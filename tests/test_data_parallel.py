@@ -415,6 +415,29 @@ def test_several_passes_and_a_gradient_penalty(pool2: Any) -> None:
             assert_equal(actual[name], of_one_process)
 
 
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left if left else self.right)(x)
+
+
+def two_branches_before_one_backward(order: tuple[bool, bool]) -> list[bool]:
+    ddp = mw.DataParallel(Either(), find_unused_parameters=True, **SMALL)
+    x = rows(dist.get_rank()).float()
+    sum(ddp(x, left).sum() for left in order).backward()
+    mean = (rows(0) + rows(1)).float().sum(0).expand(4, 4) / 2
+    # float32, and sums of ten numbers.
+    return [torch.allclose(layer.weight.grad, mean, atol=1e-5) for layer in (ddp.left, ddp.right)]
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_what_one_forward_leaves_unused_another_may_use(order: tuple[bool, bool], pool2: Any) -> None:
+    assert pool2.run(two_branches_before_one_backward, order) == [[True, True]] * 2
+
+
 def pass_after_an_error() -> tuple[int, Gradients]:
     ddp = mw.DataParallel(net(), find_unused_parameters=True, **SMALL)
     planned = ddp.first.weight.register_hook(_fail)
