@@ -77,6 +77,17 @@ class Ours(Contender):
         self.batch = next(iter(loader))
 
 
+class OursWrapped(Contender):
+    """This project's ``DataParallel`` around the model, in a plain loop."""
+
+    def __init__(self, workload: Workload) -> None:
+        import meshwright as mw
+
+        self.model = mw.DataParallel(workload.model())
+        self.optimizer = workload.optimizer(self.model.parameters())
+        self.batch = workload.batch(part=dist.get_rank(), parts=dist.get_world_size())
+
+
 class StockTensorParallel(Contender):
     """transformers' own tensor parallelism, from a ``DistributedConfig``."""
 
@@ -156,6 +167,7 @@ class Entry:
 
 
 OURS_TP, OURS_DP, OURS_ZERO = "ours tp2+sp", "ours dp2", "ours dp2+zero1"
+OURS_WRAPPED, TORCH_DDP = "ours DataParallel dp2", "torch DDP dp2"
 STOCK_TP = "stock transformers tp2"
 # DeepSpeed's default gathers the logits of the whole vocabulary; its better setting is the one to beat.
 AUTOTP, AUTOTP_DEFAULT = "deepspeed autotp tp2 zero1", "the same, full logits"
@@ -176,7 +188,8 @@ CONTESTS: dict[str, tuple[Entry, ...]] = {
     "dp": (
         Entry(name=OURS_DP, build=partial(Ours, dp=2), library="meshwright"),
         Entry(name=OURS_ZERO, build=partial(Ours, dp=2, zero_stage=1), library="meshwright"),
-        Entry(name="torch DDP dp2", build=DataParallel),
+        Entry(name=OURS_WRAPPED, build=OursWrapped, library="meshwright"),
+        Entry(name=TORCH_DDP, build=DataParallel),
         Entry(name="deepspeed zero1 dp2", build=DeepSpeed, library="deepspeed"),
         Entry(name=ONE_PROCESS, build=OneProcess),
     ),

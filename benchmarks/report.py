@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import AUTOTP, ONE_PROCESS, OURS_TP, STOCK_TP
+from benchmarks.contenders import AUTOTP, ONE_PROCESS, OURS_TP, OURS_WRAPPED, STOCK_TP, TORCH_DDP
 from benchmarks.summary import Ratio, Summary
 from benchmarks.traffic import PHASES, Traffic
 
@@ -16,7 +16,7 @@ MIB = 2**20
 NARROWEST = 120  # columns; a pipe has no width of its own
 
 # (base, contender) -> the median of base / contender that this project is built to reach.
-TIME_GOALS = {(OURS_TP, STOCK_TP): 0.62, (OURS_TP, AUTOTP): 0.80}
+TIME_GOALS = {(OURS_TP, STOCK_TP): 0.62, (OURS_TP, AUTOTP): 0.80, (OURS_WRAPPED, TORCH_DDP): 1.02}
 EFFICIENCY_GOALS = {OURS_TP: 0.95}
 MEMORY_GOALS = {OURS_TP: 0.55}
 

@@ -13,6 +13,7 @@ import meshwright as mw
 
 PUBLIC = {
     "AlreadyDistributedError",
+    "DataParallel",
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
@@ -27,6 +28,7 @@ PUBLIC = {
     "decoder_roles",
     "full_gradients",
     "full_state_dict",
+    "fused_allreduce_gradients",
     "infer_plan",
     "no_sync",
     "register_plan",

@@ -404,6 +404,57 @@ def test_every_group_has_the_timeout_of_the_config(pool2):
         assert set(found) == {TIMEOUT}
 
 
+def wrapped(fault: str) -> None:
+    """The same faults under DataParallel, on a model that is no transformer."""
+    module = torch.nn.Linear(4, 4)
+    ddp = mw.DataParallel(module, timeout_s=TIMEOUT)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(4):
+        if dist.get_rank() == 1 and step == 2:
+            mark_fault()
+            if fault == "skip":
+                continue
+            if fault == "raise":
+                raise OSError("the disk is full")
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        ddp(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("went on in silence", flush=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        # Rank 0 is the last to come: rank 1 has left after one step less.
+        ("skip", r"step 4: rank 1 \(host .*dp=1\): its program ended after step 3"),
+        ("raise", r"rank 1 \(host .*dp=1\): step 2, OSError: the disk is full"),
+        ("kill", r"rank 1 \(host .*dp=1\): its process ended without a word"),
+    ],
+)
+def test_data_parallel(fault, message):
+    first, _ = run_program(wrapped, 2, fault)
+    check(first, message, within=5)
+
+
+def wrapped_subgroup() -> None:
+    """A subgroup alone cannot start a guard, and must not wait for the others to do so."""
+    dist.init_process_group("gloo")
+    group = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        ddp = mw.DataParallel(torch.nn.Linear(4, 4), group=group, timeout_s=TIMEOUT)
+        ddp(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("trained", flush=True)
+
+
+def test_data_parallel_over_a_part_of_the_world():
+    for outcome in run_program(wrapped_subgroup, 3):
+        assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
+
+
 def second_thread() -> None:
     """A correct program: a thread of rank 0 starts its collectives before, one of rank 1 after the main thread's."""
     step = trainer(DP2)

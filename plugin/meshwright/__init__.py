@@ -2,6 +2,7 @@
 
 from meshwright.checkpoint.export import full_gradients, full_state_dict
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
 from meshwright.distribute import to_distributed
 from meshwright.errors import (
     AlreadyDistributedError,
@@ -18,6 +19,7 @@ from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, regi
 
 __all__ = [
     "AlreadyDistributedError",
+    "DataParallel",
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
@@ -32,6 +34,7 @@ __all__ = [
     "decoder_roles",
     "full_gradients",
     "full_state_dict",
+    "fused_allreduce_gradients",
     "infer_plan",
     "no_sync",
     "register_plan",

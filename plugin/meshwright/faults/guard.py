@@ -258,8 +258,18 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
         _guard = Guard(name=f"rank {dist.get_rank()} ({place})", timeout=timeout)
         interpose.observe(_guard)
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
+        set_timeout(group, timeout)
     return _guard
+
+
+def active_guard() -> Guard | None:
+    """The guard of the process group in use, if it has one."""
+    return _guard if _guard is not None and _guard.is_current else None
+
+
+def set_timeout(group: Any, timeout: float) -> None:
+    """Give a process group this timeout in seconds."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
 
 
 def _install_hooks() -> None:

@@ -105,6 +105,9 @@ class ReduceScatter:
             sharded.unsynced = flat if sharded.unsynced is None else sharded.unsynced.add_(flat)
             _stand_in(bucket)
 
+    def holds(self, bucket: Bucket) -> bool:
+        return self._of[id(bucket)].unsynced is not None
+
     def take(self, bucket: Bucket) -> Tensor:
         sharded = self._of[id(bucket)]
         flat = bucket.flatten_gradients(1 / self.dp.size)

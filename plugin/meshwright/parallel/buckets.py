@@ -44,9 +44,9 @@ class Bucket:
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
             yield parameter, flat[offset : offset + parameter.numel()].view(parameter.shape)
 
-    def flatten_gradients(self, scale: float) -> Tensor:
-        """The gradients times ``scale`` in one flat tensor; zeros where there is none."""
-        flat = torch.empty(self.numel, dtype=self.dtype, device=self.parameters[0].device)
+    def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
+        """The gradients times ``scale`` in one flat tensor, zeros where there is none, and ``extra`` zeros behind."""
+        flat = torch.empty(self.numel + extra, dtype=self.dtype, device=self.parameters[0].device)
         flat[self.offsets[-1] + self.parameters[-1].numel() :].zero_()
         for parameter, segment in self.segments(flat):
             if has_gradient(parameter):
@@ -82,31 +82,52 @@ def has_gradient(parameter: nn.Parameter) -> bool:
 
 
 def make_buckets(
-    parameters: Iterable[nn.Parameter], *, max_bytes: int, multiple: int, accumulate_in_float32: bool
+    parameters: Iterable[nn.Parameter],
+    *,
+    max_bytes: int,
+    multiple: int,
+    accumulate_in_float32: bool,
+    last_bytes: int | None = None,
 ) -> list[Bucket]:
-    """Fill buckets in the given order; a larger parameter has one of its own.
+    """Fill buckets of ``max_bytes`` in the given order; a larger parameter has one of its own.
 
     Parameters whose gradients are partial over the TP axis come last and apart: they are summed over
-    that axis first, when backward is over.
+    that axis first, when backward is over. ``last_bytes`` limits the last bucket of the others.
     """
-    buckets: list[list[nn.Parameter]] = []
-    open_buckets: dict[tuple[torch.dtype, bool], int] = {}
     parameters = list(parameters)
-    for is_partial in (False, True):
-        for parameter in parameters:
-            if record_of(parameter).is_grad_partial is not is_partial:
-                continue
-            key = (parameter.dtype, is_partial)
-            index = open_buckets.get(key)
-            if index is not None:
-                filled = sum(p.numel() * p.element_size() for p in buckets[index])
-                if filled + parameter.numel() * parameter.element_size() > max_bytes:
-                    index = None
-            if index is None:
-                open_buckets[key] = index = len(buckets)
-                buckets.append([])
-            buckets[index].append(parameter)
-    return [Bucket(members, multiple, _flat_dtype(members[0].dtype, accumulate_in_float32)) for members in buckets]
+    whole = [p for p in parameters if not record_of(p).is_grad_partial]
+    partial = [p for p in parameters if record_of(p).is_grad_partial]
+    groups = group_parameters(whole, max_bytes, last_bytes) + group_parameters(partial, max_bytes)
+    return [Bucket(members, multiple, _flat_dtype(members[0].dtype, accumulate_in_float32)) for members in groups]
+
+
+def group_parameters(
+    parameters: list[nn.Parameter], max_bytes: int, last_bytes: int | None = None
+) -> list[list[nn.Parameter]]:
+    """Groups of one dtype and at most ``max_bytes``, by the position of their last parameter."""
+    tail = len(parameters) if last_bytes is None else _tail_start(parameters, last_bytes)
+    groups: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for position, parameter in enumerate(parameters):
+        if position == tail:
+            filling.clear()
+        group, filled = filling.get(parameter.dtype, ([], 0))
+        if not group or filled + parameter.nbytes > max_bytes:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(position)
+        filling[parameter.dtype] = group, filled + parameter.nbytes
+    groups.sort(key=lambda group: group[-1])
+    return [[parameters[position] for position in group] for group in groups]
+
+
+def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
+    """Where the longest tail of at most ``last_bytes`` starts; it has one parameter at least."""
+    start, filled = len(parameters) - 1, parameters[-1].nbytes if parameters else 0
+    while start > 0 and filled + parameters[start - 1].nbytes <= last_bytes:
+        start -= 1
+        filled += parameters[start].nbytes
+    return start
 
 
 def _flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool) -> torch.dtype:

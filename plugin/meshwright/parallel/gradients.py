@@ -10,6 +10,8 @@ steps and tp=2 they come out 1.5 times too large.)
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
@@ -30,6 +32,9 @@ class Reduction(Protocol):
 
     def hold(self, bucket: Bucket) -> None:
         """Called for a complete bucket of a pass that does not synchronise."""
+
+    def holds(self, bucket: Bucket) -> bool:
+        """Whether the bucket has gradients from such passes that were neither synchronised nor cleared since."""
 
     def take(self, bucket: Bucket) -> Tensor:
         """Give the flat gradients of a complete bucket, not yet reduced."""
@@ -59,11 +64,14 @@ class GradientSync:
         meet: Callable[[], None] = lambda: None,
     ):
         self.buckets, self.tp, self.reduction, self._meet = buckets, tp, reduction, meet
-        self.has_unsynced = False
         self._enabled = True
         self._paused = False
-        self._pass = -1
-        self._missing: list[int] = []
+        self._end_of_pass: Callable[[], object] = _no_pass
+        self._task = -1
+        self._is_nested = False
+        self._has_gradients = False
+        self._missing: list[set[int]] = []
+        self._unused: set[int] | None = None
         self._next = 0
         self._finish: list[Callable[[], None]] = []
         self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
@@ -73,6 +81,11 @@ class GradientSync:
             for parameter in bucket.parameters:
                 parameter.register_hook(self._arrive(parameter))
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    @property
+    def has_unsynced(self) -> bool:
+        """Whether some gradients are this rank's own, from passes under ``no_sync``."""
+        return any(self.reduction.holds(bucket) for bucket in self.buckets)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -103,17 +116,48 @@ class GradientSync:
 
         return arrive
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
-        # A pass that raised never reached its callback: the graph task tells that this is another.
-        if self._pass != torch._C._current_graph_task_id():
-            self._pass = torch._C._current_graph_task_id()
-            self._missing = [len(bucket.parameters) for bucket in self.buckets]
-            self._next = 0
-            self._finish = []
-            torch.autograd.Variable._execution_engine.queue_callback(self._finalize)
-        self._missing[self._bucket_of[id(parameter)]] -= 1
-        if not self._enabled:
+    def expect_none(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Do not wait in the next pass for these parameters; of several calls before it, those named by all."""
+        unused = {id(p) for p in parameters}
+        self._unused = unused if self._unused is None else self._unused & unused
+
+    def begin(self) -> None:
+        """Make the running backward pass the one at whose end gradients are synchronised.
+
+        Passes nested in it (reentrant checkpointing) belong to it. Without this call it is the pass in
+        which the first gradient arrives.
+        """
+        if self._end_of_pass() is not None:
             return
+        end = functools.partial(self._finalize)
+        # The engine alone keeps it: a pass that raised never calls it, but takes it along.
+        self._end_of_pass = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._task = torch._C._current_graph_task_id()
+        self._is_nested = False
+        self._has_gradients = False
+        unused = self._unused or set()
+        self._missing = [{id(p) for p in bucket.parameters} - unused for bucket in self.buckets]
+        self._next = 0
+        self._finish = []
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        self.begin()
+        index = self._bucket_of[id(parameter)]
+        if index < self._next:
+            raise ValueError(
+                f"a gradient of {record_of(parameter).name} arrived after its bucket was reduced. Either the loss uses "
+                "it although no output of the forward pass depends on it: use find_unused_parameters=False. Or it is "
+                "used inside and outside of a reentrant checkpoint: use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._has_gradients = True
+        self._missing[index].discard(id(parameter))
+        # A gradient from a nested pass may arrive again from the next one: then only the end is safe.
+        self._is_nested |= torch._C._current_graph_task_id() != self._task
+        if self._enabled and not self._is_nested:
+            self._start_complete()
+
+    def _start_complete(self) -> None:
         # In order, so that every rank starts the same collectives in the same order.
         while self._next < len(self.buckets) and not self._missing[self._next]:
             if self.buckets[self._next].is_grad_partial:
@@ -128,11 +172,13 @@ class GradientSync:
         self._finish.append(self.reduction.start(bucket, flat))
 
     def _finalize(self) -> None:
-        self._pass = -1
+        self._end_of_pass = _no_pass
+        if not self._has_gradients:  # torch.autograd.grad
+            return
+        self._unused = None
         if not self._enabled:
             for bucket in self.buckets:
                 self.reduction.hold(bucket)
-            self.has_unsynced = True
             return
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
@@ -140,7 +186,6 @@ class GradientSync:
         finish, self._finish = self._finish, []
         for wait in finish:
             wait()
-        self.has_unsynced = False
 
 
 class AllReduce:
@@ -155,17 +200,30 @@ class AllReduce:
     def hold(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
             _guard(parameter)
+            if parameter.grad is not None:
+                setattr(parameter.grad, _OWN, True)
+
+    def holds(self, bucket: Bucket) -> bool:
+        return any(getattr(parameter.grad, _OWN, False) for parameter in bucket.parameters)
 
     def take(self, bucket: Bucket) -> Tensor:
-        return bucket.flatten_gradients(1 / self.dp.size)
+        flat = bucket.flatten_gradients(1 / self.dp.size, extra=len(bucket.parameters))
+        # One element a parameter says whether this rank has a gradient: zeros alone cannot tell.
+        has_one = flat[bucket.numel :].fill_(1)
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter.grad is None:
+                has_one[index] = 0
+        return flat
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         wait = start_all_reduce(flat, self.dp)
 
         def finish() -> None:
-            for parameter, segment in bucket.segments(wait()):
+            reduced = wait()
+            ranks_with_one = reduced[bucket.numel :]
+            for index, (parameter, segment) in enumerate(bucket.segments(reduced)):
                 # No rank had a gradient: leave None, so that the optimizer skips it as on one device.
-                if parameter.grad is None and not segment.any():
+                if parameter.grad is None and not ranks_with_one[index]:
                     continue
                 parameter.grad = segment
                 _guard(parameter)
@@ -173,6 +231,15 @@ class AllReduce:
         return finish
 
 
+# Marks a gradient that no_sync() left unsynchronised; a reduced gradient is another tensor.
+_OWN = "meshwright_own"
+
+
+def _no_pass() -> None:
+    return None
+
+
 def _guard(parameter: nn.Parameter) -> None:
-    if parameter.grad is not None and record_of(parameter).is_sharded:
+    record = getattr(parameter, "meshwright", None)
+    if parameter.grad is not None and record is not None and record.is_sharded:
         parameter.grad = parameter.grad.as_subclass(LocalGradient)

@@ -1,0 +1,311 @@
+"""``DataParallel``: a module whose gradients are averaged over the ranks while backward runs.
+
+The engine is GradientSync, as in ``to_distributed``. torch's DistributedDataParallel does not serve (2.13):
+
+- A parameter that the loss leaves out leaves its whole bucket local, on every rank and without an error:
+  the optimizer steps, the replicas drift apart, and only the next forward pass raises.
+- Its small bucket is the first to be sent, or ``bucket_cap_mb_list`` sizes them from the first on; the last
+  one, which backward does not hide, cannot be limited.
+- Its collectives start in C++, past ``parallel/collectives.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.faults.guard import Guard, active_guard, set_timeout, start_guard
+from meshwright.launch import start_process_group
+from meshwright.mesh import ProcessMesh
+from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
+from meshwright.parallel.buckets import Bucket, group_parameters, make_buckets
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.gradients import AllReduce, GradientSync
+from meshwright.parallel.graph import tensors_in, unused_parameters
+from meshwright.parallel.layout import RowLayout, ShardRecord
+from meshwright.parallel.replicas import broadcast_tensors, check_agreement, describe_tensors
+
+logger = logging.getLogger(__name__)
+
+MB = 2**20
+FUSED_BYTES = 25 * MB
+
+
+class DataParallel(nn.Module):
+    """Train a model on several ranks, each with its own rows: gradients become the mean over the ranks.
+
+    The ranks start with the parameters and buffers of the group's first rank. Backward averages the gradients
+    in buckets, the last layers' first, while it computes those of earlier layers. Forward does not
+    communicate: buffers such as BatchNorm's statistics stay each rank's own (see ``nn.SyncBatchNorm``).
+
+    Parameters may be unused in a step, on some ranks or on all: a missing gradient counts as zero, and a
+    parameter without one on any rank keeps ``None``. Only a loss that no parameter contributes to is wrong on
+    a single rank: its backward pass never comes, and the other ranks wait for it.
+
+    Attributes of the model are found on the wrapper too, as in ``ddp.config``, and parameters keep the names
+    they have without it.
+
+    Args:
+        model: on this rank's device, with its weights; not distributed by anything else.
+        strategy: deprecated; None.
+        comm_buffer_size: MB of a bucket of gradients.
+        last_comm_buffer_size: MB of the bucket that is sent last, the first layers', which backward does not hide.
+        find_unused_parameters: walk the graph of each forward pass, so that the buckets behind an unused
+            parameter need not wait for the end of backward. The gradients are right without it too.
+        group: the ranks that share the batch; None: all. Made from the launcher's environment if there is none.
+        timeout_s: seconds that a rank may keep the others waiting before all end with an error that names it.
+
+    Raises:
+        ValueError: on every rank alike, for a model that cannot be wrapped, or one that differs between ranks.
+
+    Example::
+
+        ddp = mw.DataParallel(model)
+        for i, (x, y) in enumerate(rows_of_this_rank):
+            with contextlib.nullcontext() if i % 4 == 3 else ddp.no_sync():
+                (loss_fn(ddp(x), y) / 4).backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: None = None,
+        comm_buffer_size: float = 25,
+        last_comm_buffer_size: float = 1,
+        find_unused_parameters: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"DataParallel takes a torch.nn.Module, not {type(model).__name__}")
+        sizes = {"comm_buffer_size": comm_buffer_size, "last_comm_buffer_size": last_comm_buffer_size}
+        if not timeout_s > 0:
+            raise ValueError(f"DataParallel(timeout_s={timeout_s!r}): a time in seconds must be above 0")
+        axis = _join(group, device_of(model), timeout_s)
+        guard = _guard_of(axis, timeout_s)
+        problem = _problem_of_arguments(strategy, sizes) or _problem_of_model(model)
+        arguments = f"DataParallel(..., {comm_buffer_size=}, {last_comm_buffer_size=}, {find_unused_parameters=})"
+        check_agreement(problem, [] if problem else [arguments, *describe_tensors(model)], axis)
+
+        self.module = model
+        self.find_unused_parameters = find_unused_parameters
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        # Backward finishes parameters roughly in the reverse of their order.
+        self._trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+        for name, parameter in model.named_parameters():
+            rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
+            parameter.meshwright = ShardRecord(name, parameter.shape, rows, 0, False)  # type: ignore[attr-defined]
+        self._sync: GradientSync | None = None
+        if axis.size == 1:
+            logger.warning("DataParallel in one process passes through; launch more with torchrun --nproc-per-node N")
+        else:
+            broadcast_tensors([*model.parameters(), *model.buffers()], axis)
+            buckets = make_buckets(
+                self._trainable,
+                max_bytes=int(comm_buffer_size * MB),
+                last_bytes=int(last_comm_buffer_size * MB),
+                multiple=1,
+                accumulate_in_float32=False,
+            )
+            self._sync = GradientSync(
+                buckets,
+                tp=Axis("tp"),
+                reduction=AllReduce(axis),
+                meet=lambda: guard.meet("gradients", axis.group) if guard is not None else None,
+            )
+        syncs = [] if self._sync is None else [self._sync]
+        attach(self, Runtime(tp=Axis("tp"), dp=axis, parameters=self._trainable, syncs=syncs, guard=guard))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns.
+
+        Raises:
+            ValueError: for a parameter that was frozen when the model was wrapped and no longer is.
+        """
+        if self._sync is None:
+            return self.module(*args, **kwargs)
+        if thawed := [name for name, p in self._frozen if p.requires_grad]:
+            raise ValueError(
+                f"{', '.join(thawed)}: frozen when DataParallel was made and trainable now, so nothing would average "
+                "the gradients; set requires_grad before DataParallel(model). (Freezing later is fine.)"
+            )
+        guard = runtime_of(self).guard
+        if guard is not None and self.training and torch.is_grad_enabled():
+            guard.begin_step()
+        output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
+            for tensor in tensors:
+                tensor.register_hook(lambda _, sync=self._sync: sync.begin())
+            if self.find_unused_parameters:
+                self._sync.expect_none(unused_parameters(tensors, self._trainable))
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate; the first one outside averages the sums over the ranks."""
+        with contextlib.nullcontext() if self._sync is None else self._sync.no_sync():
+            yield
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, with the names it has without the wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, with the names it has without the wrapper; every rank loads the same."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, with the names they have without the wrapper."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The model's, with the names they have without the wrapper."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        # A copy would have neither the hooks nor the group, and train alone.
+        raise ValueError("DataParallel cannot be copied or pickled; copy its .module, and wrap the copy to train it")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._apply(*args, **kwargs)
+        for bucket in [] if self._sync is None else self._sync.buckets:
+            bucket.dtype = bucket.parameters[0].dtype  # after .half() and the like
+        return result
+
+
+def fused_allreduce_gradients(params: Iterable[Tensor], mesh: ProcessMesh | DeviceMesh | None = None) -> None:
+    """Average the gradients of ``params`` over the ranks of a mesh, now; for gradients made under ``no_sync``.
+
+    A gradient that only some ranks have counts as zero on the others; one that no rank has stays None.
+
+    Args:
+        params: the same on every rank, in the same order.
+        mesh: None: all ranks. A DeviceMesh: all its ranks. A ProcessMesh must hold all ranks too, since
+            making groups for fewer is for once, not for each step.
+
+    Raises:
+        ValueError: for parameters that are shards, sparse gradients, a mesh without this rank, or a
+            ProcessMesh of some ranks only.
+
+    Example::
+
+        with ddp.no_sync():
+            loss_fn(ddp(x), y).backward()
+        mw.fused_allreduce_gradients(ddp.parameters())
+        optimizer.step()
+    """
+    parameters = [p for p in params if p.requires_grad]
+    for index, parameter in enumerate(parameters):
+        record = getattr(parameter, "meshwright", None)
+        if isinstance(record, ShardRecord) and (record.is_sharded or record.is_grad_partial):
+            raise ValueError(f"{record.name} is sharded, so its gradient differs between ranks; use meshwright.no_sync")
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ValueError(f"parameter {index} of params has a sparse gradient; use nn.Embedding(sparse=False)")
+    for axis in _axes(mesh):
+        reduction = AllReduce(axis)
+        for group in group_parameters(parameters, FUSED_BYTES):  # type: ignore[arg-type]
+            bucket = Bucket(group, 1, group[0].dtype)
+            reduction.start(bucket, reduction.take(bucket))()
+
+
+def _axes(mesh: ProcessMesh | DeviceMesh | None) -> list[Axis]:
+    """Axes whose means, one after the other, are the mean over the mesh."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    size = world if mesh is None else mesh.size if isinstance(mesh, ProcessMesh) else mesh.size()
+    if size == world:
+        return [Axis("dp", size, dist.get_rank(), dist.group.WORLD)] if size > 1 else []
+    if isinstance(mesh, ProcessMesh):
+        raise ValueError(
+            f"a ProcessMesh of {size} of {world} ranks has no process groups; make them once with "
+            f"mesh.to_device_mesh(device_type) and pass the result:\n{mesh}"
+        )
+    assert mesh is not None
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call this on the mesh's ranks only")
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return [Axis("dp", group.size(), group.rank(), group) for group in groups]
+
+
+def _join(group: ProcessGroup | None, device: torch.device, timeout_s: float) -> Axis:
+    """This rank's place among the ranks that share the batch."""
+    if group is None:
+        start_process_group(device, timeout_s)
+        if not dist.is_initialized():
+            return Axis("dp")
+        group = dist.group.WORLD
+    assert group is not None
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in group; make DataParallel on the group's ranks only")
+    return Axis("dp", dist.get_world_size(group), rank, group)
+
+
+def _guard_of(axis: Axis, timeout_s: float) -> Guard | None:
+    """The guard of the world: only all ranks together can start it."""
+    if axis.size > 1 and axis.size == dist.get_world_size():
+        return start_guard(timeout=timeout_s, coordinates=f"dp={axis.rank}")
+    if axis.group is not None:
+        set_timeout(axis.group, timeout_s)
+    return active_guard()
+
+
+def _problem_of_arguments(strategy: object, sizes: dict[str, Any]) -> str | None:
+    if strategy is not None:
+        return f"DataParallel(strategy={strategy!r}): strategy is deprecated and has no effect; leave it out"
+    for name, size in sizes.items():
+        if not isinstance(size, (int, float)) or isinstance(size, bool) or not 0 < size < float("inf"):
+            return f"DataParallel({name}={size!r}): a size in MB must be a number above 0"
+    return None
+
+
+def _problem_of_model(model: nn.Module) -> str | None:
+    """Why a model cannot be wrapped, or None."""
+    wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+    for name, module in model.named_modules():
+        if found := {kind.__name__ for kind in type(module).__mro__} & wrappers:
+            return f"{name or 'the model'} is wrapped by {found.pop()} already; pass the plain module"
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            return f"{name or 'the model'} has sparse gradients, which are not averaged; make it with sparse=False"
+    if find_runtime(model) is not None:
+        return "the model was distributed by to_distributed, which synchronises its gradients already"
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if hasattr(tensor, "meshwright"):
+            return f"{name} is in a DataParallel already, or sharded by an earlier call; build the model anew"
+        if hasattr(tensor, "placements"):
+            return f"{name} is a DTensor: the model was sharded by something else"
+        if nn.parameter.is_lazy(tensor):
+            return f"{name} has no shape yet; run a forward pass before DataParallel(model)"
+        if tensor.is_meta:
+            return f"{name} is on the meta device; give the model its weights before DataParallel(model)"
+    if not any(p.requires_grad for p in model.parameters()):
+        return f"{type(model).__name__} has no trainable parameter; there is no gradient to average"
+    devices = {tensor.device: name for name, tensor in tensors}
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        return f"a process drives one device, but the model is on {len(devices)}: {where}"
+    return None

@@ -1,0 +1,43 @@
+"""What a forward pass returned, and the parameters it depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward pass returned: in sequences, mappings and dataclasses, at any depth."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, (list, tuple, set)):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name, None))
+
+
+def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that no output depends on; none where the graph does not tell."""
+    unused = {id(p): p for p in parameters}
+    seen: set[Any] = set()
+    nodes: list[Any] = [t.grad_fn for t in outputs]
+    if not nodes:
+        return []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: its part of the graph is made in backward
+            return []
+        seen.add(node)
+        unused.pop(id(getattr(node, "variable", None)), None)
+        nodes += [following for following, _ in node.next_functions]
+    return list(unused.values())
