@@ -63,6 +63,7 @@ def main(
     collectives: Annotated[
         bool, typer.Option("--collectives", help="collectives per decoder layer instead of step time")
     ] = False,
+    guard: Annotated[bool, typer.Option("--guard", help="share of ours that is spent comparing ranks")] = False,
     output: Annotated[Path, typer.Option(help="folder of the JSON records")] = Path("runs/bench"),
 ) -> None:
     """Compare this project with other libraries: same model, same data, 2 processes of 1 thread on CPU.
@@ -84,16 +85,18 @@ def main(
     $ python -m benchmarks --contest tp --only "ours tp2+sp" --only "one process"
 
     $ python -m benchmarks --contest tp --memory
+
+    $ python -m benchmarks --contest dp --guard
     """
-    if memory and collectives:
-        raise typer.BadParameter("--memory and --collectives print different tables; give one of them")
+    if memory + collectives + guard > 1:
+        raise typer.BadParameter("--memory, --collectives and --guard print different tables; give one of them")
     names = only or []
     contests = list(CONTESTS) if contest is Contest.all else [contest.value]
     known = [entry.name for chosen in contests for entry in CONTESTS[chosen]]
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"--only {name!r} is no contender; those of {contests} are {known}")
-    figure = "memory" if memory else "collectives" if collectives else "time"
+    figure = "memory" if memory else "collectives" if collectives else "guard" if guard else "time"
     assert figure in FIGURES
     for chosen in contests:
         arguments = [f"--contest={chosen}", f"--figure={figure}", f"--rounds={rounds}"]

@@ -19,9 +19,10 @@ from benchmarks.memory import saved_bytes
 from benchmarks.summary import Summary, summarise
 from benchmarks.timing import built_and_checked, time_in_turn
 from benchmarks.traffic import Traffic, traffic_per_layer
+from benchmarks.watching import guard_shares
 from benchmarks.workload import Workload
 
-FIGURES = ("time", "memory", "collectives")
+FIGURES = ("time", "memory", "collectives", "guard")
 WARM_UP_STEPS = 3
 Seconds = dict[str, list[float]]  # contender -> one a round
 
@@ -53,6 +54,12 @@ def compare_collectives(entries: Sequence[Entry], workload: Workload) -> dict[st
     }
 
 
+def compare_guard(entries: Sequence[Entry], workload: Workload, rounds: int) -> dict[str, list[float]]:
+    """Share of each step that the guard takes on this rank: contender -> one a round."""
+    watched = [entry for entry in entries if entry.name.startswith("ours")]
+    return {entry.name: guard_shares(entry.build(workload), WARM_UP_STEPS, rounds) for entry in watched}
+
+
 def measure_and_print(figure: str, contest: str, names: Sequence[str], rounds: int) -> dict[str, Any]:
     """Measure one figure of one contest and print its table on rank 0. Returns what to record of it."""
     workload = Workload()
@@ -72,6 +79,11 @@ def measure_and_print(figure: str, contest: str, names: Sequence[str], rounds: i
         if speaks:
             report.print_memory(contest, saved, absent)
         return {**record, "saved_activation_bytes": saved}
+    if figure == "guard":
+        shares = compare_guard(entries, workload, rounds)
+        if speaks:
+            report.print_guard(contest, shares)
+        return {**record, "guard_shares": shares}
     per_layer = compare_collectives(entries, workload)
     if speaks:
         report.print_collectives(contest, per_layer, absent)

@@ -23,6 +23,7 @@ class Contender:
     optimizer: Any
     batch: dict[str, Tensor]
     idle: bool = False  # True on a rank that sits this contender out
+    watched: bool = False  # True where meshwright's guard compares the ranks, which it must not do for others
 
     def forward(self) -> Tensor:
         """The loss of this rank's batch."""
@@ -60,6 +61,8 @@ class OneProcess(Contender):
 class Ours(Contender):
     """This project, through its public call."""
 
+    watched = True
+
     def __init__(self, workload: Workload, **plan: Any) -> None:
         from torch.utils.data import DataLoader
 
@@ -79,6 +82,8 @@ class Ours(Contender):
 
 class OursWrapped(Contender):
     """This project's ``DataParallel`` around the model, in a plain loop."""
+
+    watched = True
 
     def __init__(self, workload: Workload) -> None:
         import meshwright as mw

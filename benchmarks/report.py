@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from rich import box
 from rich.console import Console
@@ -55,6 +56,14 @@ def print_collectives(contest: str, per_layer: dict[str, dict[str, Traffic]], ab
         size = sum(traffic.bytes for traffic in phases.values())
         table.add_row(name, *(str(phases[phase]) for phase in PHASES), f"{size / MIB:.1f}")
     _show(table, absent)
+
+
+def print_guard(contest: str, shares: dict[str, list[float]]) -> None:
+    """Print what part of a step the guard takes."""
+    table = _table(f"{contest}: share of a step spent in the guard", "rank 0", ["median", "min", "max"])
+    for name, found in shares.items():
+        table.add_row(name, *(f"{value:.2%}" for value in (median(found), min(found), max(found))))
+    _show(table, [])
 
 
 def _table(title: str, caption: str, columns: Sequence[str]) -> Table:

@@ -14,6 +14,8 @@ from rich.progress import track
 
 from benchmarks.contenders import Contender, Entry, OneProcess
 from benchmarks.workload import Workload
+from meshwright.faults.guard import active_guard
+from meshwright.faults.interpose import observe
 
 LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order stay well below it over the warm-up
 
@@ -73,6 +75,7 @@ def _losses(contender: Contender, steps: int) -> list[float]:
 
 def _seconds_of_step(contender: Contender) -> float:
     """The wall time from the moment every rank is ready until every rank is done."""
+    observe(active_guard() if contender.watched else None)
     dist.barrier()
     start = time.perf_counter()
     contender.step()
