@@ -16,9 +16,12 @@ PUBLIC = {
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
+    "Partial",
     "PlanError",
     "ProcessMesh",
+    "Replicate",
     "Role",
+    "Shard",
     "ShardingPlan",
     "ToDistributedConfig",
     "UncoveredParameterError",
@@ -30,7 +33,9 @@ PUBLIC = {
     "infer_plan",
     "no_sync",
     "register_plan",
+    "reshard",
     "shard_optimizer",
+    "shard_tensor",
     "to_distributed",
 }
 

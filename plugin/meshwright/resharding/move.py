@@ -1,0 +1,66 @@
+"""One move of a DTensor, without autograd: by torch where it can, else by reduction and transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from meshwright.resharding.layouts import COLLECTIVE_DTYPES, process_mesh
+from meshwright.resharding.regions import Layout
+from meshwright.resharding.transfer import transfer, without_partial
+
+
+def move(tensor: DTensor, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """Return the tensor on this mesh under these placements, which are checked and alike on all ranks."""
+    source = Layout(process_mesh(tensor.device_mesh), tensor.placements)
+    target = Layout(process_mesh(device_mesh), placements)
+    shape = tuple(tensor.shape)
+    with torch.no_grad():
+        if _torch_can(tensor, source, target):
+            moved = tensor.redistribute(placements=placements)
+            return wrap(moved.to_local(), device_mesh, placements, shape, moved.stride())
+        if any(isinstance(placement, Partial) for placement in source.placements):
+            source = without_partial(shape, source, target)
+            tensor = tensor.redistribute(placements=source.placements)
+        local = transfer(tensor.to_local(), shape, source, target, _device(device_mesh))
+        return wrap(local, device_mesh, placements, shape)
+
+
+def wrap(
+    local: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    """Return the DTensor of a global shape and stride (left out: contiguous) with this rank's part of it.
+
+    Outside the mesh only the dtype and device of ``local`` matter.
+    """
+    shape = torch.Size(shape)
+    if device_mesh.get_coordinate() is None:
+        # DTensor empties it, but takes the global shape of a scalar from here.
+        local = local.new_empty(0 if shape else ())
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _torch_can(tensor: DTensor, source: Layout, target: Layout) -> bool:
+    # torch refuses to make a Partial out of anything but that same Partial, and its collectives know fewer dtypes.
+    pairs = zip(source.placements, target.placements, strict=False)
+    return (
+        source.same_grid(target)
+        and all(old == new for old, new in pairs if isinstance(new, Partial))
+        and tensor.dtype in COLLECTIVE_DTYPES
+    )
+
+
+def _device(device_mesh: DeviceMesh) -> torch.device:
+    if device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
