@@ -6,7 +6,7 @@ outside the meshes passes through with an empty local tensor, so that one progra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.mesh import ProcessMesh
-from meshwright.resharding.agreement import agreed
-from meshwright.resharding.layouts import check_dtype, layout_of, make_layout, process_mesh
-from meshwright.resharding.move import move, wrap
+from meshwright.resharding.agreement import Claim, agreed
+from meshwright.resharding.layouts import check_dtype, decode, encode, layout_of, make_layout, process_mesh
+from meshwright.resharding.move import move, settle, wrap
 from meshwright.resharding.regions import Layout, of_gradient, within
 
 __all__ = ["Partial", "Replicate", "Shard", "reshard", "shard_tensor"]
@@ -54,16 +54,20 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
         torch.Size([4, 2])
     """
 
-    def check() -> tuple[Mapping[str, str], tuple[Tensor, Layout]]:
+    def check() -> Claim[tuple[Tensor, Layout]]:
         if isinstance(data, DTensor):
             raise ValueError("the data is a DTensor already; reshard moves it to another mesh or placement")
         tensor = torch.as_tensor(data)
         layout = make_layout(mesh, placements, tensor.shape)
         check_dtype(tensor.dtype, layout)
-        parameter = {"is a parameter": str(isinstance(tensor, nn.Parameter))}
-        return _description("shard_tensor", tensor) | _placed("", layout, mesh) | parameter, (tensor, layout)
+        same = _described("shard_tensor", tensor) | {
+            "is a parameter": str(isinstance(tensor, nn.Parameter)),
+            "mesh": _mesh_text(mesh),
+            "placements": str(layout),
+        }
+        return Claim((tensor, layout), same)
 
-    tensor, layout = agreed(check)
+    (tensor, layout), _ = agreed(check)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh.to_device_mesh(_device_type(tensor))
     if isinstance(tensor, nn.Parameter):
         placed = wrap(_own_part(tensor.detach(), layout, device_mesh), device_mesh, layout.placements, tensor.shape)
@@ -96,37 +100,45 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
         >>> y = mw.reshard(x @ w0, stage1, [mw.Replicate()])  # doctest: +SKIP
     """
 
-    def check() -> tuple[Mapping[str, str], Layout]:
+    def check() -> Claim[Layout]:
         if not isinstance(tensor, DTensor):
             raise ValueError(f"reshard takes a DTensor, got {type(tensor).__name__}; shard_tensor makes one")
-        source = layout_of(tensor)
         target = make_layout(mesh, placements, tensor.shape)
-        for layout in (source, target):
-            check_dtype(tensor.dtype, layout)
+        check_dtype(tensor.dtype, target)
         if isinstance(mesh, DeviceMesh) and mesh.device_type != tensor.device_mesh.device_type:
             types = f"{tensor.device_mesh.device_type}, the mesh on {mesh.device_type}"
             raise ValueError(f"the tensor is on {types}; use a mesh of the tensor's device type")
-        places = _placed("from ", source, tensor.device_mesh) | _placed("to ", target, mesh)
-        return _description("reshard", tensor) | places, target
+        same = _described("reshard", tensor) | {
+            "from mesh": _mesh_text(tensor.device_mesh),
+            "mesh": _mesh_text(mesh),
+            "placements": str(target),
+        }
+        if dist.get_rank() not in process_mesh(tensor.device_mesh):
+            return Claim(target, same)
+        source = layout_of(tensor)
+        check_dtype(tensor.dtype, source)
+        return Claim(target, same, {"from placements": str(source)}, encode(source.placements))
 
-    target = agreed(check)
+    target, number = agreed(check)
+    grid = process_mesh(tensor.device_mesh)
+    source = Layout(grid, decode(number, grid.ndim))
     device_type = tensor.device_mesh.device_type
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh.to_device_mesh(device_type)
-    return _Reshard.apply(tensor, device_mesh, target.placements)
+    return _Reshard.apply(tensor, source, device_mesh, target)
 
 
 class _Reshard(torch.autograd.Function):
     """A move forward, the move back backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-        source = Layout(process_mesh(tensor.device_mesh), tensor.placements)
-        ctx.mesh, ctx.placements = tensor.device_mesh, of_gradient(source).placements
-        return move(tensor, device_mesh, placements)
+    def forward(ctx: Any, tensor: DTensor, source: Layout, device_mesh: DeviceMesh, target: Layout) -> DTensor:
+        ctx.device_mesh, ctx.source, ctx.target = tensor.device_mesh, source, target
+        return move(tensor, source, device_mesh, target.placements)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        return _Reshard.apply(grad, ctx.mesh, ctx.placements), None, None
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
+        grad, layout = settle(grad, ctx.target, ctx.source)
+        return _Reshard.apply(grad, layout, ctx.device_mesh, of_gradient(ctx.source)), None, None, None
 
 
 class _ShardTensor(torch.autograd.Function):
@@ -134,15 +146,16 @@ class _ShardTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device_mesh: DeviceMesh, layout: Layout) -> DTensor:
-        ctx.device = tensor.device
+        ctx.device, ctx.layout = tensor.device, layout
         return wrap(_own_part(tensor, layout, device_mesh), device_mesh, layout.placements, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:
         # The world, not the mesh: what made the tensor ran on every rank, and must learn the same on every rank.
-        world = ProcessMesh(range(dist.get_world_size()), ["world"])
-        whole = move(grad, world.to_device_mesh(grad.device_mesh.device_type), (Replicate(),))
-        return whole.to_local().to(ctx.device), None, None
+        world = Layout(ProcessMesh(range(dist.get_world_size()), ["world"]), (Replicate(),))
+        grad, layout = settle(grad, ctx.layout, world)
+        device_mesh = world.mesh.to_device_mesh(grad.device_mesh.device_type)
+        return move(grad, layout, device_mesh, world.placements).to_local().to(ctx.device), None, None
 
 
 def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor:
@@ -162,7 +175,7 @@ def _device_type(tensor: Tensor) -> str:
     return tensor.device.type if tensor.device.type in types else types[0]
 
 
-def _description(call: str, tensor: Tensor) -> dict[str, str]:
+def _described(call: str, tensor: Tensor) -> dict[str, str]:
     return {
         "call": call,
         "shape": str(tuple(tensor.shape)),
@@ -171,6 +184,6 @@ def _description(call: str, tensor: Tensor) -> dict[str, str]:
     }
 
 
-def _placed(prefix: str, layout: Layout, mesh: Mesh) -> dict[str, str]:
+def _mesh_text(mesh: Mesh) -> str:
     kind = f" on {mesh.device_type}" if isinstance(mesh, DeviceMesh) else ""
-    return {f"{prefix}mesh": f"{layout.mesh!r}{kind}", f"{prefix}placements": str(layout)}
+    return f"{process_mesh(mesh)!r}{kind}"

@@ -40,7 +40,8 @@ class Case:
         Whole numbers, so that sums are the same in any order; multiples of 12, so that averages are whole too.
         """
         generator = torch.Generator().manual_seed(hash((self.shape, self.source.shape)) % 1000)
-        mesh_shape = [n if isinstance(p, Partial) else 1 for n, p in zip(self.source.shape, self.from_placements)]
+        placed = zip(self.source.shape, self.from_placements, strict=True)
+        mesh_shape = [n if isinstance(p, Partial) else 1 for n, p in placed]
         parts = 12 * torch.randint(-99, 99, (*mesh_shape, *self.shape), generator=generator).double()
         return parts.expand(*self.source.shape, *self.shape)
 
@@ -73,8 +74,8 @@ def joined(locals_by_rank: Sequence[Tensor], mesh: ProcessMesh, placements: Plac
     """The tensor whose parts the ranks hold; asserts that every part has its own shape and that replicas are equal."""
     indices = torch.arange(torch.Size(shape).numel()).view(shape)
     sharded = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard)]
-    rest = [n for axis, n in enumerate(mesh.shape) if axis not in sharded]
-    parts = torch.full((*rest, indices.numel()), torch.nan, dtype=torch.float64)
+    kept = [n for axis, n in enumerate(mesh.shape) if axis not in sharded]
+    parts = torch.full((*kept, indices.numel()), torch.nan, dtype=torch.float64)
     for rank in mesh.ranks:
         where = shard_of(indices, mesh, placements, rank)
         local = locals_by_rank[rank]
@@ -82,7 +83,7 @@ def joined(locals_by_rank: Sequence[Tensor], mesh: ProcessMesh, placements: Plac
         coordinate = [index for axis, index in enumerate(mesh.coordinate(rank)) if axis not in sharded]
         parts[tuple(coordinate)][where.flatten()] = local.flatten().double()
     assert not parts.isnan().any()
-    return reduced(parts.view(*rest, *shape), [p for p in placements if not isinstance(p, Shard)])
+    return reduced(parts.view(*kept, *shape), [p for p in placements if not isinstance(p, Shard)])
 
 
 def lacking(case: Case) -> int:
@@ -91,7 +92,8 @@ def lacking(case: Case) -> int:
     count = 0
     for rank in case.target.ranks:
         coordinate = case.target.coordinate(rank)
-        sums = [i for p, i in zip(case.to_placements, coordinate) if isinstance(p, Partial) and p.reduce_op == "sum"]
+        placed = zip(case.to_placements, coordinate, strict=True)
+        sums = [index for placement, index in placed if placement == Partial("sum")]
         if any(sums):
             continue  # starts with zeros
         needed = set(shard_of(indices, case.target, case.to_placements, rank).flatten().tolist())

@@ -5,30 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.resharding.layouts import COLLECTIVE_DTYPES, process_mesh
-from meshwright.resharding.regions import Layout
+from meshwright.resharding.regions import Layout, of_gradient
 from meshwright.resharding.transfer import transfer, without_partial
 
 
-def move(tensor: DTensor, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """Return the tensor on this mesh under these placements, which are checked and alike on all ranks."""
-    source = Layout(process_mesh(tensor.device_mesh), tensor.placements)
+def move(tensor: DTensor, source: Layout, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """Return the tensor on this mesh under these placements.
+
+    ``source`` is where the tensor lives, the same on all ranks. What the tensor itself says is right on the ranks
+    of its mesh alone: outside, torch's operators may settle on other placements for their results.
+    """
     target = Layout(process_mesh(device_mesh), placements)
     shape = tuple(tensor.shape)
+    member = dist.get_rank() in source.mesh
     with torch.no_grad():
         if _torch_can(tensor, source, target):
-            moved = tensor.redistribute(placements=placements)
+            moved = tensor.redistribute(placements=placements) if member else tensor
             return wrap(moved.to_local(), device_mesh, placements, shape, moved.stride())
         if any(isinstance(placement, Partial) for placement in source.placements):
             source = without_partial(shape, source, target)
-            tensor = tensor.redistribute(placements=source.placements)
+            tensor = tensor.redistribute(placements=source.placements) if member else tensor
         local = transfer(tensor.to_local(), shape, source, target, _device(device_mesh))
         return wrap(local, device_mesh, placements, shape)
+
+
+def settle(grad: DTensor, layout: Layout, other: Layout) -> tuple[DTensor, Layout]:
+    """Return a gradient and where it lives, known on all ranks, ready to be moved from ``layout`` to ``other``.
+
+    torch leaves a gradient in any placements, which only the ranks of its mesh know. Nobody else need know within
+    one mesh; to cross to another the gradient takes the placements of the tensor that it belongs to.
+    """
+    if layout.same_grid(other):
+        return grad, Layout(layout.mesh, grad.placements)
+    known = of_gradient(layout)
+    return grad.redistribute(placements=known.placements), known
 
 
 def wrap(
