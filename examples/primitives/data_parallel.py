@@ -1,6 +1,6 @@
 """Data parallelism: the batch is cut between 4 ranks, the weights are whole on each.
 
-    torchrun --nproc-per-node 4 -m examples.primitives.data_parallel
+torchrun --nproc-per-node 4 -m examples.primitives.data_parallel
 """
 
 from torch import Tensor
@@ -26,7 +26,6 @@ class DataParallelMlp(Mlp):
 def main() -> None:
     one = Mlp()
     model = DataParallelMlp()
-    model.load_state_dict  # placeholder
     losses = train(model)
     show("w0", model.w0.to_local()[:1, :4])
     check_against_one_process(model, one, losses, mesh)

@@ -1,6 +1,6 @@
 """All three at once: two stages of 2 x 2 ranks, the batch cut along x and the weights along y.
 
-    torchrun --nproc-per-node 8 -m examples.primitives.hybrid
+torchrun --nproc-per-node 8 -m examples.primitives.hybrid
 """
 
 from torch import Tensor
@@ -30,7 +30,6 @@ class HybridMlp(Mlp):
 def main() -> None:
     one = Mlp()
     model = HybridMlp()
-    model.load_state_dict  # placeholder
     losses = train(model)
     show("w0", model.w0.to_local()[:1, :4])
     check_against_one_process(model, one, losses, world)

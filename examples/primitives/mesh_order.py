@@ -1,6 +1,6 @@
 """A mesh in any order of ranks, and a tensor cut along both of its axes.
 
-    torchrun --nproc-per-node 6 -m examples.primitives.mesh_order
+torchrun --nproc-per-node 6 -m examples.primitives.mesh_order
 """
 
 import torch.distributed as dist

@@ -10,12 +10,13 @@ STEPS, BATCH, SEQUENCE, HIDDEN, INNER = 3, 4, 3, 8, 16
 
 
 class Mlp(nn.Module):
-    """x @ w0 @ w1, without placements: what one process trains."""
+    """x @ w0 @ w1, without placements: what one process trains. Every rank draws the same weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.w0 = nn.Parameter(torch.randn(HIDDEN, INNER, dtype=torch.float64))
-        self.w1 = nn.Parameter(torch.randn(INNER, HIDDEN, dtype=torch.float64))
+        generator = torch.Generator().manual_seed(0)
+        self.w0 = nn.Parameter(torch.randn(HIDDEN, INNER, dtype=torch.float64, generator=generator))
+        self.w1 = nn.Parameter(torch.randn(INNER, HIDDEN, dtype=torch.float64, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.w0 @ self.w1

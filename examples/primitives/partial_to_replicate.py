@@ -1,6 +1,6 @@
 """A sum that is still spread over two ranks, reduced.
 
-    torchrun --nproc-per-node 2 -m examples.primitives.partial_to_replicate
+torchrun --nproc-per-node 2 -m examples.primitives.partial_to_replicate
 """
 
 import torch

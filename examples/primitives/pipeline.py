@@ -1,6 +1,6 @@
 """A pipeline of two stages: the first layer lives on 4 ranks, the second on 4 others.
 
-    torchrun --nproc-per-node 8 -m examples.primitives.pipeline
+torchrun --nproc-per-node 8 -m examples.primitives.pipeline
 """
 
 from torch import Tensor
@@ -29,7 +29,6 @@ class PipelineMlp(Mlp):
 def main() -> None:
     one = Mlp()
     model = PipelineMlp()
-    model.load_state_dict  # placeholder
     losses = train(model)
     show("w0", model.w0.to_local()[:1, :4])
     check_against_one_process(model, one, losses, world)

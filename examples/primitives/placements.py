@@ -1,6 +1,6 @@
 """A tensor cut along dim 0, cut along dim 1, and a dim that it does not have.
 
-    torchrun --nproc-per-node 2 -m examples.primitives.placements
+torchrun --nproc-per-node 2 -m examples.primitives.placements
 """
 
 import torch

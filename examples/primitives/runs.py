@@ -10,7 +10,6 @@ from torch import Tensor
 def launch(main: Callable[[], None]) -> None:
     """Run ``main`` as one rank of those that torchrun started."""
     dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same data and weights on every rank, as each starts from the full tensors
     main()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Rows of two ranks, gathered.
 
-    torchrun --nproc-per-node 2 -m examples.primitives.shard_to_replicate
+torchrun --nproc-per-node 2 -m examples.primitives.shard_to_replicate
 """
 
 import torch

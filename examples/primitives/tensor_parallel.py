@@ -1,6 +1,6 @@
 """Tensor parallelism: w0 is cut by columns and w1 by rows, so each rank makes a part of every sum.
 
-    torchrun --nproc-per-node 4 -m examples.primitives.tensor_parallel
+torchrun --nproc-per-node 4 -m examples.primitives.tensor_parallel
 """
 
 from torch import Tensor
@@ -27,7 +27,6 @@ class TensorParallelMlp(Mlp):
 def main() -> None:
     one = Mlp()
     model = TensorParallelMlp()
-    model.load_state_dict  # placeholder
     losses = train(model)
     show("w0", model.w0.to_local()[:1, :4])
     check_against_one_process(model, one, losses, mesh)
