@@ -15,10 +15,11 @@ def launch(main: Callable[[], None]) -> None:
 
 
 def show(name: str, local: Tensor) -> None:
-    """Print this rank's local tensor, in order of rank."""
+    """Print the shape of this rank's local tensor, and its values if they are few, in order of rank."""
+    values = local.tolist() if local.numel() <= 12 else ""
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank():
-            print(f"rank {rank}: {name} {tuple(local.shape)} {local.tolist()}", flush=True)
+            print(f"rank {rank}: {name} {tuple(local.shape)} {values}", flush=True)
         dist.barrier()
 
 
