@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 from collections import Counter
 
 import pytest
@@ -13,9 +14,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright import ProcessMesh
 from meshwright.resharding import agreement, regions, transfer
+from meshwright.resharding import layouts as layouts_module
 from meshwright.resharding.regions import Layout, within
 from meshwright.resharding.transfer import plan, traffic, without_partial
-from support.placements import Case, lacking, shard_of
+from support.placements import EVERY, Case, lacking, shard_of
 
 SHAPES = st.lists(st.integers(0, 9), min_size=2, max_size=3).map(tuple)
 
@@ -30,7 +32,7 @@ def layouts(draw: st.DrawFn, partial: bool) -> Layout:
     return Layout(ProcessMesh(torch.tensor(ranks).view(mesh_shape)), tuple(placements))
 
 
-@pytest.mark.parametrize("module", [regions, transfer, agreement])
+@pytest.mark.parametrize("module", [regions, transfer, agreement, layouts_module])
 def test_examples_in_the_docstrings_hold(module):
     results = doctest.testmod(module)
     assert results.attempted > 0
@@ -67,6 +69,19 @@ def test_replicas_share_the_sending():
     source = Layout(ProcessMesh([0, 1, 2, 3]), (Replicate(),))
     target = Layout(ProcessMesh([4, 5, 6, 7]), (Shard(0),))
     assert [(piece.source, piece.target) for piece in plan((8, 4), source, target)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_equal_boxes_go_from_rank_to_rank():
+    source = Layout(ProcessMesh([[0, 1], [2, 3]]), (Shard(0), Shard(2)))
+    target = Layout(ProcessMesh([[4, 5], [6, 7]]), (Shard(0), Shard(2)))
+    assert [(p.source, p.target) for p in plan((4, 3, 16), source, target)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_placements_survive_as_one_integer():
+    for placements in itertools.product(EVERY, repeat=2):
+        assert layouts_module.decode(layouts_module.encode(placements), 2) == placements
+    with pytest.raises(ValueError, match="up to 9 axes and 123 dims"):
+        layouts_module.encode([Partial("min")] * 10)
 
 
 def test_a_partial_is_reduced_to_what_moves_least():

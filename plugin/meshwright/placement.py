@@ -57,7 +57,7 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
     def check() -> Claim[tuple[Tensor, Layout]]:
         if isinstance(data, DTensor):
             raise ValueError("the data is a DTensor already; reshard moves it to another mesh or placement")
-        tensor = torch.as_tensor(data)
+        tensor = _as_tensor(data)
         layout = make_layout(mesh, placements, tensor.shape)
         check_dtype(tensor.dtype, layout)
         same = _described("shard_tensor", tensor) | {
@@ -156,6 +156,13 @@ class _ShardTensor(torch.autograd.Function):
         grad, layout = settle(grad, ctx.layout, world)
         device_mesh = world.mesh.to_device_mesh(grad.device_mesh.device_type)
         return move(grad, layout, device_mesh, world.placements).to_local().to(ctx.device), None, None
+
+
+def _as_tensor(data: Any) -> Tensor:
+    try:
+        return torch.as_tensor(data)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"the data is a tensor, an array, nested lists or a number: {error}") from error
 
 
 def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor:

@@ -156,8 +156,8 @@ def _checked(placement: Placement, ndim: int) -> Placement:
     # The exact types: subclasses, such as FSDP's strided shards, mean another arrangement of the elements.
     if type(placement) is Shard:
         if not -ndim <= placement.dim < ndim:
-            dims = f"dims are {-ndim} to {ndim - 1}" if ndim else "has none: use Replicate()"
-            raise ValueError(f"Shard({placement.dim}) of a tensor with {ndim} dims, whose {dims}")
+            change = f"use a dim from {-ndim} to {ndim - 1}" if ndim else "use Replicate() or Partial()"
+            raise ValueError(f"Shard({placement.dim}) of a tensor with {ndim} dims; {change}")
         return Shard(placement.dim % ndim)
     if type(placement) is Partial:
         if placement.reduce_op not in _REDUCTIONS:
