@@ -238,6 +238,21 @@ def test_gradients_through_several_uses_and_twice(pool4):
     pool4.run(differentiate)
 
 
+def move_what_outsiders_misjudge() -> list[list[int]]:
+    mesh = ProcessMesh([0, 1])
+    rank, shape = dist.get_rank(), torch.Size([4])
+    local = torch.arange(4)[2 * rank : 2 * rank + 2]
+    guess = Shard(0) if rank in mesh else Partial("max")
+    x = DTensor.from_local(local, mesh.to_device_mesh("cpu"), [guess], shape=shape, stride=(1,))
+    return [mw.reshard(x, to, [Replicate()]).to_local().tolist() for to in (ProcessMesh([1, 2]), mesh)]
+
+
+def test_placements_are_those_of_the_ranks_in_the_mesh(pool4):
+    # torch may settle on other placements for the result of an operator on a rank outside its mesh.
+    whole = [0, 1, 2, 3]
+    assert pool4.run(move_what_outsiders_misjudge) == [[[], whole], [whole, whole], [whole, []], [[], []]]
+
+
 def make_parameters() -> None:
     full = nn.Parameter(torch.ones(4, 6))
     module = nn.Module()
