@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.rank_grid import flatten, grid_text, nest
 
-# Of the world's process group, so that its end frees them and a new world starts with none.
+# By the world's process group: a new world starts with none.
 _device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[ProcessMesh, str], DeviceMesh]] = WeakKeyDictionary()
 
 
@@ -200,6 +200,8 @@ class ProcessMesh:
             raise ValueError(f"rank {max(self._ranks)} is outside the world of {world_size} ranks:\n{self}")
         world = dist.group.WORLD
         assert world is not None
+        if world not in _device_meshes:
+            _device_meshes.clear()  # a mesh of the whole world holds its group, and would keep an ended one alive
         known = _device_meshes.setdefault(world, {})
         if (self, device_type) not in known:
             ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
