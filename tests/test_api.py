@@ -17,9 +17,12 @@ PUBLIC = {
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
+    "Partial",
     "PlanError",
     "ProcessMesh",
+    "Replicate",
     "Role",
+    "Shard",
     "ShardingPlan",
     "ToDistributedConfig",
     "UncoveredParameterError",
@@ -32,7 +35,9 @@ PUBLIC = {
     "infer_plan",
     "no_sync",
     "register_plan",
+    "reshard",
     "shard_optimizer",
+    "shard_tensor",
     "to_distributed",
 }
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import mesh as mesh_module
 from meshwright import rank_grid as rank_grid_module
@@ -276,6 +277,8 @@ def groups_of_axes(mesh: ProcessMesh) -> tuple[object, dict[str, tuple[int, ...]
         ProcessMesh([[0, 1], [2, 3]]),
         ProcessMesh([[0, 2], [1, 3]], ["dp", "tp"]),
         ProcessMesh([1, 3], ["tp"]),
+        ProcessMesh([3, 1, 2]),
+        ProcessMesh([[3, 1], [0, 2]], ["dp", "tp"]),
         ParallelDims(dp=2, tp=2).process_mesh(),
     ],
     ids=str,
@@ -284,6 +287,25 @@ def test_a_device_mesh_has_the_groups_of_the_mesh(pool4, mesh):
     for rank, (coordinate, groups) in enumerate(pool4.run(groups_of_axes, mesh)):
         assert (tuple(coordinate) if rank in mesh else coordinate) == mesh.coordinate(rank)
         assert groups == {name: mesh.axis_ranks(rank, name) for name in mesh.dim_names if rank in mesh}
+
+
+def gather_in_order(mesh: ProcessMesh) -> tuple[list[int], bool]:
+    """What torch gathers from shards that hold their index, and whether a second request made new groups."""
+    device_mesh = mesh.to_device_mesh("cpu")
+    index = device_mesh.get_coordinate()[0]
+    gathered = DTensor.from_local(torch.tensor([index]), device_mesh, [Shard(0)]).full_tensor()
+    return gathered.tolist(), ProcessMesh(mesh.ranks, mesh.dim_names).to_device_mesh("cpu") is device_mesh
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [3, 1, 0, 2]], ids=str)
+def test_collectives_keep_the_order_of_the_mesh(pool4, ranks):
+    assert pool4.run(gather_in_order, ProcessMesh(ranks)) == [([0, 1, 2, 3], True)] * 4
+
+
+def without_order(mesh: ProcessMesh) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, "new_group", lambda ranks, group_desc: None)  # as torch had it before 2.13
+        mesh.to_device_mesh("cpu")
 
 
 def build(dims: ParallelDims) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -299,7 +321,7 @@ def test_dims_build_a_mesh_of_four_named_axes(pool4):
     ("function", "argument", "message"),
     [
         (groups_of_axes, ProcessMesh([1, 4]), "rank 4 is outside the world of 4 ranks"),
-        (groups_of_axes, ProcessMesh([[2, 3], [0, 1]]), "ranks must ascend along axis 'd0'"),
+        (without_order, ProcessMesh([[2, 3], [0, 1]]), "must ascend along each axis, or torch be 2.13"),
         (build, ParallelDims(dp=3), "dp=3 = 3 ranks, but the world has 4"),
     ],
 )

@@ -15,6 +15,7 @@ from meshwright.mesh import ParallelDims, ProcessMesh
 from meshwright.optim.clip import clip_grad_norm_
 from meshwright.optim.runtime import no_sync
 from meshwright.optim.shard import shard_optimizer
+from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
 from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
 
 __all__ = [
@@ -23,9 +24,12 @@ __all__ = [
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
+    "Partial",
     "PlanError",
     "ProcessMesh",
+    "Replicate",
     "Role",
+    "Shard",
     "ShardingPlan",
     "ToDistributedConfig",
     "UncoveredParameterError",
@@ -38,7 +42,9 @@ __all__ = [
     "infer_plan",
     "no_sync",
     "register_plan",
+    "reshard",
     "shard_optimizer",
+    "shard_tensor",
     "to_distributed",
 ]
 

@@ -6,18 +6,24 @@ can build one for any world; ``to_device_mesh`` is the one step that creates pro
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed import get_world_size
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.rank_grid import flatten, grid_text, nest
+
+# By the world's process group: a new world starts with none.
+_device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[ProcessMesh, str], DeviceMesh]] = WeakKeyDictionary()
 
 
 class ProcessMesh:
@@ -179,22 +185,50 @@ class ProcessMesh:
         """Create the process groups of every axis and return them as torch's ``DeviceMesh``.
 
         Creating groups is collective: every rank of the world makes this call, those outside the mesh too,
-        and all of them in the same order.
+        and all of them in the same order. A mesh that was asked for before is returned again and creates
+        none, for as long as the world's process group lives.
 
         Args:
             device_type: ``"cpu"`` or ``"cuda"``.
 
         Raises:
-            ValueError: a rank outside the world; ranks that do not ascend along each axis.
+            ValueError: a rank outside the world; ranks that do not ascend along each axis, on a torch older
+                than 2.13.
         """
         world_size = get_world_size()
         if max(self._ranks) >= world_size:
             raise ValueError(f"rank {max(self._ranks)} is outside the world of {world_size} ranks:\n{self}")
-        for axis, name in enumerate(self._dim_names):
-            # torch sorts the ranks of a new group: a group's order would silently differ from the mesh's.
-            if bool((self.array.diff(dim=axis) < 0).any()):
-                raise ValueError(f"ranks must ascend along axis {name!r} to become process groups:\n{self}")
+        world = dist.group.WORLD
+        assert world is not None
+        if world not in _device_meshes:
+            _device_meshes.clear()  # a mesh of the whole world holds its group, and would keep an ended one alive
+        known = _device_meshes.setdefault(world, {})
+        if (self, device_type) not in known:
+            ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
+            known[self, device_type] = self._create(device_type) if ascending else self._create_in_order(device_type)
+        return known[self, device_type]
+
+    def _create(self, device_type: str) -> DeviceMesh:
         return DeviceMesh(device_type, self.array, mesh_dim_names=self._dim_names)
+
+    def _create_in_order(self, device_type: str) -> DeviceMesh:
+        """A device mesh whose groups keep the order of the mesh: DeviceMesh itself sorts the ranks of a group."""
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise ValueError(
+                f"torch {torch.__version__} sorts the ranks of a process group: they must ascend along each axis, "
+                f"or torch be 2.13 or newer:\n{self}"
+            )
+        groups = []
+        for axis, size in enumerate(self._shape):
+            for ranks in self.array.movedim(axis, -1).reshape(-1, size).tolist():
+                group = dist.new_group(ranks, group_desc=f"mesh_{self._dim_names[axis]}", sort_ranks=False)
+                if dist.get_rank() in ranks:
+                    groups.append(group)
+        if groups:
+            return DeviceMesh.from_group(groups, device_type, self.array, mesh_dim_names=self._dim_names)
+        outside = DeviceMesh(device_type, self.array, mesh_dim_names=self._dim_names, _init_backend=False)
+        outside._dim_group_names = []
+        return outside
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Short programs over `shard_tensor` and `reshard`, one process a rank."""

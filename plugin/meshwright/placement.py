@@ -1,0 +1,196 @@
+"""Placing a tensor on a mesh, and moving it to another placement or another mesh.
+
+Both functions take and give torch's ``DTensor``. Every rank of the world calls them, in the same order: a rank
+outside the meshes passes through with an empty local tensor, so that one program runs on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshwright.mesh import ProcessMesh
+from meshwright.resharding.agreement import Claim, agreed
+from meshwright.resharding.layouts import check_dtype, decode, encode, layout_of, make_layout, process_mesh
+from meshwright.resharding.move import move, settle, wrap
+from meshwright.resharding.regions import Layout, of_gradient, within
+
+__all__ = ["Partial", "Replicate", "Shard", "reshard", "shard_tensor"]
+
+Mesh = ProcessMesh | DeviceMesh
+
+
+def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+    """Place a tensor, which every rank has in full, on a mesh.
+
+    Each rank copies its own part; no data is sent. Of ``Partial("sum")`` the first rank of the axis has the value
+    and the others zeros; of avg, max and min every rank has the value. The gradient of a tensor that requires one
+    flows back to it, in full on every rank of the world. An ``nn.Parameter`` gives a new ``nn.Parameter``: a leaf,
+    ready for a module and an optimizer.
+
+    Args:
+        data: a tensor, an array, nested lists or a number; the same on every rank of the world.
+        mesh: a ``ProcessMesh``, or a ``DeviceMesh`` that is the same on every rank.
+        placements: one ``Shard(dim)``, ``Replicate()`` or ``Partial(op)`` an axis of the mesh; two axes may shard
+            one dim, a dim may be shorter than the axis, and negative dims count from the last.
+
+    Returns:
+        A DTensor of the global shape; its local tensor is empty on a rank outside the mesh.
+
+    Raises:
+        ValueError: on every rank alike: placements of the wrong number or kind, a dim that the tensor lacks, an
+            average of integers, a rank outside the world; or ranks whose calls differ.
+
+    Example:
+        >>> mesh = mw.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])  # doctest: +SKIP
+        >>> mw.shard_tensor(torch.ones(8, 4), mesh, [mw.Shard(0), mw.Shard(1)]).to_local().shape  # doctest: +SKIP
+        torch.Size([4, 2])
+    """
+
+    def check() -> Claim[tuple[Tensor, Layout]]:
+        if isinstance(data, DTensor):
+            raise ValueError("the data is a DTensor already; reshard moves it to another mesh or placement")
+        tensor = _as_tensor(data)
+        layout = make_layout(mesh, placements, tensor.shape)
+        check_dtype(tensor.dtype, layout)
+        same = _described("shard_tensor", tensor) | {
+            "is a parameter": str(isinstance(tensor, nn.Parameter)),
+            "mesh": _mesh_text(mesh),
+            "placements": str(layout),
+        }
+        return Claim((tensor, layout), same)
+
+    (tensor, layout), _ = agreed(check)
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh.to_device_mesh(_device_type(tensor))
+    if isinstance(tensor, nn.Parameter):
+        placed = wrap(_own_part(tensor.detach(), layout, device_mesh), device_mesh, layout.placements, tensor.shape)
+        return cast(DTensor, nn.Parameter(placed, requires_grad=tensor.requires_grad))
+    return _ShardTensor.apply(tensor, device_mesh, layout)
+
+
+def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+    """Move a tensor to any placements on any mesh: the same one, or one of other ranks, shape or size.
+
+    On its own mesh torch's ``redistribute`` does the work, except where the result is a new ``Partial``, which
+    torch refuses. To another mesh, each rank is sent, point to point, just the elements that it lacks; a
+    ``Partial`` is reduced first. The gradient moves back the same way: sharded where the input was, whole where
+    the input was whole or partial.
+
+    Args:
+        tensor: the tensor; of its global shape on every rank, those outside its mesh too.
+        mesh: a ``ProcessMesh``, or a ``DeviceMesh`` that is the same on every rank.
+        placements: one an axis of ``mesh``, as for ``shard_tensor``.
+
+    Returns:
+        A DTensor of the same global shape and dtype; its local tensor is empty on a rank outside ``mesh``.
+
+    Raises:
+        ValueError: on every rank alike: as ``shard_tensor``; a mesh of another device type; a local tensor whose
+            shape does not fit its placements.
+
+    Example:
+        >>> stage0, stage1 = mw.ProcessMesh([0, 1]), mw.ProcessMesh([2, 3])  # doctest: +SKIP
+        >>> y = mw.reshard(x @ w0, stage1, [mw.Replicate()])  # doctest: +SKIP
+    """
+
+    def check() -> Claim[Layout]:
+        if not isinstance(tensor, DTensor):
+            raise ValueError(f"reshard takes a DTensor, got {type(tensor).__name__}; shard_tensor makes one")
+        target = make_layout(mesh, placements, tensor.shape)
+        check_dtype(tensor.dtype, target)
+        if isinstance(mesh, DeviceMesh) and mesh.device_type != tensor.device_mesh.device_type:
+            types = f"{tensor.device_mesh.device_type}, the mesh on {mesh.device_type}"
+            raise ValueError(f"the tensor is on {types}; use a mesh of the tensor's device type")
+        same = _described("reshard", tensor) | {
+            "from mesh": _mesh_text(tensor.device_mesh),
+            "mesh": _mesh_text(mesh),
+            "placements": str(target),
+        }
+        if dist.get_rank() not in process_mesh(tensor.device_mesh):
+            return Claim(target, same)
+        source = layout_of(tensor)
+        check_dtype(tensor.dtype, source)
+        return Claim(target, same, {"from placements": str(source)}, encode(source.placements))
+
+    target, number = agreed(check)
+    grid = process_mesh(tensor.device_mesh)
+    source = Layout(grid, decode(number, grid.ndim))
+    device_type = tensor.device_mesh.device_type
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh.to_device_mesh(device_type)
+    return _Reshard.apply(tensor, source, device_mesh, target)
+
+
+class _Reshard(torch.autograd.Function):
+    """A move forward, the move back backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, source: Layout, device_mesh: DeviceMesh, target: Layout) -> DTensor:
+        ctx.device_mesh, ctx.source, ctx.target = tensor.device_mesh, source, target
+        return move(tensor, source, device_mesh, target.placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
+        grad, layout = settle(grad, ctx.target, ctx.source)
+        return _Reshard.apply(grad, layout, ctx.device_mesh, of_gradient(ctx.source)), None, None, None
+
+
+class _ShardTensor(torch.autograd.Function):
+    """Each rank's part of a full tensor forward, the full gradient on every rank of the world backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device_mesh: DeviceMesh, layout: Layout) -> DTensor:
+        ctx.device, ctx.layout = tensor.device, layout
+        return wrap(_own_part(tensor, layout, device_mesh), device_mesh, layout.placements, tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:
+        # The world, not the mesh: what made the tensor ran on every rank, and must learn the same on every rank.
+        world = Layout(ProcessMesh(range(dist.get_world_size()), ["world"]), (Replicate(),))
+        grad, layout = settle(grad, ctx.layout, world)
+        device_mesh = world.mesh.to_device_mesh(grad.device_mesh.device_type)
+        return move(grad, layout, device_mesh, world.placements).to_local().to(ctx.device), None, None
+
+
+def _as_tensor(data: Any) -> Tensor:
+    try:
+        return torch.as_tensor(data)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"the data is a tensor, an array, nested lists or a number: {error}") from error
+
+
+def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor:
+    """A copy of what this rank stores, so that neither tensor sees writes to the other."""
+    rank = dist.get_rank()
+    if rank not in layout.mesh:
+        return tensor.new_empty(0, device=device_mesh.device_type)
+    whole = tuple((0, length) for length in tensor.shape)
+    part = tensor[within(layout.box(tensor.shape, rank), whole)]
+    part = part if layout.has_value(rank) else torch.zeros_like(part)
+    return part.to(device_mesh.device_type).clone(memory_format=torch.contiguous_format)
+
+
+def _device_type(tensor: Tensor) -> str:
+    """The tensor's own, unless the world cannot communicate there."""
+    types = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
+    return tensor.device.type if tensor.device.type in types else types[0]
+
+
+def _described(call: str, tensor: Tensor) -> dict[str, str]:
+    return {
+        "call": call,
+        "shape": str(tuple(tensor.shape)),
+        "dtype": str(tensor.dtype),
+        "records gradients": str(tensor.requires_grad and torch.is_grad_enabled()),
+    }
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    kind = f" on {mesh.device_type}" if isinstance(mesh, DeviceMesh) else ""
+    return f"{process_mesh(mesh)!r}{kind}"

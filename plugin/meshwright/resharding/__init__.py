@@ -1,0 +1,1 @@
+"""Which rank holds which part of a tensor, and how the parts travel when that changes."""

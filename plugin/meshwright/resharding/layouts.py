@@ -1,0 +1,168 @@
+"""Checked layouts from what users pass: meshes of ours or torch's, placements with negative dims, DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from meshwright.mesh import ProcessMesh
+from meshwright.resharding.regions import Layout, sizes
+
+_REDUCTIONS = ("sum", "avg", "max", "min")
+_SHARDED = 1 + len(_REDUCTIONS)  # codes from here on are Shard(0), Shard(1), ...
+_BITS = 7  # a placement
+
+# The dtypes that collectives know, in gloo and NCCL alike; those of complex numbers are sent as pairs of reals.
+COLLECTIVE_DTYPES = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+    }
+)
+
+
+# Of each DeviceMesh, since reading the ranks of one takes longer than a small move.
+_described: WeakKeyDictionary[DeviceMesh, ProcessMesh] = WeakKeyDictionary()
+
+
+def process_mesh(mesh: ProcessMesh | DeviceMesh) -> ProcessMesh:
+    """Return the ranks and names of a mesh.
+
+    Raises:
+        ValueError: something else than a mesh; a ``DeviceMesh`` with a rank twice.
+    """
+    if isinstance(mesh, ProcessMesh):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"the mesh is a ProcessMesh or a DeviceMesh, got {type(mesh).__name__}")
+    if mesh not in _described:
+        _described[mesh] = ProcessMesh(mesh.mesh, mesh.mesh_dim_names)
+    return _described[mesh]
+
+
+def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
+    """Return the layout of a tensor of this shape, with dims that are not negative.
+
+    Raises:
+        ValueError: placements of the wrong number or kind; a dim that the tensor lacks; a rank outside the world;
+            a ``DeviceMesh`` whose groups are in another order than its ranks.
+    """
+    grid = process_mesh(mesh)
+    if isinstance(mesh, DeviceMesh):
+        _check_order(mesh, grid)
+    if max(grid.ranks) >= (world_size := dist.get_world_size()):
+        raise ValueError(f"rank {max(grid.ranks)} is outside the world of {world_size} ranks:\n{grid}")
+    if isinstance(placements, Placement) or not isinstance(placements, Sequence):
+        raise ValueError(f"placements is a list, one placement a mesh axis, got {placements!r}")
+    if len(placements) != grid.ndim:
+        raise ValueError(
+            f"{len(placements)} placements {list(placements)} for the {grid.ndim} axes {grid.dim_names} of the mesh; "
+            f"give one an axis"
+        )
+    layout = Layout(grid, tuple(_checked(placement, len(shape)) for placement in placements))
+    reductions = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
+    if len(reductions - {"avg"}) > 1 or (len(reductions) > 1 and "sum" not in reductions):
+        raise ValueError(
+            f"Partial {' and '.join(sorted(reductions))} in one tensor have no defined order; "
+            f"use one reduction on all axes, or reshard one axis to Replicate first"
+        )
+    return layout
+
+
+def layout_of(tensor: DTensor) -> Layout:
+    """Return where a DTensor lives, as a rank of its mesh knows.
+
+    Raises:
+        ValueError: as ``make_layout``; a local tensor whose shape does not fit the placements.
+    """
+    layout = make_layout(tensor.device_mesh, tensor.placements, tensor.shape)
+    rank = dist.get_rank()
+    expected, actual = sizes(layout.box(tensor.shape, rank)), tuple(tensor.to_local().shape)
+    if expected != actual:
+        raise ValueError(
+            f"the local tensor has shape {actual}, but {layout} of {tuple(tensor.shape)} puts {expected} on "
+            f"rank {rank}; for parts of unequal size give DTensor.from_local the global shape and stride"
+        )
+    return layout
+
+
+def encode(placements: Sequence[Placement]) -> int:
+    """Return placements as one integer below 2**63, which a collective can carry.
+
+    Raises:
+        ValueError: more axes or dims than fit.
+
+    Example:
+        >>> decode(encode([Shard(1), Partial("avg")]), 2)
+        (Shard(dim=1), Partial(avg))
+    """
+    number = 0
+    for placement in reversed(placements):
+        code = 0
+        if isinstance(placement, Shard):
+            code = _SHARDED + placement.dim
+        elif isinstance(placement, Partial):
+            code = 1 + _REDUCTIONS.index(placement.reduce_op)
+        number = number << _BITS | code
+        if number >= 2**63 or code >= 2**_BITS:
+            raise ValueError(f"placements of up to {63 // _BITS} axes and {2**_BITS - _SHARDED} dims, got {placements}")
+    return number
+
+
+def decode(number: int, ndim: int) -> tuple[Placement, ...]:
+    """Return the placements of a mesh of ``ndim`` axes from their integer."""
+    codes = [number >> _BITS * axis & (2**_BITS - 1) for axis in range(ndim)]
+    named = [Replicate(), *map(Partial, _REDUCTIONS)]
+    return tuple(Shard(code - _SHARDED) if code >= _SHARDED else named[code] for code in codes)
+
+
+def check_dtype(dtype: torch.dtype, layout: Layout) -> None:
+    """Raise unless the values of each ``Partial`` can be reduced.
+
+    Raises:
+        ValueError: an average of integers, an order of complex numbers, a dtype that collectives do not know.
+    """
+    for placement in layout.placements:
+        if not isinstance(placement, Partial):
+            continue
+        op = placement.reduce_op
+        if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"Partial('avg') of {dtype}: an average of integers is none; use sum, or a float dtype")
+        if op in ("max", "min") and dtype.is_complex:
+            raise ValueError(f"Partial({op!r}) of {dtype}: complex numbers have no order; use sum or avg")
+        if dtype not in COLLECTIVE_DTYPES:
+            raise ValueError(f"Partial({op!r}) of {dtype}: backends do not reduce it; convert to another dtype first")
+
+
+def _check_order(mesh: DeviceMesh, grid: ProcessMesh) -> None:
+    if (rank := dist.get_rank()) not in grid:
+        return
+    for axis, name in enumerate(grid.dim_names):
+        order = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+        if order != grid.axis_ranks(rank, name):
+            raise ValueError(
+                f"torch sorted the ranks {grid.axis_ranks(rank, name)} of axis {name!r} into {order}: its "
+                f"collectives would mix up the parts; pass a ProcessMesh, which keeps the order"
+            )
+
+
+def _checked(placement: Placement, ndim: int) -> Placement:
+    # The exact types: subclasses, such as FSDP's strided shards, mean another arrangement of the elements.
+    if type(placement) is Shard:
+        if not -ndim <= placement.dim < ndim:
+            change = f"use a dim from {-ndim} to {ndim - 1}" if ndim else "use Replicate() or Partial()"
+            raise ValueError(f"Shard({placement.dim}) of a tensor with {ndim} dims; {change}")
+        return Shard(placement.dim % ndim)
+    if type(placement) is Partial:
+        if placement.reduce_op not in _REDUCTIONS:
+            raise ValueError(f"Partial({placement.reduce_op!r}): the reductions are {', '.join(_REDUCTIONS)}")
+        return placement
+    if type(placement) is not Replicate:
+        raise ValueError(f"a placement is Shard(dim), Replicate() or Partial(op), got {placement!r}")
+    return placement

@@ -1,0 +1,83 @@
+"""One move of a DTensor, without autograd: by torch where it can, else by reduction and transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from meshwright.resharding.layouts import COLLECTIVE_DTYPES, process_mesh
+from meshwright.resharding.regions import Layout, of_gradient
+from meshwright.resharding.transfer import transfer, without_partial
+
+
+def move(tensor: DTensor, source: Layout, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """Return the tensor on this mesh under these placements.
+
+    ``source`` is where the tensor lives, the same on all ranks. What the tensor itself says is right on the ranks
+    of its mesh alone: outside, torch's operators may settle on other placements for their results.
+    """
+    target = Layout(process_mesh(device_mesh), placements)
+    shape = tuple(tensor.shape)
+    member = dist.get_rank() in source.mesh
+    with torch.no_grad():
+        if _torch_can(tensor, source, target):
+            moved = tensor.redistribute(placements=placements) if member else tensor
+            return wrap(moved.to_local(), device_mesh, placements, shape, moved.stride())
+        if any(isinstance(placement, Partial) for placement in source.placements):
+            source = without_partial(shape, source, target)
+            tensor = tensor.redistribute(placements=source.placements) if member else tensor
+        local = transfer(tensor.to_local(), shape, source, target, _device(device_mesh))
+        return wrap(local, device_mesh, placements, shape)
+
+
+def settle(grad: DTensor, layout: Layout, other: Layout) -> tuple[DTensor, Layout]:
+    """Return a gradient and where it lives, known on all ranks, ready to be moved from ``layout`` to ``other``.
+
+    torch leaves a gradient in any placements, which only the ranks of its mesh know. Nobody else need know within
+    one mesh; to cross to another the gradient takes the placements of the tensor that it belongs to.
+    """
+    if layout.same_grid(other):
+        return grad, Layout(layout.mesh, grad.placements)
+    known = of_gradient(layout)
+    return grad.redistribute(placements=known.placements), known
+
+
+def wrap(
+    local: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    """Return the DTensor of a global shape and stride (left out: contiguous) with this rank's part of it.
+
+    Outside the mesh only the dtype and device of ``local`` matter.
+    """
+    shape = torch.Size(shape)
+    if device_mesh.get_coordinate() is None:
+        # DTensor empties it, but takes the global shape of a scalar from here.
+        local = local.new_empty(0 if shape else ())
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _torch_can(tensor: DTensor, source: Layout, target: Layout) -> bool:
+    # torch refuses to make a Partial out of anything but that same Partial, and its collectives know fewer dtypes.
+    pairs = zip(source.placements, target.placements, strict=False)
+    return (
+        source.same_grid(target)
+        and all(old == new for old, new in pairs if isinstance(new, Partial))
+        and tensor.dtype in COLLECTIVE_DTYPES
+    )
+
+
+def _device(device_mesh: DeviceMesh) -> torch.device:
+    if device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())

@@ -1,0 +1,159 @@
+"""Moving a tensor from one layout to another, point to point: each rank is sent just what it lacks.
+
+Every rank computes the same plan from the two layouts alone, so nothing is negotiated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from meshwright.faults.interpose import own_collectives
+from meshwright.resharding.regions import Box, Layout, intersection, sizes, volume, within
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box that goes from the rank ``source`` to the rank ``target``; a copy in place where they are one."""
+
+    source: int
+    target: int
+    box: Box
+
+
+@functools.lru_cache(maxsize=256)
+def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Piece, ...]:
+    """Return the pieces that fill every rank of ``target`` from ``source``, in one order for all ranks.
+
+    What a rank holds already comes from itself. Replicas share the rest between them: a piece comes from the
+    holder that has sent least so far.
+
+    Args:
+        shape: the global shape.
+        source: a layout without ``Partial``.
+        target: any layout; the ranks that start a sum with zeros get nothing.
+
+    Example:
+        >>> from meshwright.mesh import ProcessMesh
+        >>> halves, whole = Layout(ProcessMesh([0, 1]), (Shard(0),)), Layout(ProcessMesh([1, 2]), (Replicate(),))
+        >>> for piece in plan((4,), halves, whole):
+        ...     print(piece.source, "->", piece.target, piece.box)
+        0 -> 1 ((0, 2),)
+        1 -> 1 ((2, 4),)
+        0 -> 2 ((0, 2),)
+        1 -> 2 ((2, 4),)
+    """
+    assert not any(isinstance(placement, Partial) for placement in source.placements)
+    holders: dict[Box, list[int]] = defaultdict(list)
+    for rank in source.mesh.ranks:
+        holders[source.box(shape, rank)].append(rank)
+    sent: Counter[int] = Counter()
+    pieces = []
+    for rank in filter(target.has_value, target.mesh.ranks):
+        wanted = target.box(shape, rank)
+        held = source.box(shape, rank) if rank in source.mesh else None
+        # The boxes of a layout do not overlap: two ranks hold the same one or share no element.
+        for cell, ranks in holders.items():
+            if (box := intersection(cell, wanted)) is None:
+                continue
+            sender = rank if cell == held else min(ranks, key=sent.__getitem__)
+            sent[sender] += volume(box) if sender != rank else 0
+            pieces.append(Piece(sender, rank, box))
+    return tuple(pieces)
+
+
+def traffic(pieces: Iterable[Piece]) -> int:
+    """Return the number of elements that a plan sends from one rank to another."""
+    return sum(volume(piece.box) for piece in pieces if piece.source != piece.target)
+
+
+@functools.lru_cache(maxsize=256)
+def without_partial(shape: tuple[int, ...], source: Layout, target: Layout) -> Layout:
+    """Return the layout to reduce ``source`` to before a transfer: the one that moves the fewest elements.
+
+    An all-reduce moves twice what a reduce-scatter does, but leaves replicas, of which the transfer may then
+    need fewer pieces.
+    """
+    shards = [source.with_partial(Shard(dim)) for dim in range(len(shape))]
+
+    def moved(reduced: Layout) -> float:
+        once = 0.0
+        for placement, size in zip(source.placements, source.mesh.shape, strict=True):
+            if isinstance(placement, Partial):
+                stored = sum(volume(source.box(shape, rank)) for rank in source.mesh.ranks)
+                once += stored * (size - 1) / size
+        return once * (1 if reduced in shards else 2) + traffic(plan(shape, reduced, target))
+
+    return min([source.with_partial(Replicate()), *shards], key=moved)
+
+
+def transfer(held: Tensor, shape: tuple[int, ...], source: Layout, target: Layout, device: torch.device) -> Tensor:
+    """Return what this rank stores under ``target``; every rank of both layouts makes this call.
+
+    Args:
+        held: what this rank stores under ``source``; unread outside that mesh.
+        shape: the global shape.
+        source: a layout without ``Partial``.
+        target: any layout.
+        device: where the result lives.
+    """
+    me = dist.get_rank()
+    outgoing: dict[int, list[Box]] = defaultdict(list)
+    incoming: dict[int, list[Box]] = defaultdict(list)
+    for piece in plan(shape, source, target):
+        if piece.source == me:
+            outgoing[piece.target].append(piece.box)
+        if piece.target == me:
+            incoming[piece.source].append(piece.box)
+
+    origin = source.box(shape, me) if me in source.mesh else ()
+    packed = {rank: _pack([held[within(box, origin)] for box in boxes]) for rank, boxes in outgoing.items()}
+    own = packed.pop(me, None)
+    lengths = {rank: sum(map(volume, boxes)) * held.element_size() for rank, boxes in incoming.items() if rank != me}
+    received = _exchange(packed, lengths, device)
+    if own is not None:
+        received[me] = own
+
+    if me not in target.mesh:
+        return torch.empty(0, dtype=held.dtype, device=device)
+    wanted = target.box(shape, me)
+    # Zeros, for the ranks that have no part in a sum; all others are written over.
+    result = torch.zeros(sizes(wanted), dtype=held.dtype, device=device)
+    for rank, boxes in incoming.items():
+        parts = received[rank].to(device).view(held.dtype).split([volume(box) for box in boxes])
+        for box, part in zip(boxes, parts, strict=True):
+            result[within(box, wanted)] = part.view(sizes(box))
+    return result
+
+
+def _pack(parts: list[Tensor]) -> Tensor:
+    """The bytes of all parts, as one message: backends know bytes, but not every dtype."""
+    return torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
+
+
+def _exchange(outgoing: dict[int, Tensor], lengths: dict[int, int], device: torch.device) -> dict[int, Tensor]:
+    """Send each rank its bytes, and return the bytes that came from each."""
+    wire = _wire_device(device)
+    received = {rank: torch.empty(length, dtype=torch.uint8, device=wire) for rank, length in lengths.items()}
+    messages = {rank: message.to(wire) for rank, message in outgoing.items()}
+    operations = [dist.P2POp(dist.isend, message, rank) for rank, message in messages.items()]
+    operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in received.items()]
+    with own_collectives():
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+    return received
+
+
+def _wire_device(device: torch.device) -> torch.device:
+    """Where messages must lie to be sent: gloo sends from the CPU alone, NCCL from CUDA alone."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if backends.get(device.type) == "nccl" or "cpu" not in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
