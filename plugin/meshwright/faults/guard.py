@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -47,7 +48,7 @@ class Guard:
         self.step = 0
         self.trace = Trace()
         self._rank = dist.get_rank()
-        self._world = dist.group.WORLD
+        self._world = weakref.ref(dist.group.WORLD)  # whose end must not wait for the guard
         self._process = os.getpid()
         self._cause: str | None = None
         self._failed = threading.Event()  # another rank did
@@ -70,7 +71,7 @@ class Guard:
     def is_current(self) -> bool:
         """Whether the process group that it watches is still the one in use, in the process that joined it."""
         is_over = self._is_closed or self._is_failing or os.getpid() != self._process
-        return not is_over and dist.group.WORLD is self._world
+        return not is_over and dist.is_initialized() and dist.group.WORLD is self._world()
 
     def begin_step(self) -> None:
         """Count a forward pass that trains."""
@@ -249,7 +250,9 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
     global _guard
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if _guard is None or not _guard.is_current:
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_timeout(group, timeout)
+    if active_guard() is None:
         if _guard is None:
             _install_hooks()
         else:
@@ -257,8 +260,6 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
         place = ", ".join(part for part in (f"host {socket.gethostname()}", coordinates) if part)
         _guard = Guard(name=f"rank {dist.get_rank()} ({place})", timeout=timeout)
         interpose.observe(_guard)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        set_timeout(group, timeout)
     return _guard
 
 
@@ -286,7 +287,8 @@ def _install_hooks() -> None:
     report.belongs_to_meshwright = True  # type: ignore[attr-defined]
     sys.excepthook = report
     atexit.register(lambda: _guard.close("its program ended") if _guard is not None else None)
-    os.register_at_fork(after_in_child=lambda: _guard.forget_in_child() if _guard is not None else None)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _guard.forget_in_child() if _guard is not None else None)
 
 
 def _in_short(error: BaseException) -> str:
@@ -299,8 +301,9 @@ def _in_short(error: BaseException) -> str:
 def _listening_address() -> tuple[str, str]:
     """Where rank 0 listens, and how the others reach it."""
     reached = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    is_local = reached in ("localhost", "::1") or reached.startswith("127.")
-    return ("127.0.0.1", "127.0.0.1") if is_local else ("", reached)
+    if reached in ("localhost", "::1") or reached.startswith("127."):
+        return "127.0.0.1", "127.0.0.1"
+    return "::" if ":" in reached else "0.0.0.0", reached
 
 
 def _from_first_rank(port: int, token: str) -> tuple[int, str]:

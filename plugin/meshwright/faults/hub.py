@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import resource
 import threading
 import time
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from meshwright.faults.referee import Post, Referee
 
 BEAT = 1.0  # seconds between signs of life, in both directions
+LONGEST_LINE = 2**24  # bytes; the last collectives of a rank, with all their shapes, are one line
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ class Hub:
         self._closing = ""
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, host, 0, backlog=2 * world_size))
+        serving = asyncio.start_server(self._serve, host, 0, backlog=2 * world_size, limit=LONGEST_LINE)
+        self._server = self._loop.run_until_complete(serving)
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="meshwright-hub", daemon=True)
         self._thread.start()
@@ -138,6 +139,10 @@ def _write(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
 
 def _allow_open_files(count: int) -> None:
     """Two connections a rank, beside what the program has open: raise the soft limit where it is lower."""
+    try:
+        import resource
+    except ImportError:  # not on Windows, which has no such limit
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 1024
     if soft != resource.RLIM_INFINITY and soft < wanted:
