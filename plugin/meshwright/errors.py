@@ -23,6 +23,14 @@ class UncoveredParameterError(PlanError):
         self.names = tuple(names)
 
 
+class UninitialisedParameterError(PlanError):
+    """Weights that do not exist yet, and that nothing says how to make."""
+
+
+class CheckpointError(ValueError):
+    """Weights on disk that cannot be read, or that are not this model's."""
+
+
 class AlreadyDistributedError(ValueError):
     """A model that something else (or an earlier call) has already distributed."""
 
