@@ -13,6 +13,7 @@ import meshwright as mw
 
 PUBLIC = {
     "AlreadyDistributedError",
+    "CheckpointError",
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
@@ -22,9 +23,11 @@ PUBLIC = {
     "ShardingPlan",
     "ToDistributedConfig",
     "UncoveredParameterError",
+    "UninitialisedParameterError",
     "UnreadableTensorError",
     "clip_grad_norm_",
     "decoder_roles",
+    "deferred_init",
     "full_gradients",
     "full_state_dict",
     "infer_plan",

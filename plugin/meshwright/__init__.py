@@ -2,12 +2,15 @@
 
 from meshwright.checkpoint.export import full_gradients, full_state_dict
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.construct.deferred import deferred_init
 from meshwright.distribute import to_distributed
 from meshwright.errors import (
     AlreadyDistributedError,
+    CheckpointError,
     OptimizerMismatchError,
     PlanError,
     UncoveredParameterError,
+    UninitialisedParameterError,
     UnreadableTensorError,
 )
 from meshwright.mesh import ParallelDims, ProcessMesh
@@ -18,6 +21,7 @@ from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, regi
 
 __all__ = [
     "AlreadyDistributedError",
+    "CheckpointError",
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
@@ -27,9 +31,11 @@ __all__ = [
     "ShardingPlan",
     "ToDistributedConfig",
     "UncoveredParameterError",
+    "UninitialisedParameterError",
     "UnreadableTensorError",
     "clip_grad_norm_",
     "decoder_roles",
+    "deferred_init",
     "full_gradients",
     "full_state_dict",
     "infer_plan",

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from meshwright.construct.tape import Tape, Window, ghost
-from meshwright.errors import UninitialisedParameterError
 
 _ATTRIBUTE = "_meshwright_recipe"
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -34,6 +33,15 @@ class Recipe:
     tape: Tape
     window: Window
     version: int = 0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether anything initialised the tensor."""
+        return self.tape.is_written(self.window)
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """Whether the tensor is as recording left it; only its dtype may have changed."""
+        return tensor._version == self.version and tuple(tensor.shape) == self.window.size
 
     def compute(self, dtype: torch.dtype) -> Tensor:
         """The whole tensor, on the CPU."""
@@ -113,6 +121,10 @@ class Recorder(TorchDispatchMode):
         self._defer(storage)
         return window.on(storage)
 
+    def is_written(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor has values, or a record of how to compute them."""
+        return not self._is_deferred(tensor) or self.tape.is_written(self._window(tensor))  # type: ignore[arg-type]
+
     def finish(self) -> None:
         """Move the deferred parameters to the meta device, and fill whatever else still uses their memory."""
         for parameter in self._parameters.values():
@@ -190,7 +202,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args_, **kwargs_)
         for x in written:
             if id(x) in values:
-                arguments = ((self._window(x), values[id(x)]), {})
+                arguments: Any = ((self._window(x), values[id(x)]), {})
                 self.tape.record(torch.ops.aten.copy_.default, arguments, [self._window(x)])
         originals = {id(value): deferred[key] for key, value in values.items()}
         return tree_map(lambda x: originals.get(id(x), x), result)
@@ -238,7 +250,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _window(x: Tensor, storage: int) -> Window:
-    return Window(storage, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
+    return Window(storage, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
 
 
 def _bytes(window: Window) -> int:
@@ -249,16 +261,3 @@ def _bytes(window: Window) -> int:
 
 def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def check_unchanged(name: str, parameter: Tensor, recipe: Recipe) -> None:
-    """Check that nobody initialised a parameter again after its recording ended.
-
-    Raises:
-        UninitialisedParameterError: naming it; on the meta device such a change is lost.
-    """
-    if parameter._version != recipe.version or tuple(parameter.shape) != recipe.window.size:
-        raise UninitialisedParameterError(
-            f"{name} was changed after meshwright.deferred_init() ended, where its values do not exist yet; "
-            "move the change into the block"
-        )

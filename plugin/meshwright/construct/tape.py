@@ -39,7 +39,7 @@ class Window:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,12 @@ class Tape:
         operation = Operation(function, recorded, tuple(written), tuple(created), draw)
         if draw is not None and self.draws:
             # The numbers are thrown away, but how many are drawn may depend on the values that the operation reads.
-            scratch = lambda w: w.like("cpu") if w is operation.hidden else self.replay(w)  # noqa: E731
-            args, kwargs = tree_map_only(Window, scratch, arguments)
+            args, kwargs = tree_map_only(Window, lambda w: self._scratch(w, operation), arguments)
             function(*args, **kwargs)
         self.operations.append(operation)
+
+    def _scratch(self, window: Window, operation: Operation) -> Tensor:
+        return window.like("cpu") if window is operation.hidden else self.replay(window)
 
     @torch.no_grad()
     def replay(self, window: Window) -> Tensor:
