@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.export import export_with_full_weights
+from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights
 from meshwright.data.loader import DistributedLoader

@@ -38,6 +38,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the format's own bound
 _STAGING = 4 * 2**20  # bytes of a dtype conversion at a time
 
+Run = tuple[int, int, int]  # first element in the file, first element in the shard, number of elements
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -132,36 +134,43 @@ def read_rows(
         shape[rows.dim] = rows.local_size
         has_padding = rows.real_rows(rank) < rows.local_size
     shard = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
-    flat, itemsize = shard.view(-1), entry.dtype.itemsize
-    if entry.dtype == dtype:
-        memory = memory_of(flat)
-        for source, target, count in _runs(entry.shape, rows, rank):
-            part = memory[target * itemsize : (target + count) * itemsize]
-            _read_exactly(file, part, entry.start + source * itemsize)
-            on_read(len(part))
-        return shard
-    staging = torch.empty(max(1, min(_STAGING // itemsize, flat.numel())), dtype=entry.dtype)
-    memory = memory_of(staging)
-    filled = first = 0
-
-    def flush() -> None:
-        flat[first : first + filled].copy_(staging[:filled])
-        on_read(filled * itemsize)
-
-    for source, target, count in _runs(entry.shape, rows, rank):
-        while count:
-            if filled == len(staging) or first + filled != target:
-                flush()
-                filled, first = 0, target
-            part = min(count, len(staging) - filled)
-            _read_exactly(file, memory[filled * itemsize : (filled + part) * itemsize], entry.start + source * itemsize)
-            filled, source, target, count = filled + part, source + part, target + part, count - part
-    flush()
+    fill = _fill if entry.dtype == dtype else _fill_converted
+    fill(shard.view(-1), file, entry, _runs(entry.shape, rows, rank), on_read)
     return shard
 
 
-def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[tuple[int, int, int]]:
-    """(first element in the file, first element in the shard, number of elements), in order of the shard."""
+def _fill(flat: Tensor, file: BinaryIO, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]) -> None:
+    memory, itemsize = memory_of(flat), entry.dtype.itemsize
+    for source, target, count in runs:
+        _read_exactly(file, memory[target * itemsize : (target + count) * itemsize], entry.start + source * itemsize)
+        on_read(count * itemsize)
+
+
+def _fill_converted(
+    flat: Tensor, file: BinaryIO, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]
+) -> None:
+    itemsize = entry.dtype.itemsize
+    staging = torch.empty(max(1, min(_STAGING // itemsize, flat.numel())), dtype=entry.dtype)
+    memory = memory_of(staging)
+    first = filled = 0  # staging[:filled] is to become flat[first : first + filled]
+
+    def convert() -> None:
+        flat[first : first + filled].copy_(staging[:filled])
+        on_read(filled * itemsize)
+
+    for source, target, count in runs:
+        while count:
+            if filled == len(staging) or first + filled != target:
+                convert()
+                first, filled = target, 0
+            part = min(count, len(staging) - filled)
+            _read_exactly(file, memory[filled * itemsize : (filled + part) * itemsize], entry.start + source * itemsize)
+            filled, source, target, count = filled + part, source + part, target + part, count - part
+    convert()
+
+
+def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
+    """The contiguous pieces of a shard, in order."""
     if not shape or rows.is_replicated:
         yield 0, 0, torch.Size(shape).numel()
         return
