@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,8 @@ def _launch(what: What, dtype: str, folder: str) -> list[Cost]:
     result = subprocess.run(command, env=worker_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         raise typer.Exit(result.returncode)
-    costs = [Cost(**json.loads(line)) for line in result.stdout.splitlines() if line.startswith("{")]
+    # Not by line: the ranks share the pipe, and their lines may run together.
+    costs = [Cost(**json.loads(found)) for found in re.findall(r"\{[^}]*\}", result.stdout)]
     return sorted(costs, key=lambda cost: cost.rank)
 
 

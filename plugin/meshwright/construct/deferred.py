@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-from meshwright.construct.tape import Tape, Window, ghost
+from meshwright.construct.tape import Tape, Window, reserve
 
 _ATTRIBUTE = "_meshwright_recipe"
 _EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
     def adopt(self, tensor: Tensor) -> Tensor:
         """A deferred tensor of the same form."""
         window = _window(tensor, -1)
-        storage = ghost(_bytes(window))
+        storage = reserve(window.num_bytes)
         self._defer(storage)
         return window.on(storage)
 
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
         for parameter in self._parameters.values():
             if self._is_deferred(parameter):  # its .data may have been replaced by real values
                 window = self._window(parameter)
-                meta = nn.Parameter(window.like("meta"), requires_grad=parameter.requires_grad)
+                meta = nn.Parameter(_on_meta(parameter.detach()), requires_grad=parameter.requires_grad)
                 meta.__dict__.update(parameter.__dict__)
                 # Where something holds on to its tensor (an LSTM's flat weights) it stays real, and is filled below.
                 with contextlib.suppress(RuntimeError):
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
         if is_like_deferred:
             return self.adopt(form)
         window = _window(form, -1)
-        tensor = window.on(ghost(_bytes(window)))
+        tensor = window.on(reserve(window.num_bytes))
         self._untouched[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
         return tensor
 
@@ -251,12 +251,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _window(x: Tensor, storage: int) -> Window:
     return Window(storage, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
-
-
-def _bytes(window: Window) -> int:
-    if 0 in window.size:
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(window.size, window.stride, strict=True))) * window.dtype.itemsize
 
 
 def _on_meta(x: Tensor) -> Tensor:

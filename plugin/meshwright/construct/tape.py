@@ -7,6 +7,7 @@ and equals to the bit what running everything in order would have given.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import mmap
 from collections.abc import Iterator, Sequence
@@ -34,9 +35,16 @@ class Window:
     offset: int
     dtype: torch.dtype
 
-    def like(self, device: str) -> Tensor:
-        """A tensor of this form in memory of its own."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+    @property
+    def num_bytes(self) -> int:
+        """From its first element to its last."""
+        if 0 in self.size:
+            return 0
+        return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
+
+    def alone(self) -> Window:
+        """The same form at the start of a storage of its own."""
+        return dataclasses.replace(self, offset=0)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
@@ -121,7 +129,7 @@ class Tape:
         self.operations.append(operation)
 
     def _scratch(self, window: Window, operation: Operation) -> Tensor:
-        return window.like("cpu") if window is operation.hidden else self.replay(window)
+        return window.alone().on(reserve(window.num_bytes)) if window is operation.hidden else self.replay(window)
 
     @torch.no_grad()
     def replay(self, window: Window) -> Tensor:
@@ -134,7 +142,7 @@ class Tape:
             if not isinstance(leaf, Window):
                 return leaf
             if leaf.storage not in storages:
-                storages[leaf.storage] = torch.UntypedStorage(self.sizes[leaf.storage])
+                storages[leaf.storage] = reserve(self.sizes[leaf.storage])
             return leaf.on(storages[leaf.storage])
 
         with torch.random.fork_rng(devices=[]):
@@ -186,10 +194,10 @@ def _copy(x: Tensor) -> Tensor:
 _MAPPED_BYTES = 2**16  # smaller memory is not worth one of the few thousand mappings of a process
 
 
-def ghost(num_bytes: int) -> torch.UntypedStorage:
-    """Memory that is reserved but not there: no page of it is resident until somebody writes.
+def reserve(num_bytes: int) -> torch.UntypedStorage:
+    """Memory of which no page is there until somebody writes, and none stays when it is freed.
 
-    Mapped rather than allocated: an allocator would hand out pages that earlier tensors made resident.
+    Mapped: an allocator would hand out pages that are resident already, and keep them when they are freed.
     """
     if num_bytes < _MAPPED_BYTES:
         return torch.UntypedStorage(num_bytes)
