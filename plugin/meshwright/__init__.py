@@ -2,13 +2,18 @@
 
 from meshwright.checkpoint.export import full_gradients, full_state_dict
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.construct.deferred import deferred_init
 from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
 from meshwright.distribute import to_distributed
 from meshwright.errors import (
     AlreadyDistributedError,
+    CheckpointError,
+    DivergenceError,
     OptimizerMismatchError,
+    PeerFailedError,
     PlanError,
     UncoveredParameterError,
+    UninitialisedParameterError,
     UnreadableTensorError,
 )
 from meshwright.mesh import ParallelDims, ProcessMesh
@@ -20,11 +25,14 @@ from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, regi
 
 __all__ = [
     "AlreadyDistributedError",
+    "CheckpointError",
     "DataParallel",
+    "DivergenceError",
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
     "Partial",
+    "PeerFailedError",
     "PlanError",
     "ProcessMesh",
     "Replicate",
@@ -33,9 +41,11 @@ __all__ = [
     "ShardingPlan",
     "ToDistributedConfig",
     "UncoveredParameterError",
+    "UninitialisedParameterError",
     "UnreadableTensorError",
     "clip_grad_norm_",
     "decoder_roles",
+    "deferred_init",
     "full_gradients",
     "full_state_dict",
     "fused_allreduce_gradients",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,6 +86,8 @@ class ToDistributedConfig:
     Args:
         plan: the parallel plan. Choosing one automatically (None or "auto") is not available yet.
         sequence_parallel: overrides ``plan.sequence_parallel``; None lets the plan say.
+        weights: a checkpoint to read the weights from, each rank its own shard: a .safetensors file, a
+            .safetensors.index.json, or a directory with either. They are converted to the model's dtype.
         input_spec: name -> (shape, dtype) of one sample batch; reserved for the planner.
         sharding_plan: which module plays which role, instead of the registered or inferred plan.
         gather_logits: gather ``outputs.logits`` in training with labels too. They stay sharded
@@ -102,6 +105,7 @@ class ToDistributedConfig:
 
     plan: ParallelPlan | Literal["auto"] | None = None
     sequence_parallel: bool | None = None
+    weights: str | os.PathLike[str] | None = None
     input_spec: Mapping[str, Any] | None = None
     sharding_plan: ShardingPlan | None = None
     gather_logits: bool = False

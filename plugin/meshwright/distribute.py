@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.export import export_with_full_weights
+from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.construct.weights import InitialWeights
 from meshwright.data.loader import DistributedLoader
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
@@ -27,8 +28,9 @@ from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.microbatch import split_forward
+from meshwright.parallel.outcome import succeed_together
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.parallel.tensor import install_tensor_parallel, shard_parameters
+from meshwright.parallel.tensor import install_tensor_parallel
 from meshwright.plans import plan_for
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,9 @@ def to_distributed(
     user's objects, changed in place. If the call raises, nothing was changed.
 
     Args:
-        model: a causal LM of transformers (or of the same shape), whole, on this process's device.
+        model: a causal LM of transformers (or of the same shape): whole, on this process's device; or
+            without memory, built under ``deferred_init`` or on the meta device, of which each rank then
+            makes its shard only (on CUDA where there is any).
         optimizer: over the model's parameters; its groups and its state are kept.
         dataloader: yields global batches, of the size that one device would train on.
         device_num: devices a node; None: what was launched.
@@ -62,6 +66,8 @@ def to_distributed(
         PlanError: for a plan that the model, the launch or this version cannot run.
         AlreadyDistributedError: for a model that DDP, FSDP, DeepSpeed or an earlier call distributed.
         OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
+        CheckpointError: for ``config.weights`` that are unsound or not this model's.
+        UninitialisedParameterError: for a model on the meta device that nothing initialises.
 
     Example::
 
@@ -85,14 +91,15 @@ def to_distributed(
     has_own_loss = _uses_causal_lm_loss(model)
     _check_micro_batches(plan, has_own_loss, model)
 
-    device = device_for(device_of(model))
+    device = device_for(_starting_device(model))
     start_process_group(device, config.timeout_s)
     tp, dp = build_axes(plan, device)
     guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
-    _equalise_weights(model, tp, dp)
+    weights = succeed_together(lambda: InitialWeights.find(model, config.weights))
+    _equalise_weights(model, weights, tp, dp)
 
     runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard)
-    _shard_model(model, optimizer, structure, plan, config, runtime, device, has_own_loss)
+    _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
     loader = dataloader
     if dataloader is not None:
         loader = DistributedLoader(dataloader, tp=tp, dp=dp, device=device)
@@ -132,10 +139,10 @@ def _check_model(model: nn.Module) -> None:
     if not parameters:
         raise PlanError(f"{type(model).__name__} has no parameters to distribute")
     for name, parameter in parameters:
+        if hasattr(parameter, "meshwright"):
+            raise AlreadyDistributedError(f"{name} belongs to a DataParallel or a sharded optimizer; build the model anew")
         if hasattr(parameter, "placements"):
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
-        if parameter.is_meta:
-            raise PlanError(f"{name} is on the meta device: give the model its weights before to_distributed")
 
 
 def _uses_causal_lm_loss(model: nn.Module) -> bool:
@@ -160,19 +167,28 @@ def _recompute_switch(model: nn.Module) -> Any:
     return getattr(model, "activation_checkpointing_enable", old)
 
 
-def _equalise_weights(model: nn.Module, tp: Axis, dp: Axis) -> None:
+def _starting_device(model: nn.Module) -> torch.device:
+    """Where the model is; for one without memory, CUDA where there is any."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device_of(model)
+
+
+def _equalise_weights(model: nn.Module, weights: InitialWeights, tp: Axis, dp: Axis) -> None:
     """Give every rank the first rank's weights where they differ, e.g. for want of a seed."""
     if tp.size * dp.size == 1:
         return
-    tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
-    digest = torch.stack([_digest(t) for t in tensors])
-    ranks = all_gather(all_gather(digest[None], tp), dp)
-    if torch.equal(ranks.nan_to_num(), ranks[:1].nan_to_num().expand_as(ranks)):
-        return
-    logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
-    with torch.no_grad():
-        for tensor in tensors:
-            dist.broadcast(tensor.data, src=0)
+    differ = weights.equalise_draws()
+    if tensors := [t.detach() for t in weights.own_tensors(model)]:
+        digest = torch.stack([_digest(t) for t in tensors])
+        ranks = all_gather(all_gather(digest[None], tp), dp).nan_to_num()
+        if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
+            differ = True
+            with torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor.data, src=0)
+    if differ:
+        logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 
 
 def _digest(x: Tensor) -> Tensor:
@@ -188,11 +204,13 @@ def _shard_model(
     plan: ParallelPlan,
     config: ToDistributedConfig,
     runtime: Runtime,
+    weights: InitialWeights,
     device: torch.device,
     has_own_loss: bool,
 ) -> None:
     tp, dp = runtime.tp, runtime.dp
-    replaced = shard_parameters(model, structure.parameters if structure else {}, tp, device)
+    layouts = structure.parameters if structure else {}
+    replaced = succeed_together(lambda: weights.build(model, layouts, tp, device))
     model.to(device)
     if optimizer is not None:
         rebind(optimizer, replaced)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
-from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.layout import ShardRecord, record_of
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.layout import RowLayout, ShardRecord, Span, record_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The one-device state dict of a distributed model, on the CPU of rank 0; empty elsewhere.
 
-    A collective call: every rank makes it. A tied weight appears under each of its names.
+    A collective call: every rank makes it. A tied weight appears under each of its names. The dict
+    holds the whole model in rank 0's memory; ``model.save_pretrained`` writes it without.
 
     Example::
 
@@ -32,9 +33,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     done: dict[int, Tensor | None] = {}
     for name, value in state.items():
         if id(value) not in done:
-            is_parameter = isinstance(value, nn.Parameter)
-            whole = _assemble(value.detach(), record_of(value), runtime) if is_parameter else value.detach()
-            done[id(value)] = whole.cpu().clone() if whole is not None and _is_first(runtime) else None
+            whole = gather_full(value, runtime)
+            # A tensor that is not sharded is the model's own: the user gets a copy.
+            done[id(value)] = whole.cpu().clone() if whole is not None and whole.shape == value.shape else whole
         if (whole := done[id(value)]) is not None:
             full[name] = whole
     return full
@@ -63,41 +64,68 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
         found = local.get(id(parameter), parameter.grad)
         if found is not None:
             whole = _assemble(found.as_subclass(Tensor), record_of(parameter), runtime)
-            if whole is not None and _is_first(runtime):
-                full[name] = whole.cpu().clone()
+            if whole is not None:
+                full[name] = whole.cpu().clone() if whole.shape == found.shape else whole
     return full
 
 
-def export_with_full_weights(model: nn.Module) -> None:
-    """Make ``model.save_pretrained`` write one-device weights, from rank 0; every rank calls it."""
-    save_pretrained = getattr(model, "save_pretrained", None)
-    if save_pretrained is None:
-        return
+def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
+    """The whole of a distributed model's parameter or buffer on rank 0, None elsewhere; every rank calls it.
 
-    @functools.wraps(save_pretrained)
-    def save_full(save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        state = full_state_dict(model)
-        if _is_first(runtime_of(model)):
-            kwargs.setdefault("state_dict", state)
-            save_pretrained(save_directory, *args, **kwargs)
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-
-    object.__setattr__(model, "save_pretrained", save_full)
+    On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
+    """
+    if isinstance(value, nn.Parameter):
+        return _assemble(value.detach(), record_of(value), runtime)
+    return value.detach() if is_first(runtime) else None
 
 
-def _is_first(runtime: Runtime) -> bool:
+def is_first(runtime: Runtime) -> bool:
+    """Whether this is the rank that gets whole tensors."""
     return runtime.tp.rank == 0 and runtime.dp.rank == 0
 
 
+_CHUNK = 4 * 2**20  # bytes in flight: rank 0 holds so much beside the full tensor
+
+
 def _assemble(local: Tensor, record: ShardRecord, runtime: Runtime) -> Tensor | None:
-    """The whole tensor, on the first data-parallel rank's TP ranks; None on the others, which wait for nobody."""
+    """The whole tensor on rank 0; None on the others, of which those of other data-parallel rows wait for nobody."""
+    tp, layout = runtime.tp, record.layout
     if not record.is_sharded:
-        return local
+        return local if is_first(runtime) else None
     if runtime.dp.rank != 0:
         return None
-    pieces = all_gather(local[None], runtime.tp)
-    full = local.new_zeros(record.global_shape)
-    for rank, piece in enumerate(pieces):
-        record.layout.put(full, piece, rank)
+    full = torch.empty(record.global_shape, dtype=local.dtype) if tp.rank == 0 else None
+    for owner, start, offset, count in _pieces(layout, max(1, _CHUNK * layout.local_size // max(local.nbytes, 1))):
+        if tp.rank == owner:
+            piece = local.narrow(layout.dim, offset, count)
+            if owner != 0:
+                dist.send(piece.contiguous(), _global_rank(tp, 0), group=tp.group)
+        elif tp.rank == 0:
+            shape = list(local.shape)
+            shape[layout.dim] = count
+            piece = local.new_empty(shape)
+            dist.recv(piece, _global_rank(tp, owner), group=tp.group)
+        if full is not None:
+            full.narrow(layout.dim, start, count).copy_(piece)
     return full
+
+
+def _pieces(layout: RowLayout, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """(rank, first row of the full tensor, first row of the rank's shard, rows), at most so many at a time.
+
+    Rows that several ranks hold come from the first of them.
+    """
+    covered: set[Span] = set()
+    for rank, spans in enumerate(layout.spans):
+        offset = 0
+        for start, stop in spans:
+            if (start, stop) not in covered:
+                for row in range(start, stop, most):
+                    yield rank, row, offset + row - start, min(most, stop - row)
+            covered.add((start, stop))
+            offset += stop - start
+
+
+def _global_rank(axis: Axis, rank: int) -> int:
+    assert axis.group is not None
+    return dist.get_global_rank(axis.group, rank)

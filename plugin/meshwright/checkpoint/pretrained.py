@@ -1,0 +1,265 @@
+"""``model.save_pretrained`` of a distributed model: one-device files, streamed tensor by tensor."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.export import full_state_dict, gather_full, is_first
+from meshwright.checkpoint.progress import Progress
+from meshwright.checkpoint.safetensors_file import SafetensorsWriter, read_header
+from meshwright.optim.runtime import Runtime, runtime_of
+from meshwright.parallel.layout import record_of
+from meshwright.parallel.outcome import on_first_rank
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def export_with_full_weights(model: nn.Module) -> None:
+    """Make ``model.save_pretrained`` write one-device weights, from rank 0; every rank calls it.
+
+    A plain save of transformers' model streams: rank 0 never holds more than one full tensor above
+    its own shard. With ``state_dict``, that is what is written. With ``push_to_hub``, adapters, or a
+    model whose names on disk are not its own, rank 0 collects the whole model first.
+    """
+    save_pretrained = getattr(model, "save_pretrained", None)
+    if save_pretrained is None:
+        return
+
+    @functools.wraps(save_pretrained)
+    def save_full(save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        runtime = runtime_of(model)
+        call = _bind(save_pretrained, save_directory, *args, **kwargs)
+        has_weights = on_first_rank(lambda: call.get("state_dict") is not None)
+        if has_weights:
+            on_first_rank(lambda: save_pretrained(save_directory, *args, **kwargs))
+            return
+        plan = on_first_rank(lambda: _plan(model, save_pretrained, call)) if _can_stream(model) else None
+        if plan is not None:
+            _stream(model, runtime, plan)
+            return
+        state = full_state_dict(model)
+        on_first_rank(lambda: save_pretrained(save_directory, *args, **{**kwargs, "state_dict": state}))
+
+    object.__setattr__(model, "save_pretrained", save_full)
+
+
+def _bind(
+    function: Callable[..., Any], directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    bound = inspect.signature(function).bind(directory, *args, **kwargs)
+    bound.apply_defaults()
+    rest = bound.arguments.pop("kwargs", {})
+    return {**bound.arguments, **rest}
+
+
+def _can_stream(model: nn.Module) -> bool:
+    """Whether this is a plain model of transformers, whose files we know."""
+    kinds = {kind.__name__: kind for kind in type(model).__mro__}
+    stock = getattr(kinds.get("PreTrainedModel"), "save_pretrained", None)
+    if stock is None or type(model).save_pretrained is not stock:  # type: ignore[attr-defined]
+        return False
+    is_plain = not getattr(model, "_hf_peft_config_loaded", False) and getattr(model, "hf_quantizer", None) is None
+    return is_plain and all(isinstance(x, Tensor) for x in model.state_dict().values())
+
+
+@dataclass(frozen=True)
+class _Save:
+    """What rank 0 found out: where to, and which tensors in which file.
+
+    Args:
+        target: the user's folder.
+        staging: a folder in it, with everything but the weights; moved out when all is written.
+        stem: the start of the weight files' names, e.g. "model".
+        index_name: of the index, where there are several files.
+        files: file name -> the names of its tensors, in order.
+        index: the content of the index, if there is to be one.
+    """
+
+    target: Path
+    staging: Path
+    stem: str
+    index_name: str
+    files: dict[str, list[str]]
+    index: dict[str, Any] | None
+
+
+def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> _Save | None:
+    """Let the stock method write everything else, and learn from it which names it would save; None: cannot stream.
+
+    It is given one number for each tensor, tied ones alike, and what it makes of them has the names
+    (without ties, and without what the model keeps out of its files) that ``from_pretrained`` expects.
+    """
+    if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
+        return None
+    most = _bytes(call["max_shard_size"])
+    target = Path(call["save_directory"])
+    target.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+    try:
+        state = model.state_dict(keep_vars=True)
+        stand_ins = {id(x): torch.zeros(1) for x in state.values()}
+        names = {name: stand_ins[id(x)] for name, x in state.items()}
+        save_pretrained(**{**call, "save_directory": staging, "state_dict": names, "max_shard_size": "1TB"})
+        written = list(staging.glob("*.safetensors"))
+        kept = set(read_header(written[0])) if len(written) == 1 else set()
+        if not kept or not kept <= state.keys():
+            shutil.rmtree(staging)
+            return None
+        written[0].unlink()
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    # Wide dtypes first, so that every tensor lies aligned in its file.
+    ordered = sorted((name for name in state if name in kept), key=lambda name: -state[name].element_size())
+    sizes = {name: _num_bytes(state[name]) for name in ordered}
+    stem = written[0].stem
+    files = _split(stem, sizes, most)
+    index = None
+    if len(files) > 1:
+        count = sum(_shape(p).numel() for p in model.parameters())
+        metadata = {"total_parameters": count, "total_size": sum(sizes.values())}
+        index = {"metadata": metadata, "weight_map": {name: file for file, inside in files.items() for name in inside}}
+    variant = f".{call['variant']}" if call.get("variant") else ""
+    return _Save(target, staging, stem, f"model.safetensors.index{variant}.json", files, index)
+
+
+def _split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:
+    """Fill files in order, each up to ``most`` bytes; a larger tensor has one to itself."""
+    parts: list[list[str]] = [[]]
+    room = most
+    for name, size in sizes.items():
+        if size > room and parts[-1]:
+            parts.append([])
+            room = most
+        parts[-1].append(name)
+        room -= size
+    if len(parts) == 1:
+        return {f"{stem}.safetensors": parts[0]}
+    return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}
+
+
+def _bytes(size: int | str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if found is None or found[2].upper() not in _UNITS:
+        raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or one with a unit such as '5GB'")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def _stream(model: nn.Module, runtime: Runtime, plan: _Save) -> None:
+    """Write the planned files, gathering one tensor at a time."""
+    state = model.state_dict(keep_vars=True)
+    files = _Files(plan, state) if is_first(runtime) else None
+    for file, names in plan.files.items():
+        if files is not None:
+            files.open(file)
+        for name in names:
+            # In one expression: a name for the full tensor would keep it while the next one is gathered.
+            _hand_over(gather_full(state[name], runtime), files)
+    on_first_rank(lambda: files.finish() if files is not None else None)
+
+
+class _Files:
+    """The weight files, on rank 0. A failure is kept until the end, since the other ranks are still sending."""
+
+    def __init__(self, plan: _Save, state: dict[str, Tensor]):
+        self._plan, self._state = plan, state
+        self._failure: OSError | None = None
+        self._writer: SafetensorsWriter | None = None
+        self._progress = Progress(f"writing {plan.target}")
+        names = [name for names in plan.files.values() for name in names]
+        self._progress.start(sum(_num_bytes(state[name]) for name in names))
+
+    def open(self, file: str) -> None:
+        self._close()
+        if self._failure is None:
+            forms = {
+                name: (self._state[name].dtype, tuple(_shape(self._state[name]))) for name in self._plan.files[file]
+            }
+            try:
+                self._writer = SafetensorsWriter(self._plan.staging / file, forms)
+            except OSError as error:
+                self._failure = error
+
+    def write(self, full: Tensor) -> None:
+        if self._writer is not None and self._failure is None:
+            try:
+                self._writer.write(full.cpu())
+            except OSError as error:
+                self._failure = error
+            self._progress.add(full.nbytes)
+
+    def finish(self) -> None:
+        """Put everything in the user's folder, in place of what an earlier save left there.
+
+        Raises:
+            OSError: the first of any step; the folder then holds what it held.
+        """
+        self._close()
+        self._progress.close()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if self._plan.index is not None:
+                name, content = self._plan.index
+                text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+                (self._plan.staging / name).write_text(text, encoding="utf-8")
+            new = {path.name for path in self._plan.staging.iterdir()}
+            _move(self._plan.staging, self._plan.target)
+            for path in _weight_files(self._plan):
+                if path.name not in new:
+                    path.unlink()
+        finally:
+            shutil.rmtree(self._plan.staging, ignore_errors=True)
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._failure = self._failure or error
+
+
+def _hand_over(full: Tensor | None, files: _Files | None) -> None:
+    if files is not None:
+        assert full is not None
+        files.write(full)
+
+
+def _move(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        if path.is_dir():
+            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+        else:
+            os.replace(path, target / path.name)
+
+
+def _weight_files(plan: _Save) -> list[Path]:
+    """The files of the target that ``from_pretrained`` would read as this model's weights."""
+    stem = re.escape(plan.stem)
+    pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    found = [path for path in plan.target.iterdir() if pattern.fullmatch(path.name)]
+    index = plan.target / plan.index_name
+    return [*found, index] if index.is_file() else found
+
+
+def _shape(x: Tensor) -> torch.Size:
+    return record_of(x).global_shape if isinstance(x, nn.Parameter) else x.shape
+
+
+def _num_bytes(x: Tensor) -> int:
+    return _shape(x).numel() * x.element_size()

@@ -1,0 +1,241 @@
+"""The safetensors format: read the rows that a rank owns, and write a file tensor by tensor.
+
+Not by the safetensors package: it maps the file, so that pages of other ranks' rows count as this
+process's memory, and it writes only what is in memory all at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import CheckpointError
+from meshwright.parallel.layout import RowLayout
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # bytes; the format's own bound
+_STAGING = 4 * 2**20  # bytes of a dtype conversion at a time
+
+Run = tuple[int, int, int]  # first element in the file, first element in the shard, number of elements
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: ``start`` is its first byte in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """What a safetensors file holds, by name.
+
+    Raises:
+        CheckpointError: for a file that is truncated, inconsistent, or of another format.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
+                raise CheckpointError(_not_safetensors(path, prefix, size))
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(_not_safetensors(path, prefix, size)) from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is not a safetensors file: its header is not a table of tensors")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
+    expected = 8 + length + sum(entry.num_bytes for entry in entries.values())
+    end = max((entry.start + entry.num_bytes for entry in entries.values()), default=8 + length)
+    if not size == expected == end:
+        raise CheckpointError(
+            f"{path} has {size} bytes, but its header describes {max(expected, end)}: it was truncated or damaged; "
+            "copy or save it again"
+        )
+    return entries
+
+
+def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
+    if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        return (
+            f"{path} is a pickle file, which could run code when loaded, and is not read; load it where you trust "
+            "it and write it again with model.save_pretrained(...), which writes safetensors"
+        )
+    return f"{path} ({size} bytes) is not a safetensors file, or was truncated in its header"
+
+
+def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
+    try:
+        dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        is_sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise CheckpointError(f"{path} is damaged: its header describes {name!r} as {value!r}")
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{path}: {name!r} has the dtype {dtype}; those that can be read are {', '.join(DTYPES)}")
+    entry = Entry(DTYPES[dtype], shape, data_start + start)
+    if stop - start != entry.num_bytes:
+        raise CheckpointError(
+            f"{path} is damaged: {name!r} of shape {list(shape)} and dtype {dtype} takes {entry.num_bytes} bytes, "
+            f"but its header gives it {stop - start}"
+        )
+    return entry
+
+
+def read_rows(
+    file: BinaryIO, entry: Entry, rows: RowLayout, rank: int, dtype: torch.dtype, on_read: Callable[[int], None]
+) -> Tensor:
+    """This rank's shard of a tensor, converted to ``dtype``; no other byte is read.
+
+    Args:
+        file: open for reading, unbuffered.
+        entry: the tensor's place in it.
+        rows, rank: which rows; padding rows are zeros.
+        on_read: told the number of bytes after each read.
+
+    Raises:
+        CheckpointError: if the file ends early (it changed since its header was read).
+    """
+    shape = list(entry.shape)
+    has_padding = False
+    if shape and not rows.is_replicated:
+        shape[rows.dim] = rows.local_size
+        has_padding = rows.real_rows(rank) < rows.local_size
+    shard = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
+    fill = _fill if entry.dtype == dtype else _fill_converted
+    fill(shard.view(-1), file, entry, _runs(entry.shape, rows, rank), on_read)
+    return shard
+
+
+def _fill(flat: Tensor, file: BinaryIO, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]) -> None:
+    memory, itemsize = memory_of(flat), entry.dtype.itemsize
+    for source, target, count in runs:
+        _read_exactly(file, memory[target * itemsize : (target + count) * itemsize], entry.start + source * itemsize)
+        on_read(count * itemsize)
+
+
+def _fill_converted(
+    flat: Tensor, file: BinaryIO, entry: Entry, runs: Iterator[Run], on_read: Callable[[int], None]
+) -> None:
+    itemsize = entry.dtype.itemsize
+    staging = torch.empty(max(1, min(_STAGING // itemsize, flat.numel())), dtype=entry.dtype)
+    memory = memory_of(staging)
+    first = filled = 0  # staging[:filled] is to become flat[first : first + filled]
+
+    def convert() -> None:
+        flat[first : first + filled].copy_(staging[:filled])
+        on_read(filled * itemsize)
+
+    for source, target, count in runs:
+        while count:
+            if filled == len(staging) or first + filled != target:
+                convert()
+                first, filled = target, 0
+            part = min(count, len(staging) - filled)
+            _read_exactly(file, memory[filled * itemsize : (filled + part) * itemsize], entry.start + source * itemsize)
+            filled, source, target, count = filled + part, source + part, target + part, count - part
+    convert()
+
+
+def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
+    """The contiguous pieces of a shard, in order."""
+    if not shape or rows.is_replicated:
+        yield 0, 0, torch.Size(shape).numel()
+        return
+    outer, inner = torch.Size(shape[: rows.dim]).numel(), torch.Size(shape[rows.dim + 1 :]).numel()
+    for index in range(outer):
+        target = index * rows.local_size * inner
+        for start, stop in rows.spans[rank]:
+            count = (stop - start) * inner
+            yield (index * rows.size + start) * inner, target, count
+            target += count
+
+
+def memory_of(x: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which the caller keeps alive."""
+    num_bytes = x.numel() * x.element_size()
+    return (
+        memoryview((ctypes.c_char * num_bytes).from_address(x.data_ptr())).cast("B") if num_bytes else memoryview(b"")
+    )
+
+
+def _read_exactly(file: BinaryIO, part: memoryview, offset: int) -> None:
+    while len(part):
+        count = os.preadv(file.fileno(), [part], offset)
+        if count == 0:
+            raise CheckpointError(f"{file.name} ended at byte {offset}, though its header promised more")
+        part, offset = part[count:], offset + count
+
+
+class SafetensorsWriter:
+    """Writes one file: all names, shapes and dtypes first, then one tensor after the other, in their order.
+
+    Example::
+
+        with SafetensorsWriter(path, {"weight": (torch.float32, (2, 3))}) as writer:
+            writer.write(torch.zeros(2, 3))
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._expected = list(tensors.values())
+        start = 0
+        for name, (dtype, shape) in tensors.items():
+            stop = start + Entry(dtype, shape, 0).num_bytes
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+            start = stop
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that every tensor starts aligned
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor."""
+        dtype, shape = self._expected.pop(0)
+        assert tensor.dtype == dtype and tuple(tensor.shape) == shape
+        tensor = tensor.detach().contiguous()
+        self._file.write(memory_of(tensor))
+
+    def close(self) -> None:
+        """Put the file on disk."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())

@@ -1,0 +1,157 @@
+"""A checkpoint of whole weights in safetensors files, checked against a model and read shard by shard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.progress import Progress
+from meshwright.checkpoint.safetensors_file import Entry, read_header, read_rows
+from meshwright.errors import CheckpointError
+from meshwright.parallel.layout import RowLayout
+
+logger = logging.getLogger(__name__)
+
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_SINGLE = "model.safetensors"
+_INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Which file holds which tensor.
+
+    Args:
+        source: what the user named.
+        entries: name -> the file and the tensor's place in it.
+        progress: told of every byte read.
+    """
+
+    source: Path
+    entries: Mapping[str, tuple[Path, Entry]]
+    progress: Progress
+
+    @staticmethod
+    def open(source: str | os.PathLike[str]) -> WeightFiles:
+        """Find the files and read their headers.
+
+        Args:
+            source: a .safetensors file, an index of several, or a directory with either.
+
+        Raises:
+            CheckpointError: naming what is missing, damaged, or of another format.
+        """
+        path = Path(source)
+        if path.is_dir():
+            path = _in_directory(path)
+        if path.suffix in _PICKLES:
+            raise CheckpointError(
+                f"{path} is a pickle file, which could run code when loaded, and is not read; load it where you "
+                "trust it and write it again with model.save_pretrained(...), which writes safetensors"
+            )
+        if not path.is_file():
+            raise CheckpointError(f"there is no checkpoint at {path}; name a .safetensors file, its index, or a folder")
+        if path.suffix == ".json":
+            entries = _indexed(path)
+        else:
+            entries = {name: (path, entry) for name, entry in read_header(path).items()}
+        return WeightFiles(Path(source), entries, Progress(f"reading {path.name}"))
+
+    def names_for(self, model: nn.Module) -> dict[int, str]:
+        """Check the checkpoint against a model: ``id`` of each of its tensors -> its name in the checkpoint.
+
+        A tied parameter may have any of its names. Buffers that the checkpoint lacks are left out.
+
+        Raises:
+            CheckpointError: naming every missing parameter and every tensor of another shape.
+        """
+        found: dict[int, str] = {}
+        missing: dict[int, str] = {}
+        others = []
+        state = model.state_dict(keep_vars=True)
+        for name, tensor in state.items():
+            if name in self.entries:
+                shape = self.entries[name][1].shape
+                if shape != tuple(tensor.shape):
+                    others.append(f"{name}: {list(shape)} in the checkpoint, {list(tensor.shape)} in the model")
+                found.setdefault(id(tensor), name)
+            elif isinstance(tensor, nn.Parameter):
+                missing.setdefault(id(tensor), name)
+        lacking = [name for key, name in missing.items() if key not in found]
+        if lacking or others:
+            raise CheckpointError(self._mismatch(lacking, others, list(state)))
+        if unused := [name for name in self.entries if name not in state]:
+            logger.warning(
+                "%s has %d tensor(s) that the model lacks: %s", self.source, len(unused), _some(unused, ", ")
+            )
+        return found
+
+    def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype) -> Tensor:
+        """This rank's shard of a tensor, on the CPU; only its bytes are read."""
+        path, entry = self.entries[name]
+        with path.open("rb", buffering=0) as file:
+            return read_rows(file, entry, rows, rank, dtype, self.progress.add)
+
+    def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
+        parts = [f"{self.source} does not fit the model"]
+        if lacking:
+            parts.append(f"it lacks {len(lacking)} parameter(s):\n  {_some(lacking)}")
+        if others:
+            parts.append(f"{len(others)} tensor(s) have another shape:\n  {_some(others)}")
+        prefixes = {
+            name[: -len(other)] for other in list(self.entries)[:1] for name in expected if name.endswith(other)
+        }
+        if lacking and (prefix := next(iter(prefixes), "")):
+            parts.append(
+                f"its names lack the prefix {prefix!r}: it is of the bare decoder; load it with its own class, and "
+                "save the whole model with save_pretrained(...)"
+            )
+        return "\n".join(parts)
+
+
+def _in_directory(directory: Path) -> Path:
+    names = sorted(entry.name for entry in directory.iterdir())
+    if _SINGLE in names:
+        return directory / _SINGLE
+    for kind in (_INDEX, ".safetensors"):
+        found = [name for name in names if name.endswith(kind)]
+        if len(found) == 1:
+            return directory / found[0]
+        if found:
+            raise CheckpointError(f"{directory} has several checkpoints: {', '.join(found)}; name one of the files")
+    pickles = [name for name in names if Path(name).suffix in _PICKLES]
+    hint = (
+        f"; {', '.join(pickles)} would be a pickle file, which could run code when loaded, and is not read: write it "
+        "again with model.save_pretrained(...), which writes safetensors"
+        if pickles
+        else ""
+    )
+    raise CheckpointError(f"{directory} has no .safetensors file; it holds: {_some(names, ', ') or 'nothing'}{hint}")
+
+
+def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: it has no sound 'weight_map'") from error
+    if outside := sorted({file for file in files.values() if Path(file).name != file}):
+        raise CheckpointError(f"{index} names files outside its own folder: {_some(outside, ', ')}")
+    if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):
+        raise CheckpointError(f"{index} names files that are not there: {_some(absent, ', ')}")
+    headers = {file: read_header(index.parent / file) for file in sorted(set(files.values()))}
+    if lost := [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]:
+        raise CheckpointError(f"{index} names tensors that their files do not hold:\n  {_some(lost)}")
+    return {name: (index.parent / file, headers[file][name]) for name, file in files.items()}
+
+
+def _some(names: list[str], separator: str = "\n  ") -> str:
+    more = [f"... and {len(names) - 20} more"] if len(names) > 20 else []
+    return separator.join([*names[:20], *more])

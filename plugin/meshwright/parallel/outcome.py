@@ -1,0 +1,67 @@
+"""Steps that can fail on one rank alone (a missing file, a full disk): all ranks fail, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from meshwright.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def succeed_together(step: Callable[[], T]) -> T:
+    """Run a step that communicates nothing, on every rank; if it fails on any, raise on all.
+
+    Raises:
+        Exception: this rank's own.
+        CheckpointError: naming another rank and what failed there.
+    """
+    if not dist.is_initialized():
+        return step()
+    result, error = _attempt(step)
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, _describe(error))
+    _raise_first(failures, error)
+    assert error is None
+    return result  # type: ignore[return-value]
+
+
+def on_first_rank(step: Callable[[], T]) -> T:
+    """Run a step on rank 0 alone; every rank gets its (picklable) result, or raises.
+
+    Raises:
+        Exception: rank 0's own, there.
+        CheckpointError: saying what failed on rank 0, elsewhere.
+    """
+    if not dist.is_initialized():
+        return step()
+    message: list[Any] = [None, None]
+    error = None
+    if dist.get_rank() == 0:
+        result, error = _attempt(step)
+        message = [result, _describe(error)]
+    dist.broadcast_object_list(message, src=0)
+    _raise_first([message[1]], error)
+    return message[0]
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return step(), None
+    except Exception as error:
+        return None, error
+
+
+def _describe(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _raise_first(failures: list[str | None], own: Exception | None) -> None:
+    if own is not None:
+        raise own
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise CheckpointError(f"rank {rank} failed, so every rank stops: {failure}")
