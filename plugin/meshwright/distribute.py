@@ -140,7 +140,7 @@ def _check_model(model: nn.Module) -> None:
         raise PlanError(f"{type(model).__name__} has no parameters to distribute")
     for name, parameter in parameters:
         if hasattr(parameter, "meshwright"):
-            raise AlreadyDistributedError(f"{name} belongs to a DataParallel or a sharded optimizer; build the model anew")
+            raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build the model anew")
         if hasattr(parameter, "placements"):
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
 
