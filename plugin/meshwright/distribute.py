@@ -206,7 +206,8 @@ def _shard_model(
 ) -> None:
     tp, dp = runtime.tp, runtime.dp
     layouts = structure.parameters if structure else {}
-    replaced = succeed_together(lambda: weights.build(model, layouts, tp, device))
+    made = succeed_together(lambda: weights.make(model, layouts, tp, device))
+    replaced = made.attach(model)
     model.to(device)
     if optimizer is not None:
         rebind(optimizer, replaced)
