@@ -532,7 +532,7 @@ def test_a_meta_model_that_its_config_does_not_describe() -> None:
 
 def built_differently() -> None:
     rank = torch.distributed.get_rank()
-    distribute(make(how="deferred", initializer_range=0.02 + rank), dp=2)
+    distribute(make(how="deferred", initializer_range=0.02 * (1 + rank)), dp=2)
 
 
 def test_ranks_that_initialise_differently(pool2: Any) -> None:

@@ -20,6 +20,7 @@ from meshwright.construct.twin import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.outcome import take_from_first
 from meshwright.parallel.tensor import Shards, attach_shards, make_shards
 
 
@@ -114,10 +115,12 @@ class InitialWeights:
         for module in model.modules():
             for owner in (module._buffers, vars(module)):
                 for name, tensor in owner.items():
+                    if not isinstance(tensor, Tensor):
+                        continue
                     if self.files is not None and id(tensor) in self.names:
                         whole = RowLayout.replicated(1, 1)
                         found.append((owner, name, self.files.read(self.names[id(tensor)], whole, 0, tensor.dtype)))
-                    elif isinstance(tensor, Tensor) and tensor.is_meta:
+                    elif tensor.is_meta:
                         found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
         return found
 
@@ -135,7 +138,7 @@ class InitialWeights:
         found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
         return [*found, *self.values.values()]
 
-    def equalise_draws(self) -> bool:
+    def equalise_draws(self, device: torch.device) -> bool:
         """Make the recipes of all ranks those of rank 0; whether any rank's differed.
 
         Raises:
@@ -150,7 +153,7 @@ class InitialWeights:
             return False
         for tape in tapes:
             for tensor in (*tape.states, *tape.constants()):
-                dist.broadcast(tensor, src=0)
+                take_from_first(tensor, device)
         return True
 
     def _lacking(self, model: nn.Module) -> dict[str, Tensor]:
@@ -184,5 +187,5 @@ def _digest(tapes: list[Tape]) -> str:
     digest = hashlib.sha256()
     for tape in tapes:
         for tensor in (*tape.states, *tape.constants()):
-            digest.update(memory_of(tensor.contiguous()))
+            digest.update(memory_of(tensor))
     return digest.hexdigest()
