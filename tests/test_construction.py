@@ -383,6 +383,34 @@ def test_unexpected_tensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "1 tensor(s) that the model lacks: model.spare" in caplog.text
 
 
+# ---- memory
+
+WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 16000}
+
+
+def peak_increase(how: str, path: Path | None) -> tuple[int, int]:
+    """By how many bytes construction raises this process's resident memory at its highest, and the shard's bytes."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = status("VmRSS")
+    model = distribute(make(how=how, **WIDE), tp=2, weights=path)
+    return status("VmHWM") - before, sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="measures by Linux's own account")
+@pytest.mark.parametrize("how", ["deferred", "meta", "checkpoint"])
+def test_a_rank_allocates_its_shard_only(how: str, pool2: Any, tmp_path: Path) -> None:
+    pool2.close()  # memory that earlier tests freed would be used again, and not be seen
+    path = write_checkpoint(tmp_path, "single", **WIDE) if how == "checkpoint" else None
+    for peak, shard in pool2.run(peak_increase, "meta" if path else how, path):
+        # The whole model would be 2; 0.25 is 20 MB here, of which a first forward of the libraries' code takes half.
+        assert 0.9 * shard < peak <= 1.25 * shard, (peak, shard)
+
+
 # ---- bad input
 
 
