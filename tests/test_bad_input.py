@@ -44,12 +44,6 @@ def empty_optimizer() -> None:
     call(build("llama"), optimizer, dp=2)
 
 
-def model_on_meta() -> None:
-    with torch.device("meta"):
-        model = build("llama")
-    call(model, tp=2)
-
-
 def tied_in_two_ways() -> None:
     model = build("llama", intermediate_size=32)
     mlp = model.model.layers[0].mlp
@@ -131,7 +125,6 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         "PlanError",
         r"no stack of equal decoder layers",
     ),
-    "on meta": (model_on_meta, "PlanError", r"on the meta device"),
     "a tie of two roles": (tied_in_two_ways, "PlanError", r"one tied parameter"),
     "a rank outside the mesh": (mesh_that_leaves_out_a_rank, "PlanError", r"rank\(s\) 1 of 2 are in no part"),
     "a mesh without dp": (mesh_without_the_axis, "PlanError", r"has the axes tp, but no 'dp'"),

@@ -28,7 +28,7 @@ from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.microbatch import split_forward
-from meshwright.parallel.outcome import succeed_together
+from meshwright.parallel.outcome import succeed_together, take_from_first
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel
 from meshwright.plans import plan_for
@@ -96,7 +96,7 @@ def to_distributed(
     tp, dp = build_axes(plan, device)
     guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
     weights = succeed_together(lambda: InitialWeights.find(model, config.weights))
-    _equalise_weights(model, weights, tp, dp)
+    _equalise_weights(model, weights, tp, dp, device)
 
     runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard)
     _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
@@ -174,19 +174,18 @@ def _starting_device(model: nn.Module) -> torch.device:
     return device_of(model)
 
 
-def _equalise_weights(model: nn.Module, weights: InitialWeights, tp: Axis, dp: Axis) -> None:
+def _equalise_weights(model: nn.Module, weights: InitialWeights, tp: Axis, dp: Axis, device: torch.device) -> None:
     """Give every rank the first rank's weights where they differ, e.g. for want of a seed."""
     if tp.size * dp.size == 1:
         return
-    differ = weights.equalise_draws()
+    differ = weights.equalise_draws(device)
     if tensors := [t.detach() for t in weights.own_tensors(model)]:
-        digest = torch.stack([_digest(t) for t in tensors])
+        digest = torch.stack([_digest(t) for t in tensors]).to(device)
         ranks = all_gather(all_gather(digest[None], tp), dp).nan_to_num()
         if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
             differ = True
-            with torch.no_grad():
-                for tensor in tensors:
-                    dist.broadcast(tensor.data, src=0)
+            for tensor in tensors:
+                take_from_first(tensor, device)
     if differ:
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 
@@ -210,7 +209,8 @@ def _shard_model(
 ) -> None:
     tp, dp = runtime.tp, runtime.dp
     layouts = structure.parameters if structure else {}
-    replaced = succeed_together(lambda: weights.build(model, layouts, tp, device))
+    made = succeed_together(lambda: weights.make(model, layouts, tp, device))
+    replaced = made.attach(model)
     model.to(device)
     if optimizer is not None:
         rebind(optimizer, replaced)

@@ -57,10 +57,9 @@ def export_with_full_weights(model: nn.Module) -> None:
     object.__setattr__(model, "save_pretrained", save_full)
 
 
-def _bind(
-    function: Callable[..., Any], directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    bound = inspect.signature(function).bind(directory, *args, **kwargs)
+def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     rest = bound.arguments.pop("kwargs", {})
     return {**bound.arguments, **rest}
@@ -214,9 +213,8 @@ class _Files:
             if self._failure is not None:
                 raise self._failure
             if self._plan.index is not None:
-                name, content = self._plan.index
-                text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-                (self._plan.staging / name).write_text(text, encoding="utf-8")
+                text = json.dumps(self._plan.index, indent=2, sort_keys=True) + "\n"
+                (self._plan.staging / self._plan.index_name).write_text(text, encoding="utf-8")
             new = {path.name for path in self._plan.staging.iterdir()}
             _move(self._plan.staging, self._plan.target)
             for path in _weight_files(self._plan):

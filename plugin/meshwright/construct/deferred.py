@@ -107,8 +107,8 @@ class Recorder(TorchDispatchMode):
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """Defer a parameter that is being registered, if nobody has given it values."""
-        if parameter is None or (address := _address(parameter)) is None:
-            return
+        if type(parameter) is not nn.Parameter or (address := _address(parameter)) is None:
+            return  # a subclass may hold more than a tensor on the meta device would
         if self._untouched.pop(address, None) is not None:
             self._defer(parameter.untyped_storage())
         if address in self._storages:

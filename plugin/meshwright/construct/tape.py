@@ -188,7 +188,7 @@ class Tape:
 
 
 def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone()
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 _MAPPED_BYTES = 2**16  # smaller memory is not worth one of the few thousand mappings of a process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -19,7 +20,22 @@ from meshwright.construct.twin import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout
-from meshwright.parallel.tensor import shard_parameters
+from meshwright.parallel.outcome import take_from_first
+from meshwright.parallel.tensor import Shards, attach_shards, make_shards
+
+
+@dataclass(frozen=True)
+class NewTensors:
+    """What this rank is to hold of a model: shards, and (dict, key, values) of the tensors beside the parameters."""
+
+    shards: Shards
+    buffers: list[tuple[dict[str, Any], str, Tensor]]
+
+    def attach(self, model: nn.Module) -> dict[int, nn.Parameter]:
+        """Put everything in its place; see ``attach_shards``."""
+        for owner, name, values in self.buffers:
+            owner[name] = values
+        return attach_shards(model, self.shards)
 
 
 @dataclass
@@ -71,34 +87,19 @@ class InitialWeights:
                 if id(p) in weights.recipes and not weights.recipes[id(p)].is_written
             ),
         ]:
-            raise UninitialisedParameterError(empty)
+            raise UninitialisedParameterError(sorted(empty))
         return weights
 
-    def build(
-        self, model: nn.Module, layouts: dict[str, Any], axis: Axis, device: torch.device
-    ) -> dict[int, nn.Parameter]:
-        """Make every shard, and put it in the model; see ``shard_parameters``."""
+    def make(self, model: nn.Module, layouts: dict[str, Any], axis: Axis, device: torch.device) -> NewTensors:
+        """Compute and read everything that this rank is to hold; the model is not changed."""
+        source = functools.partial(self._shard, rank=axis.rank)
         if self.files is None:
-            replaced = shard_parameters(model, layouts, axis, device, self._shard)
-        else:
-            with self.files.progress as progress:
-                progress.start(self._bytes_to_read(model, layouts, axis))
-                replaced = shard_parameters(model, layouts, axis, device, self._shard)
-        self._fill_buffers(model)
-        return replaced
+            return NewTensors(make_shards(model, layouts, axis, device, source), self._buffers(model))
+        with self.files.progress as progress:
+            progress.start(self._bytes_to_read(model, layouts, axis))
+            return NewTensors(make_shards(model, layouts, axis, device, source), self._buffers(model))
 
-    def _bytes_to_read(self, model: nn.Module, layouts: dict[str, Any], axis: Axis) -> int:
-        assert self.files is not None
-        total = 0.0
-        for name, parameter in model.named_parameters():
-            entry = self.files.entries[self.names[id(parameter)]][1]
-            rows = layouts[name].rows if name in layouts else None
-            part = rows.real_rows(axis.rank) / max(rows.size, 1) if rows is not None else 1.0
-            total += entry.num_bytes * part
-        return int(total)
-
-    def _shard(self, name: str, parameter: nn.Parameter, rows: RowLayout, rank: int) -> Tensor | None:
-        """This rank's shard of a parameter, computed or read now; None where the parameter holds its values."""
+    def _shard(self, parameter: nn.Parameter, rows: RowLayout, rank: int) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
             return self.files.read(self.names[id(parameter)], rows, rank, parameter.dtype)
         if id(parameter) in self.recipes:
@@ -109,23 +110,35 @@ class InitialWeights:
             return None
         return full if rows.is_replicated else rows.take(full, rank)
 
-    def _fill_buffers(self, model: nn.Module) -> None:
-        """Give every tensor beside the parameters its values."""
+    def _buffers(self, model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+        found: list[tuple[dict[str, Any], str, Tensor]] = []
         for module in model.modules():
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None and self.files is not None and id(buffer) in self.names:
-                    whole = RowLayout.replicated(1, 1)
-                    module._buffers[name] = self.files.read(self.names[id(buffer)], whole, 0, buffer.dtype)
-            for name, tensor in meta_tensors(module).items():
-                owner = module._buffers if name in module._buffers else vars(module)
-                owner[name] = self.values[id(tensor)].to(tensor.dtype)
+            for owner in (module._buffers, vars(module)):
+                for name, tensor in owner.items():
+                    if not isinstance(tensor, Tensor):
+                        continue
+                    if self.files is not None and id(tensor) in self.names:
+                        whole = RowLayout.replicated(1, 1)
+                        found.append((owner, name, self.files.read(self.names[id(tensor)], whole, 0, tensor.dtype)))
+                    elif tensor.is_meta:
+                        found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
+        return found
+
+    def _bytes_to_read(self, model: nn.Module, layouts: dict[str, Any], axis: Axis) -> int:
+        assert self.files is not None
+        total = 0
+        for name, parameter in model.named_parameters():
+            num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
+            rows = layouts[name].rows if name in layouts else None
+            total += num_bytes if rows is None else num_bytes * rows.real_rows(axis.rank) // max(rows.size, 1)
+        return total
 
     def own_tensors(self, model: nn.Module) -> list[Tensor]:
         """The real tensors that the model starts from."""
         found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
         return [*found, *self.values.values()]
 
-    def equalise_draws(self) -> bool:
+    def equalise_draws(self, device: torch.device) -> bool:
         """Make the recipes of all ranks those of rank 0; whether any rank's differed.
 
         Raises:
@@ -140,7 +153,7 @@ class InitialWeights:
             return False
         for tape in tapes:
             for tensor in (*tape.states, *tape.constants()):
-                dist.broadcast(tensor, src=0)
+                take_from_first(tensor, device)
         return True
 
     def _lacking(self, model: nn.Module) -> dict[str, Tensor]:
@@ -174,5 +187,5 @@ def _digest(tapes: list[Tape]) -> str:
     digest = hashlib.sha256()
     for tape in tapes:
         for tensor in (*tape.states, *tape.constants()):
-            digest.update(memory_of(tensor.contiguous()))
+            digest.update(memory_of(tensor))
     return digest.hexdigest()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.errors import CheckpointError
 
@@ -46,6 +48,14 @@ def on_first_rank(step: Callable[[], T]) -> T:
     dist.broadcast_object_list(message, src=0)
     _raise_first([message[1]], error)
     return message[0]
+
+
+def take_from_first(tensor: Tensor, device: torch.device) -> None:
+    """Overwrite a tensor by rank 0's, by way of a device that the process group reaches."""
+    staged = tensor.detach().to(device)
+    dist.broadcast(staged, src=0)
+    if staged.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(staged)
 
 
 def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -21,52 +21,52 @@ from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.structure import Block, DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
 
-# Given a parameter's name, itself and its layout: this rank's shard, or None where the parameter holds its values.
-ShardSource = Callable[[str, nn.Parameter, RowLayout, int], Tensor | None]
+# Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
+ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
+
+Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that they are to replace
 
 
-def shard_parameters(
-    model: nn.Module,
-    layouts: dict[str, Any],
-    axis: Axis,
-    device: torch.device | None = None,
-    source: ShardSource = lambda *_: None,
-) -> dict[int, nn.Parameter]:
-    """Replace each parameter by this rank's shard; a tied parameter stays one parameter.
+def make_shards(
+    model: nn.Module, layouts: dict[str, Any], axis: Axis, device: torch.device, source: ShardSource
+) -> Shards:
+    """This rank's shard of each parameter; the model is not changed."""
+    shards: Shards = {}
+    # Largest first: a shard may pass through its full tensor, which then adds to the fewest other shards.
+    named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
+    for name, parameter in named:
+        if id(parameter) not in shards:
+            rows = layouts[name].rows if name in layouts else _whole(parameter, axis)
+            record = ShardRecord(
+                name=name,
+                global_shape=parameter.shape,
+                layout=rows,
+                rank=axis.rank,
+                is_grad_partial=name in layouts and layouts[name].is_grad_partial,
+            )
+            shard = source(parameter, rows)
+            if shard is None:
+                shard = parameter.data if rows.is_replicated else rows.take(parameter.data, axis.rank)
+            shards[id(parameter)] = shard.to(device), record
+    return shards
 
-    The model is changed only when every shard exists.
+
+def attach_shards(model: nn.Module, shards: Shards) -> dict[int, nn.Parameter]:
+    """Replace each parameter by its shard; a tied parameter stays one parameter.
 
     Returns:
         ``id`` of the old parameter -> the new one, for the optimizer.
     """
-    named = list(model.named_parameters(remove_duplicate=False))
-    shards: dict[int, Tensor] = {}
-    records: dict[int, ShardRecord] = {}
-    # Largest first: a shard may pass through its full tensor, which then adds to the fewest other shards.
-    for name, parameter in sorted(named, key=lambda item: -item[1].numel()):
-        if id(parameter) in shards:
-            continue
-        rows = layouts[name].rows if name in layouts else _whole(parameter, axis)
-        records[id(parameter)] = ShardRecord(
-            name=name,
-            global_shape=parameter.shape,
-            layout=rows,
-            rank=axis.rank,
-            is_grad_partial=name in layouts and layouts[name].is_grad_partial,
-        )
-        shard = source(name, parameter, rows, axis.rank)
-        if shard is None:
-            shard = parameter.data if rows.is_replicated else rows.take(parameter.data, axis.rank)
-        shards[id(parameter)] = shard.to(device)
     replaced: dict[int, nn.Parameter] = {}
-    for name, parameter in named:
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in replaced:
+            shard, record = shards[id(parameter)]
             new = parameter
-            if records[id(parameter)].is_sharded or parameter.is_meta:
-                new = nn.Parameter(shards[id(parameter)], requires_grad=parameter.requires_grad)
+            if record.is_sharded or parameter.is_meta:
+                new = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             else:
-                new.data = shards[id(parameter)]  # its identity may matter to the user; only .data moves
-            new.meshwright = records[id(parameter)]  # type: ignore[attr-defined]
+                new.data = shard  # its identity may matter to the user; only .data moves
+            new.meshwright = record  # type: ignore[attr-defined]
             replaced[id(parameter)] = new
         module_name, _, suffix = name.rpartition(".")
         model.get_submodule(module_name)._parameters[suffix] = replaced[id(parameter)]
