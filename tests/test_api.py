@@ -77,8 +77,11 @@ def test_signatures() -> None:
         assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_errors_are_value_errors() -> None:
-    assert all(issubclass(getattr(mw, name), ValueError) for name in PUBLIC if name.endswith("Error"))
+def test_errors_of_use_are_value_errors_and_those_between_ranks_are_not() -> None:
+    between_ranks = {"DivergenceError", "PeerFailedError"}
+    for name in (name for name in PUBLIC if name.endswith("Error")):
+        kind = RuntimeError if name in between_ranks else ValueError
+        assert issubclass(getattr(mw, name), kind), name
 
 
 def test_import_pays_for_torch_alone() -> None:

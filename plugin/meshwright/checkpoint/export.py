@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.faults.interpose import own_collectives
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout, ShardRecord, Span, record_of
@@ -99,12 +100,11 @@ def _assemble(local: Tensor, record: ShardRecord, runtime: Runtime) -> Tensor | 
         if tp.rank == owner:
             piece = local.narrow(layout.dim, offset, count)
             if owner != 0:
-                dist.send(piece.contiguous(), _global_rank(tp, 0), group=tp.group)
+                _send(piece, tp)
         elif tp.rank == 0:
             shape = list(local.shape)
             shape[layout.dim] = count
-            piece = local.new_empty(shape)
-            dist.recv(piece, _global_rank(tp, owner), group=tp.group)
+            piece = _receive(local.new_empty(shape), owner, tp)
         if full is not None:
             full.narrow(layout.dim, start, count).copy_(piece)
     return full
@@ -124,6 +124,17 @@ def _pieces(layout: RowLayout, most: int) -> Iterator[tuple[int, int, int, int]]
                     yield rank, row, offset + row - start, min(most, stop - row)
             covered.add((start, stop))
             offset += stop - start
+
+
+@own_collectives()
+def _send(piece: Tensor, tp: Axis) -> None:
+    dist.send(piece.contiguous(), _global_rank(tp, 0), group=tp.group)
+
+
+@own_collectives()
+def _receive(piece: Tensor, owner: int, tp: Axis) -> Tensor:
+    dist.recv(piece, _global_rank(tp, owner), group=tp.group)
+    return piece
 
 
 def _global_rank(axis: Axis, rank: int) -> int:
