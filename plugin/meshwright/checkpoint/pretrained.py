@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.export import full_state_dict, gather_full, is_first
 from meshwright.checkpoint.progress import Progress
-from meshwright.checkpoint.safetensors_file import SafetensorsWriter, read_header
+from meshwright.checkpoint.safetensors_file import SafetensorsWriter, read_header, read_rows
 from meshwright.optim.runtime import Runtime, runtime_of
-from meshwright.parallel.layout import record_of
+from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.outcome import on_first_rank
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -97,35 +97,26 @@ class _Save:
 
 
 def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> _Save | None:
-    """Let the stock method write everything else, and learn from it which names it would save; None: cannot stream.
-
-    It is given one number for each tensor, tied ones alike, and what it makes of them has the names
-    (without ties, and without what the model keeps out of its files) that ``from_pretrained`` expects.
-    """
+    """Let the stock method write everything else, and learn from it which names it would save; None: cannot stream."""
     if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
         return None
     most = _bytes(call["max_shard_size"])
     target = Path(call["save_directory"])
     target.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
+    state = model.state_dict(keep_vars=True)
     try:
-        state = model.state_dict(keep_vars=True)
-        stand_ins = {id(x): torch.zeros(1) for x in state.values()}
-        names = {name: stand_ins[id(x)] for name, x in state.items()}
-        save_pretrained(**{**call, "save_directory": staging, "state_dict": names, "max_shard_size": "1TB"})
-        written = list(staging.glob("*.safetensors"))
-        kept = set(read_header(written[0])) if len(written) == 1 else set()
-        if not kept or not kept <= state.keys():
-            shutil.rmtree(staging)
-            return None
-        written[0].unlink()
+        written = _save_stand_ins(state, save_pretrained, {**call, "save_directory": staging})
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    if written is None:
+        shutil.rmtree(staging)
+        return None
+    stem, kept = written
     # Wide dtypes first, so that every tensor lies aligned in its file.
     ordered = sorted((name for name in state if name in kept), key=lambda name: -state[name].element_size())
     sizes = {name: _num_bytes(state[name]) for name in ordered}
-    stem = written[0].stem
     files = _split(stem, sizes, most)
     index = None
     if len(files) > 1:
@@ -134,6 +125,35 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any])
         index = {"metadata": metadata, "weight_map": {name: file for file, inside in files.items() for name in inside}}
     variant = f".{call['variant']}" if call.get("variant") else ""
     return _Save(target, staging, stem, f"model.safetensors.index{variant}.json", files, index)
+
+
+def _save_stand_ins(
+    state: dict[str, Tensor], save_pretrained: Callable[..., Any], call: dict[str, Any]
+) -> tuple[str, set[str]] | None:
+    """Save a few numbers for each tensor: the stem of the file that the stock method makes, and the names in it.
+
+    It drops ties and what the model keeps out of its files, as ``from_pretrained`` expects. None if it
+    does more than that: where a tensor comes out under another name, or in another form.
+    """
+    # With as many dims as the tensor, all of different sizes, and a value of its own, so that any conversion shows.
+    numbers = {id(x): number for number, x in enumerate(state.values())}
+    stand_ins = {id(x): torch.full(tuple(range(1, x.ndim + 1)), float(numbers[id(x)])) for x in state.values()}
+    names = {name: stand_ins[id(x)] for name, x in state.items()}
+    try:
+        save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})
+    except (RuntimeError, ValueError, TypeError):
+        return None  # a conversion of whole tensors; if it is anything else, the stock save raises it again
+    written = list(call["save_directory"].glob("*.safetensors"))
+    if len(written) != 1:
+        return None
+    entries = read_header(written[0])
+    with written[0].open("rb", buffering=0) as file:
+        for name, entry in entries.items():
+            values = read_rows(file, entry, RowLayout.replicated(1, 1), 0, entry.dtype, lambda _: None)
+            if name not in names or not torch.equal(values, names[name]):
+                return None
+    written[0].unlink()
+    return written[0].stem, set(entries)
 
 
 def _split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:

@@ -145,10 +145,14 @@ class InitialWeights:
             PlanError: where the ranks did not build the same model.
         """
         tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
-        digests: list[tuple[list[str], str]] = [([], "")] * dist.get_world_size()
-        dist.all_gather_object(digests, ([tape.form() for tape in tapes], _digest(tapes)))
-        if any(form != digests[0][0] for form, _ in digests):
-            raise PlanError("the ranks built different models: their deferred weights are initialised in other ways")
+        form = [len(self.recipes), len(self.values), sorted(self.names.values()), *(tape.form() for tape in tapes)]
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, (form, _digest(tapes)))
+        if others := [rank for rank, (other, _) in enumerate(digests) if other != digests[0][0]]:
+            raise PlanError(
+                f"rank(s) {', '.join(map(str, others))} built another model than rank 0, or pass another "
+                "ToDistributedConfig.weights: the weights are initialised in other ways, or come from other places"
+            )
         if all(digest == digests[0][1] for _, digest in digests):
             return False
         for tape in tapes:
