@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -145,3 +147,24 @@ def test_a_conversion_by_the_stock_method_is_kept(pool2: Any, tmp_path: Path) ->
         load_file(tmp_path / "model.safetensors"), {**expected, "lm_head.weight": expected["lm_head.weight"].T}
     )
     assert not list(tmp_path.glob(".saving-*"))
+
+
+def slow_save(path: Path) -> None:
+    """Rank 0 writes for longer than the timeout, a tensor at a time; the other row has nothing to send."""
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2), timeout_s=2.0)
+    model, _, _ = mw.to_distributed(make("llama"), config=config)
+    write = SafetensorsWriter.write
+
+    def slowly(self: SafetensorsWriter, tensor: Tensor) -> None:
+        time.sleep(0.15)
+        write(self, tensor)
+
+    with mock.patch.object(SafetensorsWriter, "write", slowly):
+        start = time.monotonic()
+        model.save_pretrained(path)
+        assert time.monotonic() - start > 3.0
+
+
+def test_a_save_may_take_longer_than_the_timeout(pool2: Any, tmp_path: Path) -> None:
+    pool2.run(slow_save, tmp_path)
+    assert_equal(load_file(tmp_path / "model.safetensors"), make("llama").state_dict())

@@ -22,7 +22,7 @@ from meshwright.checkpoint.progress import Progress
 from meshwright.checkpoint.safetensors_file import SafetensorsWriter, read_header, read_rows
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.layout import RowLayout, record_of
-from meshwright.parallel.outcome import on_first_rank
+from meshwright.parallel.outcome import on_first_rank, wait_for_first_rank
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -188,6 +188,8 @@ def _stream(model: nn.Module, runtime: Runtime, plan: _Save) -> None:
         for name in names:
             # In one expression: a name for the full tensor would keep it while the next one is gathered.
             _hand_over(gather_full(state[name], runtime), files)
+            # Ranks that have nothing to send would wait for the end in one collective, beyond its timeout.
+            wait_for_first_rank()
     on_first_rank(lambda: files.finish() if files is not None else None)
 
 

@@ -36,6 +36,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the format's own bound
+_SYNC = 256 * 2**20  # bytes written between two waits for the disk
 _STAGING = 4 * 2**20  # bytes of a dtype conversion at a time
 
 Run = tuple[int, int, int]  # first element in the file, first element in the shard, number of elements
@@ -218,6 +219,7 @@ class SafetensorsWriter:
             start = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that every tensor starts aligned
+        self._unsynced = 0
         self._file = path.open("wb")
         self._file.write(len(text).to_bytes(8, "little") + text)
 
@@ -233,6 +235,12 @@ class SafetensorsWriter:
         assert tensor.dtype == dtype and tuple(tensor.shape) == shape
         tensor = tensor.detach().contiguous()
         self._file.write(memory_of(tensor))
+        self._unsynced += tensor.nbytes
+        if self._unsynced >= _SYNC:
+            # Bit by bit: at the end alone, a slow disk would keep the other ranks waiting for minutes.
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._unsynced = 0
 
     def close(self) -> None:
         """Put the file on disk."""

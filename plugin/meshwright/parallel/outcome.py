@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
+from meshwright.faults.interpose import own_collectives
 
 T = TypeVar("T")
 
@@ -56,6 +57,13 @@ def take_from_first(tensor: Tensor, device: torch.device) -> None:
     dist.broadcast(staged, src=0)
     if staged.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(staged)
+
+
+@own_collectives()
+def wait_for_first_rank() -> None:
+    """Wait until rank 0 is here, for long work of its own: no single wait may exceed the timeout."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
