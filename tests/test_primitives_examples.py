@@ -43,6 +43,7 @@ def printed(name: str) -> str:
         ),
         ("partial_to_replicate", 2, [[], ["after (2, 3) [[1, 2, 3], [4, 5, 6]]"]]),
         ("shard_to_replicate", 2, [["before (1, 3) [[1, 2, 3]]"], ["after (2, 3) [[1, 2, 3], [4, 5, 6]]"]]),
+        ("deferred_weights", 2, [["w1 before () True", "w0: equal", "w1.weight: equal", "w1.bias: equal"]]),
         ("data_parallel", 4, [["losses: equal to one process", "w0: equal", "w1: equal"]]),
         ("tensor_parallel", 4, [["losses: equal to one process", "w0: equal", "w1: equal"]]),
         ("pipeline", 8, [["losses: equal", "w0: equal", "w1: equal"], *[[]] * 4, ["w0 (0,) []"]]),

@@ -23,8 +23,8 @@ def show(name: str, local: Tensor) -> None:
         dist.barrier()
 
 
-def compare(name: str, result: Tensor, expected: Tensor) -> None:
-    """Raise unless two tensors agree to the rounding of sums in another order, in float64."""
-    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+def compare(name: str, result: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    """Raise unless two tensors agree to the rounding of sums in another order, by default in float64."""
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
     if dist.get_rank() == 0:
         print(f"{name}: equal to one process", flush=True)
