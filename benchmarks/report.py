@@ -59,8 +59,9 @@ def print_collectives(contest: str, per_layer: dict[str, dict[str, Traffic]], ab
 
 
 def print_guard(contest: str, shares: dict[str, list[float]]) -> None:
-    """Print what part of a step the guard takes."""
-    table = _table(f"{contest}: share of a step spent in the guard", "rank 0", ["median", "min", "max"])
+    """Print what part of a step the guard takes, waiting for slower ranks left out."""
+    caption = "the shortest over the ranks of every call: the last rank waits for nobody"
+    table = _table(f"{contest}: share of a step spent in the guard", caption, ["median", "min", "max"])
     for name, found in shares.items():
         table.add_row(name, *(f"{value:.2%}" for value in (median(found), min(found), max(found))))
     _show(table, [])
