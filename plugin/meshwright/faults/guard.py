@@ -138,8 +138,8 @@ class Guard:
         self.trace.begin(f"receive of {what} from rank {ranks[source]}")
         slot = f"{group.group_name}/{tag}"
         message = {"kind": "receive", "source": ranks[source], "slot": slot, "what": what, "waits": waits}
-        if not waits:
-            self._link.announce(message)
+        if not waits or threading.current_thread() is not threading.main_thread():
+            self._link.announce({**message, "waits": False})
         elif (finding := self._answer(message, (self._rank, ranks[source]))) is not None:
             raise self._diverged((self._rank, ranks[source]), finding)
 

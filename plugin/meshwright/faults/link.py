@@ -33,7 +33,8 @@ class Link:
         on_notice: Callable[[str], None],
     ) -> None:
         self._timeout, self._status, self._on_notice = timeout, status, on_notice
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the asking connection, held until the answer
+        self._telling = threading.Lock()  # of the watching one, on which the listener beats and the program leaves
         self._closed = False
         self.hub_left: str | None = None
         self._ask = _connect(address, {**hello, "channel": "ask"})
@@ -65,7 +66,7 @@ class Link:
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a last word on the watching connection."""
-        with contextlib.suppress(OSError):
+        with self._telling, contextlib.suppress(OSError):
             self._watch.sendall(_line(message))
 
     def close(self) -> None:
