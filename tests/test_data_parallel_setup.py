@@ -6,10 +6,12 @@ import contextlib
 import copy
 import io
 import logging
+import os
 import pickle
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -346,3 +348,16 @@ def test_the_example_with_the_wrapper_joins_the_launchers_processes() -> None:
     assert result.returncode == 0, result.stderr
     first, second = weights_printed(result.stdout)
     assert first == second
+
+
+def threads_after_training() -> int:
+    model = mw.DataParallel(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    return threading.active_count() + len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts native threads in /proc")
+def test_a_model_that_is_gone_leaves_no_process_group_behind(pool2):
+    """Each group has threads of its own; a cycle through autograd's hooks would keep them all."""
+    counts = [pool2.run(threads_after_training)[0] for _ in range(4)]
+    assert counts[-1] <= counts[1]

@@ -129,6 +129,8 @@ class DataParallel(nn.Module):
                 meet=lambda: guard.meet("gradients", axis.group) if guard is not None else None,
             )
         syncs = [] if self._sync is None else [self._sync]
+        # The model keeps it alive, so that gradients are averaged also where only the model is kept.
+        object.__setattr__(model, "_meshwright_syncs", syncs)
         attach(self, Runtime(tp=Axis("tp"), dp=axis, parameters=self._trainable, syncs=syncs, guard=guard))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -77,10 +77,10 @@ class GradientSync:
         self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         for parameter in unreduced:
             parameter.register_post_accumulate_grad_hook(_guard)
-        for bucket in buckets:
-            for parameter in bucket.parameters:
-                parameter.register_hook(self._arrive(parameter))
-                parameter.register_post_accumulate_grad_hook(self._accumulated)
+        bucketed = [p for bucket in buckets for p in bucket.parameters]
+        self._copies = {id(p): record_of(p).copies(p) for p in bucketed if record_of(p).is_grad_partial}
+        for parameter in bucketed:
+            _add_hooks(parameter, self)
 
     @property
     def has_unsynced(self) -> bool:
@@ -105,16 +105,13 @@ class GradientSync:
         finally:
             self._paused = before
 
-    def _arrive(self, parameter: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
-        copies = record_of(parameter).copies(parameter) if record_of(parameter).is_grad_partial else None
-
-        def arrive(grad: Tensor) -> Tensor | None:
-            if self._paused:
-                return None
-            self.reduction.prepare(parameter)
-            return None if copies is None else grad * copies
-
-        return arrive
+    def arrive(self, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
+        """Called with a gradient that is about to be added to ``parameter.grad``."""
+        if self._paused:
+            return None
+        self.reduction.prepare(parameter)
+        copies = self._copies.get(id(parameter))
+        return None if copies is None else grad * copies
 
     def expect_none(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do not wait in the next pass for these parameters; of several calls before it, those named by all."""
@@ -141,7 +138,8 @@ class GradientSync:
         self._next = 0
         self._finish = []
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
+    def accumulated(self, parameter: nn.Parameter) -> None:
+        """Called when a gradient was added to ``parameter.grad``."""
         self.begin()
         index = self._bucket_of[id(parameter)]
         if index < self._next:
@@ -186,6 +184,22 @@ class GradientSync:
         finish, self._finish = self._finish, []
         for wait in finish:
             wait()
+
+
+def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
+    # Weakly: through autograd's hooks a parameter would keep alive itself, the process groups and their threads.
+    own, synchroniser = weakref.ref(parameter), weakref.ref(sync)
+
+    def arrive(grad: Tensor) -> Tensor | None:
+        target, of = own(), synchroniser()
+        return None if target is None or of is None else of.arrive(target, grad)
+
+    def accumulated(target: Tensor) -> None:
+        if (of := synchroniser()) is not None:
+            of.accumulated(target)  # type: ignore[arg-type]
+
+    parameter.register_hook(arrive)
+    parameter.register_post_accumulate_grad_hook(accumulated)
 
 
 class AllReduce:
