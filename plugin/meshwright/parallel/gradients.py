@@ -13,7 +13,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,10 @@ class GradientSync:
         self._copies = {id(p): record_of(p).copies(p) for p in bucketed if record_of(p).is_grad_partial}
         for parameter in bucketed:
             _add_hooks(parameter, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copied or pickled model takes none of this along: its parameters have no hooks.
+        return type(None), ()
 
     @property
     def has_unsynced(self) -> bool:
