@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_rows_are_those_of_the_dataset(form: str) -> None:
     assert rows == list(dataset)
     assert [type(value) for value in rows[0].values()] == [type(value) for value in next(iter(dataset)).values()]
     assert list(source.open(1, 2)) == list(source.open(1, 0))[2:]
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy"])
+def test_a_row_does_not_carry_the_rows_read_with_it(form: str) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1] * 100] * 64}).to_iterable_dataset().with_format(form)
+    row = next(dataset_shards(rows).open(0, 0))
+    assert len(pickle.dumps(row)) < 2 * 8 * 100
+    assert getattr(row["input_ids"], "base", None) is None
 
 
 def test_a_split_dataset_is_told_and_can_be_put_together() -> None:

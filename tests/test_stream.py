@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -186,6 +187,12 @@ def test_a_state_of_another_order_is_refused() -> None:
         ShardedStream([range(3)], batch_size=1, dp=Axis("dp")).load_state_dict({**state, "version": 7})
 
 
+def counted(size: int, reads: Iterator[int]) -> Iterator[int]:
+    for number in range(size):
+        next(reads)
+        yield number
+
+
 def failing_shard() -> Iterator[int]:
     yield from range(4)
     raise OSError("bad block")
@@ -217,9 +224,9 @@ def test_ranks_that_read_from_different_places_are_told() -> None:
 
 
 def test_what_the_ranks_say_to_each_other() -> None:
-    """One gathering in eight steps once under way; samples move only where lanes run dry."""
-    group = Ranks(4)
-    shards = [[(shard, i) for i in range(64)] for shard in range(16)]
+    """One gathering in eight steps once under way, since no sample has to move; each is read once."""
+    group, reads = Ranks(4), itertools.count()
+    shards = [functools.partial(counted, 64, reads) for _ in range(16)]
 
     def one(rank: int) -> int:
         axis = Axis("dp", size=4, rank=rank)
@@ -228,6 +235,7 @@ def test_what_the_ranks_say_to_each_other() -> None:
 
     assert group.run(one) == [128] * 4
     assert group.calls <= 128 / 8 + 5
+    assert next(reads) == 16 * 64
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 40])

@@ -7,11 +7,14 @@ taken up again by its number of samples, where a reservoir would have to be save
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 READ_TOGETHER = 64  # rows that a dataset decodes at once
 
@@ -194,4 +197,11 @@ def shuffled(samples: Iterator[Any], window: int, seed: str, number: int = 0) ->
 def _rows(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for batch in batches:
         for index in range(len(next(iter(batch.values()), ()))):
-            yield {name: column[index] for name, column in batch.items()}
+            yield {name: _own(column[index]) for name, column in batch.items()}
+
+
+def _own(value: Any) -> Any:
+    """A view would keep all rows decoded with it in memory, and be pickled with them."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.copy(value) if hasattr(value, "__array_interface__") else value
