@@ -171,6 +171,20 @@ def test_epochs_differ_and_can_be_chosen() -> None:
     assert [rows.samples for rows in stream] == first  # iter begins anew, whatever was read before
 
 
+def test_setting_the_epoch_of_a_loaded_state_keeps_its_place() -> None:
+    options: dict[str, Any] = {"batch_size": 4, "dp": Axis("dp"), "shuffle": True, "buffer_size": 16}
+    shards = [list(range(20)), list(range(20, 40))]
+    whole = [rows.samples for rows in ShardedStream(shards, **options)]
+    first = ShardedStream(shards, **options)
+    list(itertools.islice(first, 3))
+    for epoch, expected in ((0, whole[3:]), (1, None)):
+        resumed = ShardedStream(shards, **options)
+        resumed.load_state_dict(first.state_dict())
+        resumed.set_epoch(epoch)
+        rest = [rows.samples for rows in resumed]
+        assert rest == expected if expected else len(rest) == len(whole) and rest != whole
+
+
 def test_drop_last_says_how_many() -> None:
     stream = ShardedStream([range(10)], batch_size=4, dp=Axis("dp"), drop_last=True)
     assert [len(rows.samples) for rows in stream] == [4, 4]

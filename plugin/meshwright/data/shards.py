@@ -169,8 +169,8 @@ class LaneReader:
 
 
 def window_start(taken: int, window: int) -> int:
-    """The first sample of the window from which the last of ``taken`` samples came."""
-    return max(taken - 1, 0) // window * window
+    """The first sample of the window from which the next one after ``taken`` samples comes."""
+    return taken // window * window
 
 
 def shuffled(samples: Iterator[Any], window: int, seed: str, number: int = 0) -> Iterator[Any]:
