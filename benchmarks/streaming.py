@@ -22,10 +22,10 @@ SHARDS = 32
 
 
 def main(
-    documents: Annotated[int, typer.Option(help="Documents in the dataset.")] = 40_000,
+    documents: Annotated[int, typer.Option(help="Documents in the dataset.")] = 10_000,
     tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Rows of a batch.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 4,
 ) -> None:
     """Print the medians of the ratios within a round, and what going on from the middle costs."""
     table = Dataset.from_dict({"input_ids": [list(range(tokens))] * documents})

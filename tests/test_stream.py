@@ -141,6 +141,11 @@ def test_mesh_changes_in_mid_epoch(case: int) -> None:
     assert sorted(seen) == sorted(expected) == list(range(sum(map(len, shards))))
 
 
+def test_lanes_that_ran_dry_are_not_opened_again() -> None:
+    _, state = read([[1], [], list(range(20))], 2, 4, batch_size=2)
+    assert state["lanes"] == [None, None, [7, 0, 0]]
+
+
 def test_the_state_is_small_and_points_at_the_shard() -> None:
     shards = [[(shard, i) for i in range(50)] for shard in range(512)]
     options = {"batch_size": 64, "shuffle": True, "buffer_size": 640}
@@ -156,6 +161,24 @@ def test_the_state_is_small_and_points_at_the_shard() -> None:
     resumed, _ = read(Source(shards), 1, 1, state, **options)
     assert batches(resumed)[0] == batches(read(shards, 1, 201, **options)[0])[200]
     assert len(opened) <= 3 * 32  # of the 256 that were begun before, only those in hand
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_workers_change_in_mid_epoch(case: int) -> None:
+    chooser = random.Random(case)
+    shards = make_shards(chooser, 9, 20)
+    options: dict[str, Any] = {"batch_size": 4, "dp": Axis("dp"), "shuffle": True, "buffer_size": 25, "lanes": 5}
+    expected = [rows.samples for rows in ShardedStream(shards, **options)]
+    seen, state = [], None
+    for workers, steps in ((2, 3), (0, 2), (1, None)):
+        stream = ShardedStream(shards, num_workers=workers, **options)
+        if state is not None:
+            stream.load_state_dict(state)
+        seen += [rows.samples for rows in itertools.islice(stream, steps)]
+        state = stream.state_dict()
+        if state["epoch"] == 1:
+            break
+    assert seen == expected
 
 
 def test_epochs_differ_and_can_be_chosen() -> None:
