@@ -25,11 +25,13 @@ def main(
     documents: Annotated[int, typer.Option(help="Documents in the dataset.")] = 10_000,
     tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Rows of a batch.")] = 32,
+    form: Annotated[str, typer.Option(help="The dataset's format: python, numpy or torch.")] = "numpy",
     rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 4,
 ) -> None:
     """Print the medians of the ratios within a round, and what going on from the middle costs."""
     table = Dataset.from_dict({"input_ids": [list(range(tokens))] * documents})
     dataset, collate = table.to_iterable_dataset(num_shards=SHARDS), TokenCollator()
+    dataset = dataset.with_format(None if form == "python" else form)
 
     def plain(workers: int) -> Iterable[Any]:
         return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, num_workers=workers)
