@@ -204,6 +204,7 @@ def test_setting_the_epoch_of_a_loaded_state_keeps_its_place() -> None:
         resumed = ShardedStream(shards, **options)
         resumed.load_state_dict(first.state_dict())
         resumed.set_epoch(epoch)
+        assert resumed.state_dict()["samples"] == (0 if epoch else 12)
         rest = [rows.samples for rows in resumed]
         assert rest == expected if expected else len(rest) == len(whole) and rest != whole
 

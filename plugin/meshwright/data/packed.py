@@ -66,6 +66,12 @@ class PackedShards:
     def num_shards(self) -> int:
         return self._source.num_shards
 
+    @property
+    def fingerprint(self) -> str:
+        """What makes row k of a shard another one: a stream's state holds it."""
+        inner = getattr(self._source, "fingerprint", "")
+        return f"{inner} {self._packing}".strip()
+
     def open(self, shard: int, start: int) -> Iterator[dict[str, Tensor]]:
         """The rows of one shard from row ``start`` on; those before are planned, but not made."""
         rows = self._packing.packed(self._source.open(shard, 0))

@@ -21,7 +21,10 @@ READ_TOGETHER = 64  # rows that a dataset decodes at once
 
 @runtime_checkable
 class ShardedSource(Protocol):
-    """What can be streamed: a number of shards, each of which can be opened anywhere, any number of times."""
+    """What can be streamed: a number of shards, each of which can be opened anywhere, any number of times.
+
+    It may have a ``fingerprint``, a short text: a state of a stream with another one is refused.
+    """
 
     @property
     def num_shards(self) -> int:

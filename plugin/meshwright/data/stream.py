@@ -100,6 +100,7 @@ class ShardedStream:
         self._num_lanes = min(lanes, self.source.num_shards)
         self._order: dict[str, Any] = {
             "num_shards": self.source.num_shards,
+            "fingerprint": getattr(self.source, "fingerprint", ""),
             "lanes": self._num_lanes,
             "shuffle": shuffle,
             "window": math.ceil(buffer_size / self._num_lanes) if shuffle else 1,
@@ -113,7 +114,8 @@ class ShardedStream:
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next ``iter`` reads; a loaded state of another epoch is let go."""
         if epoch != self.epoch:
-            self.epoch, self._goes_on = epoch, False
+            self.epoch, self.samples, self._goes_on = epoch, 0, False
+            self._lanes = self._new_lanes()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last batch that was given out ends: small, JSON, and the same on all ranks."""
