@@ -1,0 +1,141 @@
+"""What is special to Hugging Face's ``datasets``: streams that are split or shuffled already, and token columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import datasets
+import pyarrow.compute as pc
+import torch
+from datasets.iterable_dataset import BufferShuffledExamplesIterable
+from torch import Tensor
+
+from meshwright.data.packed import PackedDataset, PackedShards
+from meshwright.data.packing import Packing
+from meshwright.data.shards import DatasetShards
+
+IGNORE_INDEX = -100
+PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX, "position_ids": 0}  # by column
+LENGTHS_READ = 10_000  # documents whose lengths are read at a time
+
+
+def dataset_shards(dataset: datasets.IterableDataset) -> DatasetShards:
+    """The shards of a streamed dataset, for ``ShardedStream``.
+
+    Args:
+        dataset: unshuffled, and not split by node.
+
+    Raises:
+        ValueError: it is split by node, or shuffled by ``dataset.shuffle``, whose buffer no state holds.
+
+    Example:
+        >>> stream = datasets.Dataset.from_dict({"x": [0, 1, 2, 3]}).to_iterable_dataset(num_shards=2)
+        >>> list(dataset_shards(stream).open(1, start=0))
+        [{'x': 2}, {'x': 3}]
+    """
+    shards = DatasetShards(dataset)
+    if any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _stages(dataset._ex_iterable)):
+        raise ValueError(
+            "the dataset is shuffled by dataset.shuffle(), whose buffer is lost when training goes on; leave that out, "
+            "and shuffle with shuffle=True, seed and buffer_size of the loader"
+        )
+    return shards
+
+
+def unsplit(dataset: datasets.IterableDataset) -> datasets.IterableDataset:
+    """A streamed dataset as it was before ``split_dataset_by_node``, which only marks it.
+
+    Raises:
+        ValueError: it is not streamed; a split map-style dataset no longer has the other nodes' rows.
+    """
+    if not isinstance(dataset, datasets.IterableDataset):
+        raise ValueError(
+            f"a split {type(dataset).__name__} no longer has the rows of the other nodes; pass the whole one"
+        )
+    return datasets.IterableDataset(  # a copy.copy would share the mark with the dataset of the user
+        dataset._ex_iterable,
+        info=dataset._info.copy(),
+        split=dataset._split,
+        formatting=dataset._formatting,
+        token_per_repo_id=dataset._token_per_repo_id,
+    )
+
+
+def pack_dataset(
+    dataset: datasets.Dataset | datasets.IterableDataset, packing: Packing
+) -> PackedDataset | PackedShards:
+    """Rows of one length from a tokenised dataset: a map-style dataset of them, or shards for ``ShardedStream``.
+
+    Args:
+        dataset: with ``input_ids`` and perhaps ``labels``, not padded; other columns are left out.
+        packing: how.
+
+    Raises:
+        ValueError: it has no ``input_ids``.
+
+    Example:
+        >>> documents = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]]})
+        >>> pack_dataset(documents, Packing(length=5))[0]["position_ids"]
+        tensor([0, 1, 2, 0, 1])
+    """
+    if dataset.column_names is not None:
+        if "input_ids" not in dataset.column_names:
+            raise ValueError(
+                f"the dataset has no column 'input_ids' but {dataset.column_names}; map a tokenizer over it first"
+            )
+        dataset = dataset.select_columns([name for name in PADDING if name in dataset.column_names])
+    if isinstance(dataset, datasets.IterableDataset):
+        return PackedShards(dataset_shards(dataset), packing)
+    return PackedDataset(dataset.with_format("torch"), packing, _lengths(dataset))
+
+
+class TokenCollator:
+    """Batches of a tokenised dataset: its token columns as tensors, padded on the right; other columns are left out.
+
+    Args:
+        pad_token_id: of the padding of ``input_ids``.
+        multiple_of: lengths are padded to a multiple of it, for sequence and context parallelism.
+
+    Example:
+        >>> TokenCollator()([{"input_ids": [5, 6]}, {"input_ids": [7]}])["input_ids"]
+        tensor([[5, 6],
+                [7, 0]])
+    """
+
+    def __init__(self, pad_token_id: int = 0, multiple_of: int = 1):
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of={multiple_of} must be at least 1")
+        self._padding, self._multiple_of = {**PADDING, "input_ids": pad_token_id}, multiple_of
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if "input_ids" not in samples[0]:
+            raise ValueError(
+                f"the samples have no 'input_ids' but {list(samples[0])}; map a tokenizer over the dataset"
+            )
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        length = -(-longest // self._multiple_of) * self._multiple_of
+        batch = {}
+        for name, padding in self._padding.items():
+            if name in samples[0]:
+                batch[name] = torch.full((len(samples), length), padding)
+                for row, sample in zip(batch[name], samples, strict=True):
+                    row[: len(sample[name])] = torch.as_tensor(sample[name])
+        if "attention_mask" not in batch:
+            lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+            batch["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
+        return batch
+
+
+def _lengths(dataset: datasets.Dataset) -> Iterator[int]:
+    """The lengths of the documents, without reading a token."""
+    for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=LENGTHS_READ):
+        yield from pc.list_value_length(table["input_ids"]).to_pylist()
+
+
+def _stages(stage: Any) -> Iterator[Any]:
+    """A pipeline's stages, from its end to its sources."""
+    yield stage
+    for source in [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]:
+        if source is not None:
+            yield from _stages(source)

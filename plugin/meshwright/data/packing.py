@@ -1,0 +1,151 @@
+"""Documents of tokens packed into rows of one length, without losing a token.
+
+Documents are packed a window at a time, and nothing is carried from one window to the next but where it begins. So
+a row is a function of its window's lengths, and a state is a place among the documents: no token needs saving.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+Strategy = Literal["best_fit", "concatenate"]
+
+
+class Piece(NamedTuple):
+    """Tokens ``start`` to ``stop`` of a document."""
+
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become rows.
+
+    Args:
+        length: the most tokens of a row.
+        strategy: "best_fit" splits only documents longer than a row; "concatenate" fills every row and splits where
+            it ends.
+        window: documents that best_fit looks at together.
+        multiple_of: rows are padded to a multiple of it, for sequence and context parallelism.
+        pad_token_id: of the padding, which nothing attends to and no label counts.
+
+    Raises:
+        ValueError: a size below 1, or an unknown strategy.
+
+    Example:
+        >>> Packing(length=8).rows([5, 2, 3, 4])
+        [[Piece(document=0, start=0, stop=5), Piece(document=2, start=0, stop=3)], \
+[Piece(document=1, start=0, stop=2), Piece(document=3, start=0, stop=4)]]
+    """
+
+    length: int
+    strategy: Strategy = "best_fit"
+    window: int = 1024
+    multiple_of: int = 1
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("length", "window", "multiple_of"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.strategy not in ("best_fit", "concatenate"):
+            raise ValueError(f"strategy={self.strategy!r} must be 'best_fit' or 'concatenate'")
+
+    @property
+    def padded_length(self) -> int:
+        """The tokens of a row with its padding."""
+        return math.ceil(self.length / self.multiple_of) * self.multiple_of
+
+    def rows(self, lengths: Iterable[int]) -> list[list[Piece]]:
+        """The pieces of every row, for documents of these lengths."""
+        documents = map(range, lengths)  # of which only the lengths matter
+        return [[piece for piece, _ in row] for row, _ in self.packed(documents)]
+
+    def packed(
+        self, documents: Iterator[Any], at: Place | None = None
+    ) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
+        """The pieces of every row with their documents, and the place after it; ``documents`` begin at ``at``."""
+        at = at or Place()
+        pack = self._best_fit if self.strategy == "best_fit" else self._concatenated
+        return pack(documents, at)
+
+    def _best_fit(self, documents: Iterator[Any], at: Place) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
+        first, skip = at.document, at.rows
+        while window := list(islice(documents, self.window)):
+            rows = best_fit([num_tokens(document) for document in window], self.length)
+            for number, row in enumerate(rows[skip:], skip + 1):
+                pieces = [(piece._replace(document=first + piece.document), window[piece.document]) for piece in row]
+                is_last = number == len(rows)
+                yield pieces, Place(first + len(window)) if is_last else Place(first, rows=number)
+            first, skip = first + len(window), 0
+
+    def _concatenated(self, documents: Iterator[Any], at: Place) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
+        row: list[tuple[Piece, Any]] = []
+        room, start = self.length, at.token
+        for number, document in enumerate(documents, at.document):
+            stop = num_tokens(document)
+            while start < stop:
+                piece = Piece(number, start, min(stop, start + room))
+                row.append((piece, document))
+                room -= piece.stop - start
+                start = piece.stop
+                if not room:
+                    yield row, Place(number, token=start)
+                    row, room = [], self.length
+            start = 0
+        if row:
+            yield row, Place(row[-1][0].document, token=row[-1][0].stop)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the next row begins.
+
+    Args:
+        document: the first of its window.
+        token: of this document, from which on it is not packed yet.
+        rows: of the window that are done.
+    """
+
+    document: int = 0
+    token: int = 0
+    rows: int = 0
+
+
+def best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+    """Rows of at most ``length`` tokens: long documents first, each where it leaves the least room.
+
+    Documents longer than a row are cut; what is left over is packed as the others are. The rows are in the order of
+    their first documents, since the order of packing would put the long documents first in training.
+    """
+    pieces = [
+        Piece(document, start, min(start + length, tokens))
+        for document, tokens in enumerate(lengths)
+        for start in range(0, tokens, length)
+    ]
+    rows: list[list[Piece]] = []
+    room: list[tuple[int, int]] = []  # left in each row, and its number
+    for piece in sorted(pieces, key=lambda piece: piece.start - piece.stop):
+        tokens = piece.stop - piece.start
+        place = bisect_left(room, (tokens, 0))
+        if place < len(room):
+            left, row = room.pop(place)
+        else:
+            left, row = length, len(rows)
+            rows.append([])
+        rows[row].append(piece)
+        if left > tokens:
+            insort(room, (left - tokens, row))
+    return sorted(map(sorted, rows))
+
+
+def num_tokens(document: Any) -> int:
+    """The tokens of a document."""
+    return len(document["input_ids"] if isinstance(document, Mapping) else document)

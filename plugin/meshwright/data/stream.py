@@ -1,0 +1,272 @@
+"""Exact, elastic reading of a dataset that comes in shards of unknown length.
+
+The shards are spread over a fixed number of lanes, and the stream takes a sample from each lane in turn. Lanes are
+read by whatever ranks and workers there are, which changes nothing about the order. What a rank cannot know is where
+the lanes of the others end: every few steps the ranks tell each other how many samples they have at hand, and plan
+the next batches from that. Samples move between ranks only where lanes do not divide or run dry.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.data.interleave import Lane, deal, next_batches
+from meshwright.data.read_ahead import ReadAhead
+from meshwright.data.shards import LaneReader, as_source, window_start
+from meshwright.errors import PeerFailedError
+from meshwright.faults.interpose import own_collectives
+from meshwright.parallel.collectives import Axis
+
+VERSION = 1
+LANES = 32
+PLAN_STEPS = 8
+BLANK = 0  # the row that ranks take which have none
+
+
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows of one batch.
+
+    Args:
+        samples: never empty.
+        is_blank: the batch has fewer rows than there are ranks, and this rank's one sample must not count.
+        total: rows of the batch on all ranks.
+    """
+
+    samples: list[Any]
+    is_blank: bool
+    total: int
+
+
+class ShardedStream:
+    """Iterates this rank's rows of the global batches of a sharded dataset; each ``iter`` is an epoch.
+
+    In an epoch every sample is in one batch, all ranks take the same number of steps, and batch k holds the same
+    samples whatever the number of ranks and workers. Reading needs all ranks of ``dp``; ``state_dict`` does not.
+
+    Args:
+        dataset: a list with an iterable (or a function that returns one) a shard, an iterable dataset of Hugging
+            Face, or a ``ShardedSource``.
+        batch_size: rows of a global batch.
+        dp: this rank's place among those that read different rows.
+        shuffle: whether to shuffle the shards and, within a buffer, the samples; anew each epoch.
+        buffer_size: samples that are shuffled together, over all lanes.
+        seed: of the shuffling.
+        lanes: shards that are read at a time over all ranks; part of the order, so that it cannot change when
+            training goes on. Best a multiple of the ranks times their workers.
+        drop_last: whether to leave out the last batch where it is not full; ``dropped`` says how many samples.
+        num_workers: processes a rank that read.
+        loader_options: more arguments of the DataLoader that runs them, such as ``prefetch_factor``.
+        gather: hands a value to all ranks of ``dp`` and returns theirs; by default over the process group.
+
+    Raises:
+        ValueError: a size below 1, or a dataset without shards.
+
+    Example:
+        >>> stream = ShardedStream([range(3), range(3, 5)], batch_size=4, dp=Axis("dp"))
+        >>> [rows.samples for rows in stream]
+        [[0, 3, 1, 4], [2]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        dp: Axis,
+        shuffle: bool = False,
+        buffer_size: int = 1000,
+        seed: int = 0,
+        lanes: int = LANES,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        loader_options: Mapping[str, Any] | None = None,
+        gather: Callable[[Any], list[Any]] | None = None,
+    ):
+        sizes = {"batch_size": batch_size, "buffer_size": buffer_size, "lanes": lanes}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.source = as_source(dataset)
+        self.batch_size, self.dp, self.drop_last = batch_size, dp, drop_last
+        self.epoch = self.samples = self.dropped = 0
+        self._num_lanes = min(lanes, self.source.num_shards)
+        self._order: dict[str, Any] = {
+            "num_shards": self.source.num_shards,
+            "fingerprint": getattr(self.source, "fingerprint", ""),
+            "lanes": self._num_lanes,
+            "shuffle": shuffle,
+            "window": math.ceil(buffer_size / self._num_lanes) if shuffle else 1,
+            "seed": seed,
+        }
+        self._loader_options = {**(loader_options or {}), "num_workers": num_workers}
+        self._gather = gather or (lambda value: gather_objects(value, dp))
+        self._lanes = self._new_lanes()
+        self._goes_on = False  # whether the next iteration starts where a loaded state is
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next ``iter`` reads; a loaded state of another epoch is let go."""
+        if epoch != self.epoch:
+            self.epoch, self.samples, self._goes_on = epoch, 0, False
+            self._lanes = self._new_lanes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last batch that was given out ends: small, JSON, and the same on all ranks."""
+        window = self._order["window"]
+        lanes = []
+        for lane in self._lanes:
+            start = window_start(lane.taken, window)
+            place, base = max(entry for entry in lane.starts if entry[1] <= start)
+            lanes.append(None if lane.is_dry else [lane.taken, place, base])
+        order = {**self._order, "lanes": lanes}
+        return {"version": VERSION, "epoch": self.epoch, "samples": self.samples, **order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next ``iter`` go on from a state, of any number of ranks and workers and any batch size.
+
+        Raises:
+            ValueError: the state is of a stream with another order; names what differs.
+        """
+        if state.get("version") != VERSION:
+            raise ValueError(f"the state has version {state.get('version')}, and this stream reads version {VERSION}")
+        other = {**state, "lanes": len(state["lanes"])}
+        for name, value in self._order.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"the state is of a stream with {name}={other[name]}, and this one has {name}={value}; "
+                    "sample k would be another one"
+                )
+        self.epoch, self.samples, self._goes_on = state["epoch"], state["samples"], True
+        self._lanes = [
+            Lane(ended=True) if entry is None else Lane(entry[0], starts=[(entry[1], entry[2])])
+            for entry in state["lanes"]
+        ]
+
+    def __iter__(self) -> Iterator[Rows]:
+        if not self._goes_on:
+            self._lanes, self.samples = self._new_lanes(), 0
+        self._goes_on = False
+        self.dropped = 0
+        readers = [reader for reader in self._readers() if self._owner(reader.lane) == self.dp.rank]
+        ahead = ReadAhead(readers, math.ceil(self.batch_size / self._num_lanes), self._loader_options)
+        try:
+            steps = 1
+            while batches := self._plan(ahead, steps):
+                for number, (batch, rows) in enumerate(self._hand_over(batches, ahead), 1):
+                    for lane in batch:
+                        self._lanes[lane].taken += 1
+                        self._lanes[lane].known -= 1
+                    self.samples += rows.total
+                    yield rows
+                    # A step's worth at a time, so that planning finds its samples read.
+                    ahead.fill(self._needed(number))
+                steps = min(2 * steps, PLAN_STEPS)
+        finally:
+            ahead.close()
+        self._lanes, self.samples, self.epoch = self._new_lanes(), 0, self.epoch + 1
+
+    def _plan(self, ahead: ReadAhead, steps: int) -> list[list[int]]:
+        """The next batches, the same on all ranks; none at the end."""
+        while not all(lane.is_dry for lane in self._lanes):
+            ahead.fill(self._needed(steps))
+            self._learn(self._meet({"position": self._position(), "lanes": ahead.report()}, ahead))
+            batches = next_batches(self._lanes, self.batch_size, steps)
+            if batches and self.drop_last and len(batches[-1]) < self.batch_size:
+                self.dropped = len(batches.pop())
+                return batches
+            if batches:
+                return batches
+        return []
+
+    def _needed(self, steps: int) -> int:
+        """Samples of each lane that make up so many batches, if no other lane ends before."""
+        return math.ceil(steps * self.batch_size / max(1, sum(not lane.ended for lane in self._lanes)))
+
+    def _learn(self, reports: list[Any]) -> None:
+        for report in reports:
+            for number, (known, ended, starts) in report["lanes"].items():
+                lane = self._lanes[number]
+                lane.known, lane.ended = known, ended
+                lane.starts += [entry for entry in starts if entry > lane.starts[-1]]
+
+    def _hand_over(self, batches: list[list[int]], ahead: ReadAhead) -> Iterator[tuple[list[int], Rows]]:
+        """This rank's rows of planned batches, of which others may have read some."""
+        rank = self.dp.rank
+        owners = [[self._owner(lane) for lane in batch] for batch in batches]
+        shares = [deal(of_batch, self.dp.size) for of_batch in owners]
+        own = {
+            (number, row): ahead.take(lane)
+            for number, batch in enumerate(batches)
+            for row, lane in enumerate(batch)
+            if owners[number][row] == rank
+        }
+        moved = {
+            (number, row)
+            for number, of_batch in enumerate(shares)
+            for taker, share in enumerate(of_batch)
+            for row in share or [BLANK]
+            if owners[number][row] != taker
+        }
+        samples = dict(own)
+        if moved:
+            message = {"position": self._position(), "rows": {key: own[key] for key in sorted(moved & own.keys())}}
+            for others in self._meet(message):
+                samples.update(others["rows"])
+        for number, batch in enumerate(batches):
+            share = shares[number][rank]
+            rows = [samples[number, row] for row in share or [BLANK]]
+            yield batch, Rows(rows, is_blank=not share, total=len(batch))
+
+    def _meet(self, message: dict[str, Any], ahead: ReadAhead | None = None) -> list[Any]:
+        """What all ranks say; an error on one is an error on all."""
+        error = ahead.error if ahead else None
+        if error is not None:
+            message["error"] = "".join(traceback.format_exception(error))
+        messages = self._gather(message)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(messages):
+            if "error" in other:
+                raise PeerFailedError(f"rank {rank} of {self.dp.name} could not read its samples:\n{other['error']}")
+        differing = {str(other["position"]): rank for rank, other in enumerate(messages)}
+        if len(differing) > 1:
+            said = "; ".join(f"rank {rank}: {position}" for position, rank in differing.items())
+            raise ValueError(f"the ranks of {self.dp.name} must read the same stream from the same place, but: {said}")
+        return messages
+
+    def _position(self) -> dict[str, Any]:
+        return {**self._order, "epoch": self.epoch, "samples": self.samples, "batch_size": self.batch_size}
+
+    def _owner(self, lane: int) -> int:
+        return lane % self.dp.size
+
+    def _new_lanes(self) -> list[Lane]:
+        return [Lane() for _ in range(self._num_lanes)]
+
+    def _readers(self) -> Iterator[LaneReader]:
+        seed = f"{self._order['seed']} {self.epoch}"
+        shards = list(range(self.source.num_shards))
+        if self._order["shuffle"]:
+            random.Random(f"{seed} shards").shuffle(shards)
+        for number, lane in enumerate(self._lanes):
+            if not lane.is_dry:
+                window, own = self._order["window"], shards[number :: self._num_lanes]
+                place, base = lane.starts[-1]
+                yield LaneReader(self.source, number, own, window, f"{seed} {number}", lane.taken, place, base)
+
+
+@own_collectives()
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """The value of every rank of the axis, in order of rank."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values

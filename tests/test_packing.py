@@ -1,0 +1,184 @@
+"""Packing: no token lost, rows well filled, resumed in the middle, and a loss equal to that of single documents."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.data.packed import PackedDataset, PackedRows, PackedShards, block_diagonal_mask, cu_seqlens, make_row
+from meshwright.data.packing import Packing, Piece, best_fit
+from meshwright.data.shards import ListedShards
+from meshwright.data.stream import ShardedStream
+from meshwright.parallel.collectives import Axis
+from support import models
+
+STRATEGIES: list[Any] = ["best_fit", "concatenate"]
+
+
+def log_normal(count: int, seed: int, mean: float = 5.5, sigma: float = 1.0) -> list[int]:
+    chooser = random.Random(seed)
+    return [max(1, int(chooser.lognormvariate(mean, sigma))) for _ in range(count)]
+
+
+def documents(lengths: list[int]) -> list[list[int]]:
+    """Documents whose tokens are all different, over all documents."""
+    numbers = itertools.count(1)
+    return [list(itertools.islice(numbers, length)) for length in lengths]
+
+
+def tokens(rows: Any) -> list[int]:
+    """The tokens of rows that are not padding, which is 0."""
+    return [token for row in rows for token in row["input_ids"].tolist() if token]
+
+
+def fill(rows: list[list[Piece]], length: int) -> float:
+    return sum(piece.stop - piece.start for row in rows for piece in row) / (length * len(rows))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("length", [1024, 2048, 4096])
+@pytest.mark.parametrize("seed", range(3))
+def test_fill_on_log_normal_lengths(strategy: Any, length: int, seed: int) -> None:
+    lengths = log_normal(20_000, seed)
+    rows = Packing(length, strategy).rows(lengths)
+    assert fill(rows, length) >= 0.98
+    assert max(sum(piece.stop - piece.start for piece in row) for row in rows) <= length
+    pieces = sorted(itertools.chain(*rows))
+    for document, parts in itertools.groupby(pieces, key=lambda piece: piece.document):
+        borders = [(piece.start, piece.stop) for piece in parts]
+        ends = [0, *(stop for _, stop in borders)]
+        assert [start for start, _ in borders] == ends[:-1] and ends[-1] == lengths[document]
+    assert len({piece.document for piece in pieces}) == len(lengths)
+
+
+def test_best_fit_splits_only_what_is_longer_than_a_row() -> None:
+    rows = best_fit([10, 0, 4, 3, 25], 10)
+    assert rows == [
+        [Piece(0, 0, 10)],
+        [Piece(2, 0, 4), Piece(4, 20, 25)],
+        [Piece(3, 0, 3)],
+        [Piece(4, 0, 10)],
+        [Piece(4, 10, 20)],
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_go_on_from_a_state(strategy: Any) -> None:
+    packing = Packing(32, strategy, window=16)
+    texts = documents([*log_normal(100, 3, mean=2.5), 0, 70])
+    whole = list(PackedRows(texts, packing))
+    assert sorted(tokens(whole)) == list(range(1, sum(map(len, texts)) + 1))
+    for taken in range(len(whole) + 1):
+        first, second = PackedRows(texts, packing), PackedRows(texts, packing)
+        before = list(itertools.islice(first, taken))
+        state = json.dumps(first.state_dict())
+        assert len(state) < 256
+        second.load_state_dict(json.loads(state))
+        rows = [*before, *second]
+        assert len(rows) == len(whole)
+        for row, expected in zip(rows, whole, strict=True):
+            assert all(torch.equal(row[name], expected[name]) for name in expected)
+
+
+def test_a_state_of_other_rows_is_refused() -> None:
+    state = PackedRows([[1]], Packing(8)).state_dict()
+    with pytest.raises(ValueError, match=r"length=8, and these have length=16"):
+        PackedRows([[1]], Packing(16)).load_state_dict(state)
+
+
+def test_a_row_marks_the_borders() -> None:
+    first = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    row = make_row([(Piece(0, 0, 3), first), (Piece(1, 2, 4), [1, 2, 8, 9])], Packing(6, multiple_of=4))
+    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert row["labels"].tolist() == [-100, 6, 7, -100, 9, -100, -100, -100]
+    assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+
+
+def test_what_attention_needs() -> None:
+    positions = torch.tensor([[0, 1, 0, 0]])
+    assert cu_seqlens(positions)[0].tolist() == [0, 2, 3, 4] and cu_seqlens(positions)[1] == 2
+    assert block_diagonal_mask(positions)[0, 0].int().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 0, 1],
+    ]
+    assert block_diagonal_mask(positions, torch.float32)[0, 0, 2].tolist()[1:3] == [torch.finfo(torch.float32).min, 0]
+
+
+@pytest.mark.parametrize("attention", ["position_ids", "mask", "eager"])
+def test_the_loss_is_that_of_single_documents(attention: str) -> None:
+    model = models.build("llama", attn_implementation="eager" if attention == "eager" else "sdpa").double()
+    texts = [models.tokens(1, length, seed=length)[0] for length in (3, 17, 1, 9, 24, 5, 12, 30, 2, 7)]
+    losses = [model(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) for text in texts if len(text) > 1]
+    expected = sum(losses) / sum(len(text) - 1 for text in texts)
+    expected_grads = torch.autograd.grad(expected, list(model.parameters()))
+
+    rows = PackedDataset(texts, Packing(32, multiple_of=4))
+    assert len(rows) < len(texts)
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if attention == "mask":
+        batch["attention_mask"] = block_diagonal_mask(batch["position_ids"])
+    elif attention == "eager":
+        batch["attention_mask"] = block_diagonal_mask(batch["position_ids"], torch.float64)
+    loss = model(**batch).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for grad, single in zip(torch.autograd.grad(loss, list(model.parameters())), expected_grads, strict=True):
+        torch.testing.assert_close(grad, single, rtol=1e-6, atol=1e-9)
+
+
+def test_the_dataset_of_rows() -> None:
+    lengths = log_normal(500, 1, mean=3)
+    texts = documents(lengths)
+    rows = PackedDataset(texts, Packing(128, window=64), lengths=lengths)
+    assert sorted(tokens(rows[i] for i in range(len(rows)))) == list(range(1, sum(lengths) + 1))
+    assert torch.equal(rows[-1]["input_ids"], rows[len(rows) - 1]["input_ids"])
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_packed_shards_are_streamed_and_resumed(strategy: Any) -> None:
+    texts = documents(log_normal(300, 2, mean=2.5))
+    source = PackedShards(ListedShards([texts[:120], texts[120:130], texts[130:]]), Packing(48, strategy, window=32))
+    options: dict[str, Any] = {"dp": Axis("dp"), "shuffle": True, "buffer_size": 20}
+    stream = ShardedStream(source, batch_size=3, **options)
+    rows = [row for batch in itertools.islice(stream, 5) for row in batch.samples]
+    other = ShardedStream(source, batch_size=4, **options)
+    other.load_state_dict(stream.state_dict())
+    rows += [row for batch in other for row in batch.samples]
+    assert sorted(tokens(rows)) == list(range(1, sum(map(len, texts)) + 1))
+
+
+def test_a_stream_of_rows_packed_otherwise_is_refused() -> None:
+    source = ListedShards([[[1, 2, 3]]])
+    state = ShardedStream(PackedShards(source, Packing(8)), batch_size=1, dp=Axis("dp")).state_dict()
+    with pytest.raises(ValueError, match=r"fingerprint=Packing\(length=8.*Packing\(length=16"):
+        ShardedStream(PackedShards(source, Packing(16)), batch_size=1, dp=Axis("dp")).load_state_dict(state)
+
+
+def test_documents_are_not_read_before_they_are_needed() -> None:
+    read = []
+
+    def texts() -> Iterator[list[int]]:
+        for number in itertools.count():
+            read.append(number)
+            yield [1] * 8
+
+    next(iter(PackedRows(texts, Packing(16, window=10))))
+    assert len(read) == 10
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match=r"length=0 must be at least 1"):
+        Packing(0)
+    with pytest.raises(ValueError, match=r"'best_fit' or 'concatenate'"):
+        Packing(8, strategy="first")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"padding=False"):
+        PackedDataset([{"input_ids": [1, 0], "attention_mask": [1, 0]}], Packing(8))[0]
