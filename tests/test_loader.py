@@ -11,6 +11,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from meshwright.data.loader import DistributedLoader
+from meshwright.data.peers import Peers
 from meshwright.parallel.collectives import Axis
 
 
@@ -70,9 +71,7 @@ def counted(loader: Any, epochs: int = 2) -> list[list[list[int]]]:
 def read(kind: str, size: int, batch_size: int, tp: int, workers: int = 0, seed: int | None = None) -> Any:
     tp_axis, dp_axis = axes(tp)
     torch.manual_seed(dist.get_rank() if seed is None else seed)
-    loader = DistributedLoader(
-        make(kind, size, batch_size, workers), tp=tp_axis, dp=dp_axis, device=torch.device("cpu")
-    )
+    loader = DistributedLoader(make(kind, size, batch_size, workers), dp=dp_axis, peers=Peers((tp_axis,)))
     return counted(loader)
 
 
@@ -105,7 +104,7 @@ def test_workers(pool2: Any) -> None:
 def lengths() -> tuple[int, int, str]:
     tp_axis, dp_axis = axes(1)
     user = make("sequential", 10, 4)
-    loader = DistributedLoader(user, tp=tp_axis, dp=dp_axis, device=torch.device("cpu"))
+    loader = DistributedLoader(user, dp=dp_axis, peers=Peers((tp_axis,)))
     return len(loader), loader.batch_size, type(loader.dataset).__name__
 
 
@@ -115,7 +114,4 @@ def test_a_loader_still_looks_like_the_users(pool2: Any) -> None:
 
 def test_a_last_row_without_labels_is_an_error_that_names_drop_last() -> None:
     with pytest.raises(ValueError, match=r"drop_last=True"):
-        loader = DistributedLoader(
-            [torch.ones(1, 2)], tp=Axis("tp"), dp=Axis("dp", size=2, rank=0), device=torch.device("cpu")
-        )
-        list(loader)
+        list(DistributedLoader([torch.ones(1, 2)], dp=Axis("dp", size=2, rank=0), everyone=()))

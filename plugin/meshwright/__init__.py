@@ -1,8 +1,9 @@
 """Meshwright makes a stock Hugging Face Llama-style model train in parallel with one call."""
 
 from meshwright.checkpoint.export import full_gradients, full_state_dict
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
 from meshwright.construct.deferred import deferred_init
+from meshwright.data.shard_dataloader import shard_dataloader
 from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
 from meshwright.distribute import to_distributed
 from meshwright.errors import (
@@ -28,6 +29,7 @@ __all__ = [
     "CheckpointError",
     "DataParallel",
     "DivergenceError",
+    "LoaderOptions",
     "OptimizerMismatchError",
     "ParallelDims",
     "ParallelPlan",
@@ -53,6 +55,7 @@ __all__ = [
     "no_sync",
     "register_plan",
     "reshard",
+    "shard_dataloader",
     "shard_optimizer",
     "shard_tensor",
     "to_distributed",

@@ -12,6 +12,8 @@ from meshwright.mesh import ParallelDims
 from meshwright.parallel.loss import NumItems
 from meshwright.plans import ShardingPlan
 
+LANES = 32  # shards that a stream reads at a time
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
@@ -79,6 +81,50 @@ class ParallelPlan:
         return self.dims.world_size
 
 
+Source = Literal["each", "leader"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """Options of ``shard_dataloader``, and of the loader that ``to_distributed`` returns.
+
+    Args:
+        source: "each" rank reads its rows; or the "leader" of those that need the same rows reads, and sends them: for
+            a dataset that is not deterministic, or too dear to read twice.
+        check_every: ranks that must have the same rows compare them in step 0 and every so many steps; 0 for never.
+        seed: of the shuffling; by default the loader's generator or, without one, torch's random state says.
+        fingerprint: a name for the dataset, instead of what is read of it, by which a state is known to be of it.
+        shuffle: shuffle an iterable dataset with numbered shards. A map-style one is shuffled by its DataLoader.
+        buffer_size: samples of a stream that are shuffled together.
+        lanes: shards of a stream that are read at a time over all ranks; part of its order.
+
+    Raises:
+        ValueError: a number out of range, or an unknown source.
+    """
+
+    source: Source = "each"
+    check_every: int = 50
+    seed: int | None = None
+    fingerprint: str | None = None
+    shuffle: bool = False
+    buffer_size: int = 1000
+    lanes: int = LANES
+
+    def __post_init__(self) -> None:
+        if self.source not in ("each", "leader"):
+            raise ValueError(f"source={self.source!r} must be 'each' or 'leader'")
+        for name, least in (("check_every", 0), ("buffer_size", 1), ("lanes", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+
+    @property
+    def of_stream(self) -> dict[str, Any]:
+        """What a ShardedStream is told."""
+        shuffling = {"shuffle": self.shuffle, "buffer_size": self.buffer_size, "seed": self.seed or 0}
+        return {**shuffling, "lanes": self.lanes}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ToDistributedConfig:
     """Options of ``to_distributed``.
@@ -99,6 +145,7 @@ class ToDistributedConfig:
         optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
             element from that element alone.
         bucket_size_mb: gradients are communicated in buckets of this size.
+        loader: how the returned loader reads.
         timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
             that names it; the timeout of every process group.
     """
@@ -112,6 +159,7 @@ class ToDistributedConfig:
     num_items_in_batch: NumItems = "auto"
     optimizer_is_elementwise: bool = False
     bucket_size_mb: float = 25.0
+    loader: LoaderOptions = LoaderOptions()
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:

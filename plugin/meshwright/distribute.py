@@ -16,6 +16,7 @@ from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights
 from meshwright.data.loader import DistributedLoader
+from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
 from meshwright.launch import build_axes, check_launch, device_for, start_process_group
@@ -32,6 +33,7 @@ from meshwright.parallel.outcome import succeed_together, take_from_first
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel
 from meshwright.plans import plan_for
+from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
 
@@ -98,14 +100,25 @@ def to_distributed(
     weights = succeed_together(lambda: InitialWeights.find(model, config.weights))
     _equalise_weights(model, weights, tp, dp, device)
 
+    loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
     runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard)
     _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
-    loader = dataloader
-    if dataloader is not None:
-        loader = DistributedLoader(dataloader, tp=tp, dp=dp, device=device)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
     return model, optimizer, loader
+
+
+def _make_loader(
+    dataloader: Iterable[Any], tp: Axis, dp: Axis, device: torch.device, config: ToDistributedConfig
+) -> DistributedLoader:
+    """The loader, or an error on all ranks, also where their datasets differ."""
+
+    def make() -> Claim[DistributedLoader]:
+        peers = Peers((tp,))
+        loader = DistributedLoader(dataloader, dp=dp, peers=peers, device=device, options=config.loader)
+        return Claim(loader, loader.describe())
+
+    return agreed(make)[0] if tp.size * dp.size > 1 else make().result
 
 
 def _explicit_plan(config: ToDistributedConfig) -> ParallelPlan:

@@ -1,201 +1,319 @@
-"""The user's loader, split over the data-parallel axis.
+"""The user's loader on a mesh: ranks along the sharded axis get different rows, the others the same.
 
-The user's batch is the global batch. Ranks that differ only on the TP axis read the same rows; each
-data-parallel rank reads its own run of every global batch, in the order of one device. A batch that
-does not divide is split unevenly, which is exact because the loss counts tokens, not ranks.
+The user's batch is the global batch. A loader reads by one of four readers, checks that peers have the same rows, and
+hands over what it has read on its device or, by a Placer, as DTensors on their meshes.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from meshwright.parallel.collectives import Axis, agree
+from meshwright.config import LoaderOptions
+from meshwright.data.batches import Portion, Sharing, even_share
+from meshwright.data.inputs import Placer
+from meshwright.data.peers import Peers, first_ranks
+from meshwright.data.read_map import MapReader
+from meshwright.data.read_split import SplitReader
+from meshwright.data.read_stream import StreamReader, has_shards, is_shuffled
+from meshwright.data.read_whole import WholeReader
+from meshwright.data.reading import Reader
+from meshwright.data.sampling import split_by
+from meshwright.data.stream import gather_objects
+from meshwright.data.tree import digest, signature, to_device
+from meshwright.parallel.collectives import Axis
+
+logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 
 
 class DistributedLoader:
-    """Iterates this rank's rows of the user's batches, on this rank's device.
+    """Iterates this rank's rows of the user's batches; each ``iter`` is an epoch, and so is each call.
+
+    In an epoch every sample is in one batch, all ranks take the same number of steps, and nobody gets an empty batch.
+    What one device would read in a step, the ranks read together. Everything else that the user's loader has, such
+    as ``dataset`` or ``batch_size``, is found here too.
 
     Args:
-        loader: a DataLoader, or any iterable of batches (those are read whole and cut).
-        tp, dp: this rank's place; only ``dp`` decides the rows.
+        loader: a DataLoader, or any iterable of batches.
+        dp: this rank's place among those that take different rows.
+        peers: the ranks that take the same.
+        everyone: all of them, who agree on an epoch's random numbers; by default dp and peers.
         device: where tensors go.
+        share: which rows of a batch a rank takes.
+        placer: puts each input on its mesh.
+        is_dataset_splitted: whether the user's loader reads this rank's part only.
+        is_weighted: the user multiplies a loss by ``weight``, so that no batch is too short.
+        options: how it reads.
+
+    Raises:
+        ValueError: an empty dataset, or one that is split already.
     """
 
     _is_accelerate_prepared = True  # accelerate's own mark for "leave this loader as it is"
 
-    def __init__(self, loader: Iterable[Any], *, tp: Axis, dp: Axis, device: torch.device):
-        self.user_loader, self.dp, self.device = loader, dp, device
-        self._blanks: deque[bool] = deque()
-        self._loader = self._split(loader, tp)
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        dp: Axis,
+        peers: Peers | None = None,
+        everyone: tuple[Axis, ...] | None = None,
+        device: torch.device | None = None,
+        share: Sharing = even_share,
+        placer: Placer | None = None,
+        is_dataset_splitted: bool = False,
+        is_weighted: bool = False,
+        options: LoaderOptions | None = None,
+    ):
+        self.user_loader = loader
+        self._dp, self._peers = dp, peers or Peers()
+        self._everyone = everyone if everyone is not None else (*self._peers.axes, dp)
+        self._device, self._placer = device or torch.device("cpu"), placer
+        self._options = options or LoaderOptions()
+        self._is_weighted, self._has_dtensors = is_weighted, placer is not None and placer.as_dtensors
+        self._reader = make_reader(
+            loader,
+            dp,
+            share,
+            is_dataset_splitted=is_dataset_splitted,
+            has_dtensors=self._has_dtensors,
+            options=self._options,
+        )
+        self._steps = self._iterations = 0
+        self._sizes: str | None = None  # what the ranks of dp have agreed the inputs look like
+        self._weight = 1.0
+        self._state: dict[str, Any] | None = None  # as the leader said, where it reads for this rank
+        self._has_warned = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._blanks.clear()
-        for batch in self._loader:
-            is_blank, own = self._own_rows(batch)
-            yield to_device(_blank(own) if is_blank else own, self.device)
+        self._iterations += 1
+        iteration = self._iterations
+        position = self._reader.position
+        position.begin()
+        start, self._steps = position.samples, 0
+        for portion in self._portions():
+            self._check(portion)
+            self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
+            batch = self._delivered(portion)
+            self._steps += 1
+            yield batch
+            if iteration != self._iterations:
+                raise RuntimeError(
+                    "this loader was started anew while an older iteration was going on, and has one position only; "
+                    "end a loop before the next one begins"
+                )
+        if self.dropped:
+            logger.info("drop_last left out the last %d samples of epoch %d", self.dropped, position.epoch - 1)
+        elif self._steps == start == 0:
+            raise ValueError("the loader gave no batch: its dataset is empty, or drop_last left out all of it")
+
+    def __call__(self) -> Iterator[Any]:
+        return iter(self)
 
     def __len__(self) -> int:
-        return len(self.user_loader)  # type: ignore[arg-type]
+        return len(self._reader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("user_loader", "_loader"):  # not yet set: half-built or being unpickled
+        if name in ("user_loader", "_reader"):  # not yet set: half-built or being unpickled
             raise AttributeError(name)
         return getattr(self.user_loader, name)
 
-    def _split(self, loader: Iterable[Any], tp: Axis) -> Iterable[Any]:
-        if not isinstance(loader, DataLoader) or (
-            loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset)
-        ):
-            return loader
-        common: dict[str, Any] = {
-            name: getattr(loader, name)
-            for name in (
-                "num_workers",
-                "pin_memory",
-                "timeout",
-                "worker_init_fn",
-                "multiprocessing_context",
-                "generator",
-                "persistent_workers",
-            )
-        }
-        if loader.num_workers:
-            common["prefetch_factor"] = loader.prefetch_factor
-        if isinstance(loader.dataset, IterableDataset):
-            collate = _RankCollate(loader.collate_fn, self.dp.rank, self.dp.size)
-            sizes: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            return DataLoader(loader.dataset, collate_fn=collate, **sizes, **common)
-        sampler = _RankBatches(loader.batch_sampler, tp, self.dp, self.device, self._blanks)
-        return DataLoader(loader.dataset, collate_fn=loader.collate_fn, batch_sampler=sampler, **common)
+    @property
+    def weight(self) -> float:
+        """By what to multiply a mean over the rows of the batch last given, before gradients are averaged over ranks.
 
-    def _own_rows(self, batch: Any) -> tuple[bool, Any]:
-        if isinstance(batch, _RankRows):
-            return batch.is_blank, batch.batch
-        if self._loader is not self.user_loader:
-            return self._blanks.popleft(), batch
-        rows = _num_rows(batch)
-        low, high, is_blank = _share(rows, self.dp.rank, self.dp.size)
-        return is_blank, _map_tensors(batch, lambda x: x[low:high] if x.ndim and x.shape[0] == rows else x)
+        It is 1 but for batches whose rows do not divide: then it makes the average that of all rows alike. A loss
+        that is a sum over tokens divided by their global count, as ``to_distributed`` has it, needs no weight.
+        """
+        return self._weight
 
+    @property
+    def dropped(self) -> int:
+        """Samples at the end of this epoch that ``drop_last`` leaves out."""
+        return self._reader.dropped
 
-class _RankBatches:
-    """This rank's run of indices of every batch of the user's batch sampler."""
+    def set_epoch(self, epoch: int) -> None:
+        """Choose what the next ``iter`` reads; without it, epochs follow each other."""
+        self._reader.set_epoch(epoch)
+        self._state = None
 
-    def __init__(self, batches: Any, tp: Axis, dp: Axis, device: torch.device, blanks: deque[bool]):
-        self.batches, self.tp, self.dp, self.device, self.blanks = batches, tp, dp, device, blanks
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batch last given out ends: small, JSON, the same on all ranks; talks to nobody."""
+        return self._reader.state_dict() if self._state is None else self._state
 
-    def __len__(self) -> int:
-        return len(self.batches)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next ``iter`` go on from a state, which any mesh with any batch size or workers may have saved.
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batch in self._agreed_batches():
-            low, high, is_blank = _share(len(batch), self.dp.rank, self.dp.size)
-            self.blanks.append(is_blank)
-            yield batch[low:high]
+        Raises:
+            ValueError: the state is of another dataset or order; names what differs.
+        """
+        self._reader.load_state_dict(state)
+        self._state = None
 
-    def _agreed_batches(self) -> Iterator[list[Any]]:
-        """The first rank's order: ranks whose random states differ would read each other's rows."""
-        sampler = getattr(self.batches, "sampler", None)
-        if self.tp.size * self.dp.size == 1 or isinstance(sampler, SequentialSampler):
-            yield from self.batches
-        elif isinstance(sampler, RandomSampler):
-            own = sampler.generator
-            # What RandomSampler itself draws without a generator, so that one device's order results.
-            seed = torch.empty((), dtype=torch.int64).random_(generator=own) if own is None else None
-            state = own.get_state() if own is not None else seed
-            agreed = agree(state.to(self.device), self.tp, self.dp).cpu()  # type: ignore[union-attr]
-            if own is not None:
-                own.set_state(agreed)
-                yield from self.batches
-                return
-            sampler.generator = torch.Generator().manual_seed(int(agreed))
-            try:
-                yield from self.batches
-            finally:
-                sampler.generator = None
+    def describe(self) -> dict[str, str]:
+        """What must be the same on all ranks, by name."""
+        return self._reader.describe()
+
+    def _portions(self) -> Iterator[Portion]:
+        """What there is to read, by this rank or by its leader."""
+        draws = first_rank_draws(self._reader.draw(), self._everyone)
+        if self._options.source == "each" or self._peers.count == 1:
+            yield from self._reader.read(draws)
+        elif self._peers.is_leader:
+            yield from self._read_for_peers(draws)
         else:
-            yield from self._first_rank_batches(list(self.batches))
+            yield from self._receive()
 
-    def _first_rank_batches(self, batches: list[list[Any]]) -> list[list[Any]]:
-        if not all(isinstance(index, int) for batch in batches for index in batch):
-            return batches
-        sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64, device=self.device)
-        indices = torch.tensor([i for batch in batches for i in batch], dtype=torch.int64, device=self.device)
-        agreed = agree(indices, self.tp, self.dp).cpu()
-        return [list(map(int, part)) for part in agreed.split(sizes.tolist())]
+    def _read_for_peers(self, draws: list[Any]) -> Iterator[Portion]:
+        portions = self._reader.read(draws)
+        while True:
+            try:
+                portion = next(portions, None)
+            except Exception as error:
+                self._peers.broadcast(error)
+            state = self._reader.state_dict()
+            if portion is None:
+                self._peers.broadcast((state, None))
+                return
+            self._peers.broadcast((state, (portion.batch, portion.total, portion.held, portion.counted)))
+            yield portion
+
+    def _receive(self) -> Iterator[Portion]:
+        position = self._reader.position
+        while True:
+            self._state, read = self._peers.broadcast(None)
+            position.epoch, position.samples = self._state["epoch"], self._state.get("samples", 0)
+            if read is None:
+                position.is_fresh = True
+                return
+            yield Portion(*read)
+
+    def _check(self, portion: Portion) -> None:
+        """Compare the rows of peers and, for DTensors, the sizes of all ranks."""
+        every = self._options.check_every
+        is_time = every > 0 and self._steps % every == 0
+        where = f"epoch {self._reader.position.epoch}, step {self._steps}"
+        if is_time and self._options.source == "each" and self._peers.count > 1:
+            self._peers.check_same(digest(portion.batch), where)
+        if not self._has_dtensors or self._dp.group is None:
+            return
+        own = signature(portion.batch)
+        if is_time or self._sizes is None:
+            check_sizes(own, self._dp, where)
+            self._sizes = own
+        elif own != self._sizes:
+            raise ValueError(
+                f"{where}: the inputs were {self._sizes} and are {own} now. The rows of a DTensor must be equally "
+                "long on all ranks: pad all batches to one length, set check_every=1 if the lengths of all ranks "
+                "change alike, or use output='local'"
+            )
+
+    def _delivered(self, portion: Portion) -> Any:
+        """The batch that the user gets."""
+        batch = portion.batch
+        if portion.total % self._dp.size and not (self._has_dtensors or self._is_weighted or _has_labels(batch)):
+            self._object_to(portion)
+        if portion.is_blank and _has_labels(batch):
+            batch = _without_labels(batch)
+        batch = to_device(batch, self._device)
+        return self._placer.place(replace(portion, batch=batch)) if self._placer else batch
+
+    def _object_to(self, portion: Portion) -> None:
+        """Rows that do not divide need labels, which say what counts, or a user who weighs the loss."""
+        if portion.is_blank:
+            raise ValueError(
+                f"the last batch has {portion.total} rows, fewer than the {self._dp.size} data-parallel ranks, and "
+                "a batch without 'labels' cannot be padded with a row that does not count; set drop_last=True on the "
+                "loader"
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a batch of %d rows is spread unevenly over %d ranks and has no 'labels': multiply a mean over a "
+                "rank's rows by loader.weight, or set drop_last=True",
+                portion.total,
+                self._dp.size,
+            )
 
 
-class _RankCollate:
-    """Collates this rank's run of the samples of a batch; a class, so that workers can unpickle it."""
+def make_reader(
+    loader: Any, dp: Axis, share: Sharing, *, is_dataset_splitted: bool, has_dtensors: bool, options: LoaderOptions
+) -> Reader:
+    """The reader that fits a loader.
 
-    def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int):
-        self.collate, self.rank, self.size = collate, rank, size
-
-    def __call__(self, samples: list[Any]) -> _RankRows:
-        low, high, is_blank = _share(len(samples), self.rank, self.size)
-        return _RankRows(self.collate(samples[low:high]), is_blank)
-
-
-class _RankRows:
-    """A batch that is cut already."""
-
-    def __init__(self, batch: Any, is_blank: bool):
-        self.batch, self.is_blank = batch, is_blank
-
-    def pin_memory(self) -> _RankRows:
-        """What DataLoader calls on batches of its own types."""
-        return _RankRows(_map_tensors(self.batch, Tensor.pin_memory), self.is_blank)
-
-
-def _share(rows: int, rank: int, size: int) -> tuple[int, int, bool]:
-    """A rank's run of rows; one that would have none gets a row that does not count."""
-    low, high = rank * rows // size, (rank + 1) * rows // size
-    if low == high:
-        return min(low, rows - 1), min(low, rows - 1) + 1, True
-    return low, high, False
-
-
-def _blank(batch: Any) -> Any:
-    if not isinstance(batch, Mapping) or "labels" not in batch:
+    Raises:
+        ValueError: an empty dataset, one that is split without ``is_dataset_splitted``, or options that do not fit it.
+    """
+    if is_dataset_splitted:
+        one = Axis(dp.name)
+        own = _reader_of_whole(loader, one, share, options, may_stream=False)
+        drop_last = bool(getattr(loader, "drop_last", False))
+        return SplitReader(own, dp, drop_last=drop_last, needs_equal_rows=has_dtensors)
+    if what := split_by(loader):
         raise ValueError(
-            "the last batch has fewer rows than there are data-parallel ranks, and a batch without 'labels' "
-            "cannot be padded with a row that does not count; set drop_last=True on the loader"
+            f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
+            "plain DataLoader, or set is_dataset_splitted=True of shard_dataloader"
         )
+    return _reader_of_whole(loader, dp, share, options, may_stream=True)
+
+
+def _reader_of_whole(loader: Any, dp: Axis, share: Sharing, options: LoaderOptions, *, may_stream: bool) -> Reader:
+    is_loader = isinstance(loader, DataLoader)
+    if may_stream and has_shards(loader):
+        return StreamReader(loader, dp, share, options.of_stream)
+    if options.shuffle:
+        raise ValueError(
+            "shuffle=True shuffles an iterable dataset with several numbered shards, and this loader has none; set "
+            "shuffle=True of its DataLoader, or shuffle the dataset itself"
+        )
+    if is_loader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
+        return MapReader(loader, dp, share, seed=options.seed, name=options.fingerprint)
+    if is_loader and dp.size > 1 and is_shuffled(loader.dataset):
+        logger.warning(
+            "the dataset is shuffled by dataset.shuffle(), so that every rank reads all of it and resuming reads it "
+            "again up to there; leave that out and shuffle by LoaderOptions(shuffle=True) to read each shard once"
+        )
+    return WholeReader(loader, dp, share)
+
+
+def first_rank_draws(draws: list[Any], everyone: tuple[Axis, ...]) -> list[Any]:
+    """The random numbers of the rank that comes first on all axes."""
+    for axis in everyone:
+        draws = first_ranks(draws, axis)
+    return draws
+
+
+def check_sizes(own: str, dp: Axis, where: str) -> None:
+    """Raise on all ranks of the axis alike unless their inputs look the same.
+
+    Raises:
+        ValueError: with what each rank has.
+    """
+    signatures = gather_objects(own, dp)
+    if len(set(signatures)) > 1:
+        said = "; ".join(f"{text} on rank {rank} of {dp.name}" for rank, text in enumerate(signatures))
+        raise ValueError(
+            f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must be equally "
+            "long: pad all batches to one length, or use output='local'"
+        )
+
+
+def _has_labels(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The same rows, which no loss counts."""
     out = dict(batch)
     for name in ("labels", "shift_labels"):
-        if name in out:
+        if isinstance(out.get(name), Tensor):
             out[name] = torch.full_like(out[name], IGNORE_INDEX)
     return out
-
-
-def _num_rows(batch: Any) -> int:
-    sizes: list[int] = []
-    _map_tensors(batch, lambda x: sizes.append(x.shape[0]) if x.ndim else None)
-    if not sizes:
-        raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
-    return sizes[0]
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``."""
-    return _map_tensors(batch, lambda x: x.to(device, non_blocking=True))
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, function) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, function) for item in value)
-    return value

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.config import LANES
 from meshwright.data.interleave import Lane, deal, next_batches
 from meshwright.data.read_ahead import ReadAhead
 from meshwright.data.shards import LaneReader, as_source, window_start
@@ -25,7 +26,6 @@ from meshwright.faults.interpose import own_collectives
 from meshwright.parallel.collectives import Axis
 
 VERSION = 1
-LANES = 32
 PLAN_STEPS = 8
 BLANK = 0  # the row that ranks take which have none
 

@@ -1,0 +1,162 @@
+"""Reading a map-style dataset: this rank's indices of every global batch, from any sample on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Generator
+from torch.utils.data import DataLoader
+
+from meshwright.data.batches import Portion, Sharing
+from meshwright.data.fingerprint import fingerprint
+from meshwright.data.order import InOrder, Order
+from meshwright.data.reading import VERSION, Position, check_state, worker_options
+from meshwright.data.sampling import Batches, Sampling
+from meshwright.parallel.collectives import Axis
+
+WORKER_SEEDS = 2**62  # workers add their numbers to a seed
+
+
+class MapReader:
+    """Reads by index, in the order of the user's sampler.
+
+    A state is a number of samples, so that it holds on any number of ranks and workers and with any batch size.
+
+    Args:
+        loader: the user's, over a map-style dataset.
+        dp: this rank's place among those that read different rows.
+        share: which rows of a batch it takes.
+        seed: of the shuffling, instead of the loader's generator.
+        name: of the dataset, instead of its fingerprint.
+
+    Raises:
+        ValueError: the dataset is empty.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], dp: Axis, share: Sharing, *, seed: int | None = None, name: str | None = None
+    ):
+        if len(loader.dataset) == 0:  # type: ignore[arg-type]
+            raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
+        self.position = Position()
+        self.dropped = 0
+        self._sampling = Sampling(loader, seed)
+        self._fingerprint = fingerprint(loader.dataset) if name is None else name
+        self._user_loader, self._dp, self._share = loader, dp, share
+        self._indices = _RankIndices(dp, share)
+        self._generator = Generator()
+        self._inner: DataLoader[Any] | None = None
+        self._order_seed: int | None = None  # of the epoch that is read, or of the one that was loaded
+
+    def __len__(self) -> int:
+        return len(self._sampling)
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._sampling.batch_size
+
+    def describe(self) -> dict[str, str]:
+        sampling = self._sampling
+        return {
+            "dataset (if each rank has a part of it: is_dataset_splitted=True)": self._fingerprint,
+            "samples": str(sampling.length),
+            "order": sampling.kind,
+            "batch size": str(sampling.batch_size),
+            "drop_last": str(sampling.drop_last),
+        }
+
+    def draw(self) -> list[Any]:
+        draws = self._sampling.draw()
+        if self.position.samples and self._order_seed is not None and self._sampling.kind == "shuffled":
+            draws[1] = self._order_seed  # a loaded epoch goes on in the order it began with
+        return draws
+
+    def read(self, draws: list[Any]) -> Iterator[Portion]:
+        position = self.position
+        order, batches = self._sampling.begin(draws, position.epoch)
+        self._check_order(self._sampling.order_seed(draws))
+        self._indices.begin(order, batches, position.samples)
+        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
+        self.dropped = batches.dropped(position.samples)
+        rest = batches.after(position.samples)
+        for (start, rows), batch in zip(rest, self._loader(), strict=True):
+            share = self._share(rows, self._dp)
+            position.samples = start + rows
+            yield Portion(batch, rows, share.high - share.low, share.counted)
+        position.finish()
+        self._order_seed = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.position.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        seed = self._sampling.seed
+        return {
+            "version": VERSION,
+            "reader": "map",
+            "epoch": self.position.epoch,
+            "samples": self.position.samples,
+            "length": self._sampling.length,
+            "dataset": self._fingerprint,
+            "order": self._sampling.kind,
+            "seed": seed,
+            "order_seed": None if seed is not None else self._order_seed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        seed = self._sampling.seed
+        expected = {
+            "reader": "map",
+            "length": self._sampling.length,
+            "dataset": self._fingerprint,
+            "order": self._sampling.kind,
+            "seed": seed,
+        }
+        check_state(state, expected, "sample k would be another one")
+        self.position.load(state)
+        self._order_seed = state["order_seed"] if seed is None else None
+
+    def _check_order(self, seed: int | None) -> None:
+        """A sampler that drew another order would give other samples from here on."""
+        is_listed = self._sampling.kind == "listed"
+        if is_listed and self.position.samples and self._order_seed not in (None, seed):
+            raise ValueError(
+                "the loader's sampler drew another order than it did in the epoch of the state, so the samples not yet "
+                "seen are not known; give it the same seed or state before the loop goes on"
+            )
+        self._order_seed = seed
+
+    def _loader(self) -> DataLoader[Any]:
+        """One for all epochs, whose workers may persist."""
+        if self._inner is None:
+            loader = self._user_loader
+            self._inner = DataLoader(
+                loader.dataset,
+                batch_sampler=self._indices,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                persistent_workers=loader.persistent_workers,
+                generator=self._generator,
+                **worker_options(loader),
+            )
+        return self._inner
+
+
+class _RankIndices:
+    """The batch sampler of the DataLoader that reads: this rank's indices."""
+
+    def __init__(self, dp: Axis, share: Sharing):
+        self._dp, self._share = dp, share
+        self._order: Order = InOrder()
+        self._batches: Batches | None = None
+        self._samples = 0
+
+    def begin(self, order: Order, batches: Batches, samples: int) -> None:
+        self._order, self._batches, self._samples = order, batches, samples
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        assert self._batches is not None
+        for start, rows in self._batches.after(self._samples):
+            share = self._share(rows, self._dp)
+            yield self._order.take(start + share.low, start + share.high)
