@@ -125,12 +125,20 @@ class Portion:
         total: rows of the global batch.
         held: rows of ``batch``.
         counted: those of them that count; none of a copy that only keeps the rank in step.
+        is_whole: they are all rows of the global batch.
     """
 
     batch: Any
     total: int
     held: int
     counted: int
+    is_whole: bool = False
+
+    @classmethod
+    def of(cls, share: Share, batch: Any, total: int) -> Portion:
+        """A share of a batch that was read as one."""
+        held = share.high - share.low
+        return cls(batch, total, held, share.counted, is_whole=held == total)
 
     @property
     def is_blank(self) -> bool:

@@ -191,7 +191,7 @@ class Placer:
             has_rows = x.ndim > 0 and x.shape[0] == portion.held
             is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_whole
             is_sharded &= target.axis is not None
-            if is_sharded and portion.held == portion.total and self._rank in target.mesh:
+            if is_sharded and portion.is_whole and self._rank in target.mesh:
                 share = self._share(portion.total, self._axis_of(target))
                 x = x[share.low : share.high]
             if not self.as_dtensors:

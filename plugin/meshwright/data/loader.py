@@ -100,9 +100,11 @@ class DistributedLoader:
         position.begin()
         start, self._steps = position.samples, 0
         for portion in self._portions():
-            self._check(portion)
+            where = f"epoch {position.epoch}, step {self._steps}"
+            self._check_rows(portion, where)
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
             batch = self._delivered(portion)
+            self._check_sizes(portion, where)
             self._steps += 1
             yield batch
             if iteration != self._iterations:
@@ -196,24 +198,28 @@ class DistributedLoader:
                 return
             yield Portion(*read)
 
-    def _check(self, portion: Portion) -> None:
-        """Compare the rows of peers and, for DTensors, the sizes of all ranks."""
+    def _is_time_to_check(self) -> bool:
         every = self._options.check_every
-        is_time = every > 0 and self._steps % every == 0
-        where = f"epoch {self._reader.position.epoch}, step {self._steps}"
-        if is_time and self._options.source == "each" and self._peers.count > 1:
+        return every > 0 and self._steps % every == 0
+
+    def _check_rows(self, portion: Portion, where: str) -> None:
+        """Compare the rows of peers."""
+        if self._options.source == "each" and self._peers.count > 1 and self._is_time_to_check():
             self._peers.check_same(digest(portion.batch), where)
+
+    def _check_sizes(self, portion: Portion, where: str) -> None:
+        """Compare the sizes of the inputs of a DTensor over all ranks."""
         if not self._has_dtensors or self._dp.group is None:
             return
         own = signature(portion.batch)
-        if is_time or self._sizes is None:
+        if self._is_time_to_check() or self._sizes is None:
             check_sizes(own, self._dp, where)
             self._sizes = own
         elif own != self._sizes:
             raise ValueError(
-                f"{where}: the inputs were {self._sizes} and are {own} now. The rows of a DTensor must be equally "
-                "long on all ranks: pad all batches to one length, set check_every=1 if the lengths of all ranks "
-                "change alike, or use output='local'"
+                f"{where}: the inputs were {{{self._sizes}}} and are {{{own}}} now. The rows of a DTensor must be "
+                "equally long on all ranks: pad all batches to one length, set check_every=1 if the lengths of all "
+                "ranks change alike, or use output='local'"
             )
 
     def _delivered(self, portion: Portion) -> Any:
@@ -299,7 +305,7 @@ def check_sizes(own: str, dp: Axis, where: str) -> None:
     """
     signatures = gather_objects(own, dp)
     if len(set(signatures)) > 1:
-        said = "; ".join(f"{text} on rank {rank} of {dp.name}" for rank, text in enumerate(signatures))
+        said = "; ".join(f"{{{text}}} on rank {rank} of {dp.name}" for rank, text in enumerate(signatures))
         raise ValueError(
             f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must be equally "
             "long: pad all batches to one length, or use output='local'"

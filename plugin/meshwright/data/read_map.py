@@ -83,7 +83,7 @@ class MapReader:
         for (start, rows), batch in zip(rest, self._loader(), strict=True):
             share = self._share(rows, self._dp)
             position.samples = start + rows
-            yield Portion(batch, rows, share.high - share.low, share.counted)
+            yield Portion.of(share, batch, rows)
         position.finish()
         self._order_seed = None
 

@@ -69,7 +69,8 @@ class StreamReader:
                 samples = self._in_chunks(samples[:counted], rows.total)
                 counted = len(samples)
             self.position.samples = self._stream.samples
-            yield Portion(self._collate(samples), rows.total, len(samples), counted)
+            held = len(samples)
+            yield Portion(self._collate(samples), rows.total, held, counted, is_whole=held == rows.total)
         self.position.finish()
 
     def set_epoch(self, epoch: int) -> None:

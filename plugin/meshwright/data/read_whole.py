@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -115,9 +116,17 @@ class WholeReader:
 
     def _cut(self, batch: Any) -> Portion:
         rows = _num_rows(batch)
-        low, high, counted, _ = self._share(rows, self._dp)
-        own = map_tensors(batch, lambda x: x[low:high] if x.ndim and x.shape[0] == rows else x)
-        return Portion(own, rows, high - low, counted)
+        share = self._share(rows, self._dp)
+        own = map_tensors(batch, lambda x: x[share.low : share.high] if x.ndim and x.shape[0] == rows else x)
+        return Portion.of(share, own, rows)
+
+
+class _Pinnable(Portion):
+    """A portion whose tensors a DataLoader can pin."""
+
+    def pin_memory(self) -> Portion:
+        """What DataLoader calls on batches of its own types."""
+        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
 
 
 class _CollateShare:
@@ -127,15 +136,9 @@ class _CollateShare:
         self._collate, self._share = collate, share
         self._dp = Axis(dp.name, dp.size, dp.rank)  # a process group cannot be sent to a worker
 
-    def __call__(self, samples: list[Any]) -> _Pinnable:
-        low, high, counted, _ = self._share(len(samples), self._dp)
-        return _Pinnable(self._collate(samples[low:high]), len(samples), high - low, counted)
-
-
-class _Pinnable(Portion):
-    def pin_memory(self) -> Portion:
-        """What DataLoader calls on batches of its own types."""
-        return Portion(map_tensors(self.batch, Tensor.pin_memory), self.total, self.held, self.counted)
+    def __call__(self, samples: list[Any]) -> Portion:
+        share = self._share(len(samples), self._dp)
+        return _Pinnable.of(share, self._collate(samples[share.low : share.high]), len(samples))
 
 
 class _After(IterableDataset[Any]):

@@ -59,14 +59,15 @@ def digest(value: Any) -> int:
     return code
 
 
-def signature(value: Any) -> str:
-    """The structure and, of its tensors, the dtypes and the sizes beyond the first dim."""
-    return repr(map_tensors(value, lambda x: _Sizes(x)))
-
-
-class _Sizes:
-    def __init__(self, x: Tensor):
-        self._text = f"{str(x.dtype).removeprefix('torch.')}[{', '.join(['*', *map(str, x.shape[1:])][: x.ndim])}]"
-
-    def __repr__(self) -> str:
-        return self._text
+def signature(value: Any, name: str = "") -> str:
+    """The tensors of a structure: where they are in it, their dtypes and their sizes beyond the first dim."""
+    if isinstance(value, Tensor):
+        sizes = ["*", *map(str, value.shape[1:])][: value.ndim]
+        return f"{name or 'batch'}: {str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    inner = [signature(item, f"{name}.{key}".lstrip(".")) for key, item in items]
+    return ", ".join(filter(None, inner))
