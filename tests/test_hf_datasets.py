@@ -20,7 +20,7 @@ from meshwright.data.packing import Packing
 from meshwright.data.stream import ShardedStream
 from meshwright.errors import PeerFailedError
 from meshwright.parallel.collectives import Axis
-from meshwright_hf.datasets import TokenCollator, dataset_shards, pack_dataset, unsplit
+from meshwright_hf.datasets import TokenCollator, TokenRows, dataset_shards, pack_dataset, unsplit
 
 SHUFFLED = {"shuffle": True, "buffer_size": 24, "lanes": 6, "seed": 5}
 
@@ -209,3 +209,18 @@ def test_token_columns_are_padded() -> None:
     assert given["attention_mask"].tolist() == [[1, 0]]
     with pytest.raises(ValueError, match=r"no 'input_ids' but \['text'\]"):
         TokenCollator()([{"text": "a"}])
+
+
+def test_token_rows_are_those_of_the_dataset() -> None:
+    lists = [[5, 6, 7], [], [8], [9] * 20] * 50
+    dataset = datasets.Dataset.from_dict({"input_ids": lists, "labels": lists, "text": ["x"] * 200})
+    dataset = dataset.shuffle(seed=1).select(range(3, 150))  # an indices mapping over several chunks
+    rows = TokenRows(datasets.concatenate_datasets([dataset, dataset]))
+    wanted = [0, 146, 147, 5, 5, 293]
+    expected = [{name: dataset[i % 147][name] for name in ("input_ids", "labels")} for i in wanted]
+    read = [{name: x.tolist() for name, x in row.items()} for row in rows.__getitems__(wanted)]
+    assert read == expected and len(rows) == 294
+    batch = TokenCollator()(rows.__getitems__([0, 1]))
+    assert torch.equal(batch["input_ids"], TokenCollator()([dataset[0], dataset[1]])["input_ids"])
+    with pytest.raises(ValueError, match="no column 'input_ids'"):
+        TokenRows(dataset.select_columns(["text"]))

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.export import full_state_dict, gather_full, is_first
-from meshwright.checkpoint.progress import Progress
 from meshwright.checkpoint.safetensors_file import SafetensorsWriter, read_header, read_rows
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.outcome import on_first_rank, wait_for_first_rank
+from meshwright.progress import Progress
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.progress import Progress
 from meshwright.checkpoint.safetensors_file import Entry, read_header, read_rows
 from meshwright.errors import CheckpointError
 from meshwright.parallel.layout import RowLayout
+from meshwright.progress import Progress
 
 logger = logging.getLogger(__name__)
 

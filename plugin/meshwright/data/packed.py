@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from meshwright.data.fingerprint import fingerprint
 from meshwright.data.loader import IGNORE_INDEX
 from meshwright.data.packing import Packing, Piece, Place, num_tokens
 from meshwright.data.shards import ListedShards, ShardedSource
+from meshwright.progress import Progress
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -35,9 +37,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if lengths is None:
             lengths = (num_tokens(documents[number]) for number in range(len(documents)))
         self._pieces, self._ends = array("q"), array("q", [0])
-        for row in packing.rows(lengths):
+        for row in packing.rows(_shown(lengths, len(documents))):
             self._pieces.extend(chain.from_iterable(row))
             self._ends.append(len(self._pieces))
+
+    @property
+    def fingerprint(self) -> str:
+        """The documents' and how they are packed: a loader's state holds it."""
+        return f"{fingerprint(self.documents)}, {self.packing}"
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -139,6 +146,15 @@ def make_row(pieces: Sequence[tuple[Piece, Any]], packing: Packing) -> dict[str,
         position_ids[filled:] = torch.arange(packing.padded_length - filled)
         position_ids[here] = torch.arange(stop - start)
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def _shown(lengths: Iterable[int], count: int) -> Iterator[int]:
+    """The lengths, with a bar that shows how many have been read."""
+    with Progress("reading the lengths of documents", "documents") as progress:
+        progress.start(count)
+        for length in lengths:
+            yield length
+            progress.add(1)
 
 
 def _columns(document: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""How far a long read or write has come: a bar on a terminal, a log line now and then elsewhere."""
+"""How far a long piece of work has come: a bar on a terminal, a log line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -16,29 +16,34 @@ _INTERVAL = 5.0  # seconds between log lines
 
 
 class Progress:
-    """Counts bytes; shown by rank 0 only, between ``start`` and ``close``.
+    """Counts bytes, or something else; shown by rank 0 only, between ``start`` and ``close``.
 
     Args:
         title: what is being done.
+        unit: what is counted.
     """
 
-    def __init__(self, title: str):
-        self.title, self.total, self.done = title, 0, 0
+    def __init__(self, title: str, unit: str = "B"):
+        self.title, self.unit, self.total, self.done = title, unit, 0, 0
         self._bar: Any = None
         self._last = time.monotonic()
 
     def start(self, total: int) -> None:
-        """Args: total: bytes to come."""
+        """Args: total: how many are to come."""
         self.total, self._last = total, time.monotonic()
-        self._bar = _bar(self.title, total) if _is_first() and sys.stderr.isatty() else None
+        self._bar = _bar(self.title, total, self.unit) if _is_first() and sys.stderr.isatty() else None
 
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
+    def add(self, count: int) -> None:
+        """Args: count: how many more are done."""
+        self.done += count
         if self._bar is not None:
-            self._bar.update(num_bytes)
+            self._bar.update(count)
         elif time.monotonic() - self._last > _INTERVAL and _is_first():
             self._last = time.monotonic()
-            logger.info("%s: %.2f of %.2f GB", self.title, self.done / 1e9, self.total / 1e9)
+            if self.unit == "B":
+                logger.info("%s: %.2f of %.2f GB", self.title, self.done / 1e9, self.total / 1e9)
+            else:
+                logger.info("%s: %d of %d %s", self.title, self.done, self.total, self.unit)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -51,12 +56,12 @@ class Progress:
         self.close()
 
 
-def _bar(title: str, total: int) -> Any:
+def _bar(title: str, total: int, unit: str) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:  # it comes with transformers, which this package can do without
         return None
-    return tqdm(total=total, desc=title, unit="B", unit_scale=True)
+    return tqdm(total=total, desc=title, unit=unit, unit_scale=True)
 
 
 def _is_first() -> bool:
