@@ -31,7 +31,7 @@ def corpus_folder(settings: Settings) -> Path:
 
 
 def prepare_corpus(settings: Settings) -> Path:
-    """Tokenize, pack and shuffle the corpus, unless an earlier run has.
+    """Tokenize and pack the corpus, unless an earlier run has.
 
     Returns:
         The folder, for ``load_corpus``.
@@ -53,7 +53,6 @@ def prepare_corpus(settings: Settings) -> Path:
         )
         tokenizer = train_tokenizer(documents, settings.vocab_size)
         rows = pack(documents, tokenizer, settings.seq_length)
-        rows = rows.shuffle(seed=settings.seed).flatten_indices()
         rows.save_to_disk(scratch / "rows")
         tokenizer.save(str(scratch / "rows" / "tokenizer.json"))
         # Renamed only when whole: an interrupted run leaves no half corpus behind.

@@ -25,10 +25,11 @@ def build(
     model = build_model(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = warmup_and_cosine(optimizer, settings.warmup_steps, settings.steps)
-    # The rows were shuffled when the corpus was prepared.
     loader = DataLoader(
         load_corpus(settings),
         batch_size=settings.batch_size,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(settings.seed),
         collate_fn=collate,
         drop_last=True,
     )
