@@ -139,18 +139,24 @@ class Placer:
         self._device_meshes: dict[ProcessMesh, DeviceMesh] = {}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.as_dtensors = as_dtensors
+        # What was read for one and the same layout of all inputs is this rank's part of each already.
+        here = [target for target in flat(targets) if self._rank in target.mesh]
+        self._leaves_as_read = len(here) == len(flat(targets)) and len({target.axis for target in here}) == 1
         if as_dtensors:
             # Creating groups is collective, so that every rank does it here, in the order of the inputs.
             for target in flat(targets):
                 self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
 
-    def place(self, portion: Portion) -> Any:
-        """The batch.
+    def place(self, batch: Any, portion: Portion) -> Any:
+        """The batch with its inputs on their meshes.
+
+        Args:
+            batch: this rank's rows.
+            portion: which of the global batch's they are.
 
         Raises:
             ValueError: its inputs do not fit the meshes, or it is of an unsupported type.
         """
-        batch = portion.batch
         if isinstance(batch, Mapping):
             keys = list(batch) if self._input_keys is None else list(self._input_keys)
             if missing := [key for key in keys if key not in batch]:
@@ -180,6 +186,8 @@ class Placer:
 
     def _place(self, value: Any, targets: Targets, portion: Portion) -> Any:
         if isinstance(targets, Target):
+            if self._leaves_as_read and not self.as_dtensors:
+                return value
             return map_tensors(value, self._on(targets, portion))
         if not isinstance(value, list | tuple) or len(value) != len(targets):
             got = f"{len(value)} values" if isinstance(value, list | tuple) else f"a {type(value).__name__}"

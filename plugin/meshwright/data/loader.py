@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,11 +99,10 @@ class DistributedLoader:
         position.begin()
         start, self._steps = position.samples, 0
         for portion in self._portions():
-            where = f"epoch {position.epoch}, step {self._steps}"
-            self._check_rows(portion, where)
+            self._check_rows(portion)
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
             batch = self._delivered(portion)
-            self._check_sizes(portion, where)
+            self._check_sizes(portion)
             self._steps += 1
             yield batch
             if iteration != self._iterations:
@@ -202,23 +200,26 @@ class DistributedLoader:
         every = self._options.check_every
         return every > 0 and self._steps % every == 0
 
-    def _check_rows(self, portion: Portion, where: str) -> None:
+    def _where(self) -> str:
+        return f"epoch {self._reader.position.epoch}, step {self._steps}"
+
+    def _check_rows(self, portion: Portion) -> None:
         """Compare the rows of peers."""
         if self._options.source == "each" and self._peers.count > 1 and self._is_time_to_check():
-            self._peers.check_same(digest(portion.batch), where)
+            self._peers.check_same(digest(portion.batch), self._where())
 
-    def _check_sizes(self, portion: Portion, where: str) -> None:
+    def _check_sizes(self, portion: Portion) -> None:
         """Compare the sizes of the inputs of a DTensor over all ranks."""
         if not self._has_dtensors or self._dp.group is None:
             return
         own = signature(portion.batch)
         if self._is_time_to_check() or self._sizes is None:
-            check_sizes(own, self._dp, where)
+            check_sizes(own, self._dp, self._where())
             self._sizes = own
         elif own != self._sizes:
             raise ValueError(
-                f"{where}: the inputs were {{{self._sizes}}} and are {{{own}}} now. The rows of a DTensor must be "
-                "equally long on all ranks: pad all batches to one length, set check_every=1 if the lengths of all "
+                f"{self._where()}: the inputs were {{{self._sizes}}} and are {{{own}}} now. The rows of a DTensor must "
+                "be equally long on all ranks: pad all batches to one length, set check_every=1 if the lengths of all "
                 "ranks change alike, or use output='local'"
             )
 
@@ -230,7 +231,7 @@ class DistributedLoader:
         if portion.is_blank and _has_labels(batch):
             batch = _without_labels(batch)
         batch = to_device(batch, self._device)
-        return self._placer.place(replace(portion, batch=batch)) if self._placer else batch
+        return self._placer.place(batch, portion) if self._placer else batch
 
     def _object_to(self, portion: Portion) -> None:
         """Rows that do not divide need labels, which say what counts, or a user who weighs the loss."""

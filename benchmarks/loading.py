@@ -1,0 +1,187 @@
+"""``python -m benchmarks.loading``: what a step of the mesh-aware loader costs against a plain DataLoader."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from datasets import Dataset, disable_progress_bars
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from benchmarks.__main__ import worker_environment
+from meshwright.data.loader import DistributedLoader
+from meshwright.data.peers import Peers
+from meshwright.data.tree import digest
+from meshwright.parallel.collectives import Axis
+from meshwright_hf.datasets import TokenCollator, TokenRows
+
+PROCESSES = 2
+BATCH_SIZE, TOKENS = 32, 512
+HUGE = 10**9
+
+
+class Counted(torch.utils.data.Dataset[int]):
+    """As many samples as one likes, none of which takes memory."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def tokens(rows: int, folder: Path) -> Dataset:
+    """A dataset on disk, memory-mapped as users have it."""
+    disable_progress_bars()
+    ids = np.random.default_rng(0).integers(0, 32_000, (rows, TOKENS)).astype(np.int32)
+    Dataset.from_dict({"input_ids": list(ids)}).save_to_disk(folder)
+    return Dataset.load_from_disk(folder)
+
+
+Contender = Callable[[], Iterable[Any]]
+
+
+def ratios(plain: Contender, ours: Contender, rounds: int) -> tuple[float, list[float]]:
+    """Seconds a step of the plain loader, and ours / it in each round; they take turns, in a drawn order."""
+    draw = random.Random(0)
+    contenders = {"plain": plain, "ours": ours}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name in draw.sample(sorted(contenders), len(contenders)):
+            loader = contenders[name]()
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            steps = sum(1 for _ in loader)
+            times[name].append((time.perf_counter() - start) / steps)
+    return statistics.median(times["plain"]), [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
+
+
+def row(name: str, plain: float, of_rounds: list[float]) -> str:
+    of_rounds = sorted(of_rounds)
+    spread = f"{statistics.median(of_rounds):.3f} ({of_rounds[0]:.3f}-{of_rounds[-1]:.3f})"
+    return f"| {name} | {plain * 1e3:.2f} | {spread} |"
+
+
+def one_process(dataset: Dataset, rounds: int) -> Iterator[str]:
+    for form in ("lists", "numpy", "TokenRows"):
+        rows: Any = TokenRows(dataset) if form == "TokenRows" else dataset.with_format(form.replace("lists", "python"))
+        for workers in (0, 1):
+            for shuffle in (False, True):
+
+                def make(rows: Any = rows, workers: int = workers, shuffle: bool = shuffle) -> DataLoader[Any]:
+                    collate = TokenCollator()
+                    return DataLoader(rows, BATCH_SIZE, shuffle, collate_fn=collate, num_workers=workers)
+
+                def ours(make: Any = make) -> Iterable[Any]:
+                    return DistributedLoader(make(), dp=Axis("dp"))
+
+                name = f"1 process, {form}, {workers} workers{', shuffled' if shuffle else ''}"
+                yield row(name, *ratios(make, ours, rounds))
+
+
+def two_processes(dataset: Dataset, rounds: int) -> Iterator[str]:
+    """dp: each reads half of the batch, as a plain DataLoader of half the batch size; tp: each reads all of it."""
+    rows = dataset.with_format("numpy")
+    meshes = {"dp=2": mw.ProcessMesh([[0], [1]], ["dp", "tp"]), "tp=2": mw.ProcessMesh([[0, 1]], ["dp", "tp"])}
+    for name, mesh in meshes.items():
+        for output in ("local", "dtensor"):
+
+            def plain(own: int = BATCH_SIZE // mesh.shape[0]) -> Iterable[Any]:
+                return DataLoader(rows, own, collate_fn=TokenCollator())
+
+            def ours(mesh: mw.ProcessMesh = mesh, output: Any = output) -> Iterable[Any]:
+                loader = DataLoader(rows, BATCH_SIZE, collate_fn=TokenCollator())
+                return mw.shard_dataloader(loader, mesh, shard_dims="dp", output=output)
+
+            yield row(f"{name}, {output} output", *ratios(plain, ours, rounds))
+
+
+def digest_cost(dataset: Dataset) -> str:
+    """Milliseconds of one comparison of peers' rows, over two processes."""
+    batch = TokenCollator()(TokenRows(dataset).__getitems__(range(BATCH_SIZE)))
+    world = Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    times = []
+    for _ in range(50):
+        dist.barrier()
+        start = time.perf_counter()
+        Peers((world,)).check_same(digest(batch), "benchmark")
+        times.append(time.perf_counter() - start)
+    return f"{statistics.median(times) * 1e3:.2f}"
+
+
+def seek() -> Iterator[str]:
+    """What it takes to go on at sample 10^8 of 10^9, and the memory of it."""
+    for shuffle in (False, True):
+        user = DataLoader(Counted(HUGE), batch_size=32, shuffle=shuffle, collate_fn=list)
+        first = DistributedLoader(user, dp=Axis("dp"))
+        next(iter(first))
+        state = {**first.state_dict(), "samples": 10**8}
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
+        loader = DistributedLoader(user, dp=Axis("dp"))
+        loader.load_state_dict(state)
+        next(iter(loader))
+        seconds = time.perf_counter() - start
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        order = "shuffled" if shuffle else "in order"
+        yield f"| {order} | {seconds * 1e3:.1f} ms | {grown:.1f} MiB | {len(json.dumps(state))} bytes |"
+
+
+@contextmanager
+def as_rank() -> Iterator[None]:
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="Rows of 512 tokens in the dataset.")] = 16_000,
+    rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 9,
+) -> None:
+    """Print the medians of ours / plain within a round, the digest's cost, and what seeking costs.
+
+    Nothing is trained between the steps: the ratio is that of the bare loops. The second table is of two processes,
+    of one thread each.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if "RANK" in os.environ:
+            with as_rank():
+                dataset = tokens(rows, Path(folder) / "rows")
+                lines = [*two_processes(dataset, rounds), f"\none digest comparison: {digest_cost(dataset)} ms"]
+                if dist.get_rank() == 0:
+                    print("\n".join(lines))
+            return
+        torch.set_num_threads(1)
+        print("| bare loop | plain, ms a step | ours / plain |\n|---|---|---|")
+        for line in one_process(tokens(rows, Path(folder) / "rows"), rounds):
+            print(line, flush=True)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}", "--standalone"]
+    command += ["-m", "benchmarks.loading", f"--rows={rows}", f"--rounds={rounds}"]
+    subprocess.run(command, env=worker_environment(), check=True)
+    print("\n| go on at 10^8 of 10^9 samples | first batch after | more memory | state |\n|---|---|---|---|")
+    for line in seek():
+        print(line)
+
+
+if __name__ == "__main__":
+    typer.run(main)
