@@ -10,7 +10,7 @@ KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum 
 INSTALLED := .venv/.installed-$(KEY)
 DEEPSPEED := .venv/.deepspeed-$(KEY)
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench bench-data clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make test    run the whole test suite, the demo program included'
 	@echo 'make lint    style, types, and which package may import which'
 	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP; installs DeepSpeed'
+	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make setup   only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make clean   delete .venv, caches and runs/'
 	@echo
@@ -39,6 +40,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+bench-data: $(INSTALLED)
+	$(BIN)/python -m benchmarks.loading
 
 bench: $(DEEPSPEED)
 	$(BIN)/python -m benchmarks

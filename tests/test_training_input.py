@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, get_worker_info
 
 import meshwright as mw
 from harness.programs import mark_fault, run_program
-from meshwright_hf.datasets import TokenCollator
+from meshwright.data.packing import Packing
+from meshwright_hf.datasets import TokenCollator, pack_dataset
 from support.loading import Numbers
 from support.models import build
 
@@ -69,6 +70,24 @@ def test_training_goes_on_with_another_plan_batch_size_and_workers(kind: str, po
     assert all(state["epoch"] == 1 and state["samples"] == 0 for _, state in second)
 
 
+def packed_rows(world: int) -> list[list[int]]:
+    """The tokens of a packed stream, as each rank gets them through a plain DataLoader."""
+    documents = HubDataset.from_dict({"input_ids": [[number] * (1 + number % 7) for number in range(1, 60)]})
+    shards = pack_dataset(documents.to_iterable_dataset(num_shards=4), Packing(length=16))
+    mesh = mw.ProcessMesh(range(world), ["dp"])
+    loader = mw.shard_dataloader(DataLoader(shards, batch_size=world), mesh, shard_dims="dp", output="local")
+    return [batch["input_ids"].flatten().tolist() for batch in loader if batch["labels"].max() >= 0]
+
+
+def test_a_packed_stream_loses_no_token_on_a_mesh(pool4: Any) -> None:
+    documents = HubDataset.from_dict({"input_ids": [[number] * (1 + number % 7) for number in range(1, 60)]})
+    shards = pack_dataset(documents.to_iterable_dataset(num_shards=4), Packing(length=16))
+    one = sorted(tuple(row) for batch in DataLoader(shards, batch_size=3) for row in batch["input_ids"].tolist())
+    ranks = pool4.run(packed_rows, 4)
+    rows = [tuple(batch) for rank in ranks for batch in rank]
+    assert sorted(rows) == one and sum(1 for row in rows for x in row if x) == sum(1 + n % 7 for n in range(1, 60))
+
+
 class Fragile(Numbers):
     """Its reader fails, or is killed, at row 20, where it is read by a worker of rank 1."""
 
@@ -97,7 +116,13 @@ def reading_program(how: str) -> None:
     print("went on in silence", flush=True)
 
 
-@pytest.mark.parametrize(("how", "named"), [("raises", "the file of row 20 is gone"), ("killed", r"DataLoader worker \(pid.*(killed|exited unexpectedly)")])
+DEATHS = [
+    ("raises", "the file of row 20 is gone"),
+    ("killed", r"DataLoader worker \(pid.*(killed|exited unexpectedly)"),
+]
+
+
+@pytest.mark.parametrize(("how", "named"), DEATHS)
 def test_a_worker_that_dies_ends_all_ranks_with_its_error(how: str, named: str) -> None:
     for outcome in run_program(reading_program, 2, how, timeout=40):
         assert outcome.code == 1 and outcome.after < 30

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.loader import IGNORE_INDEX
@@ -58,8 +58,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return make_row([(piece, self.documents[piece.document]) for piece in pieces], self.packing)
 
 
-class PackedShards:
-    """Shards of rows packed from shards of documents, each shard for itself; what ShardedStream reads.
+class PackedShards(IterableDataset[dict[str, Tensor]]):
+    """Shards of rows packed from shards of documents, each shard for itself.
+
+    An iterable dataset, which one device reads shard by shard, and a ``ShardedSource``, which a mesh reads as a stream.
 
     Args:
         source: shards of documents.
@@ -78,6 +80,12 @@ class PackedShards:
         """What makes row k of a shard another one: a stream's state holds it."""
         inner = getattr(self._source, "fingerprint", "")
         return f"{inner} {self._packing}".strip()
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = get_worker_info()
+        shards = range(self.num_shards)
+        own = shards[worker.id :: worker.num_workers] if worker else shards
+        return chain.from_iterable(self.open(shard, 0) for shard in own)
 
     def open(self, shard: int, start: int) -> Iterator[dict[str, Tensor]]:
         """The rows of one shard from row ``start`` on; those before are planned, but not made."""
