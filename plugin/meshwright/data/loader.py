@@ -7,6 +7,7 @@ hands over what it has read on its device or, by a Placer, as DTensors on their 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshwright.config import LoaderOptions
 from meshwright.data.batches import Portion, Sharing, even_share
 from meshwright.data.inputs import Placer
-from meshwright.data.peers import Peers, first_ranks
+from meshwright.data.peers import Peers, communication_device, first_ranks
 from meshwright.data.read_map import MapReader
 from meshwright.data.read_split import SplitReader
 from meshwright.data.read_stream import StreamReader, has_shards, is_shuffled
@@ -26,7 +27,7 @@ from meshwright.data.reading import Reader
 from meshwright.data.sampling import split_by
 from meshwright.data.stream import gather_objects
 from meshwright.data.tree import digest, signature, to_device
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axis, all_gather
 
 logger = logging.getLogger(__name__)
 
@@ -304,8 +305,9 @@ def check_sizes(own: str, dp: Axis, where: str) -> None:
     Raises:
         ValueError: with what each rank has.
     """
-    signatures = gather_objects(own, dp)
-    if len(set(signatures)) > 1:
+    code = torch.tensor([zlib.crc32(own.encode())], device=communication_device())
+    if len(set(all_gather(code, dp).tolist())) > 1:
+        signatures = gather_objects(own, dp)
         said = "; ".join(f"{{{text}}} on rank {rank} of {dp.name}" for rank, text in enumerate(signatures))
         raise ValueError(
             f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must be equally "
