@@ -1,4 +1,4 @@
-"""The programs of examples/primitives: each compares itself with one process, and prints what its ranks hold."""
+"""The programs of examples/ that need no model: each compares itself with one process, and prints what ranks hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pool8() -> Iterator[WorkerPool]:
 def printed(name: str) -> str:
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        importlib.import_module(f"examples.primitives.{name}").main()
+        importlib.import_module(name).main()
     return output.getvalue()
 
 
@@ -47,12 +47,20 @@ def printed(name: str) -> str:
         ("data_parallel", 4, [["losses: equal to one process", "w0: equal", "w1: equal"]]),
         ("tensor_parallel", 4, [["losses: equal to one process", "w0: equal", "w1: equal"]]),
         ("pipeline", 8, [["losses: equal", "w0: equal", "w1: equal"], *[[]] * 4, ["w0 (0,) []"]]),
+        (
+            "examples.shard_dataloader",
+            8,
+            [
+                [f"{kind} step {step}, loss" for kind in ("list", "dict") for step in range(4)]
+                + ["equal to one process"]
+            ],
+        ),
         ("hybrid", 8, [["losses: equal", "w0: equal", "w1: equal"], *[[]] * 4, ["w0 (0,) []"]]),
     ],
 )
 def test_a_program_equals_one_process(request, name, world_size, lines_by_rank):
     pool = request.getfixturevalue(f"pool{world_size}")
-    outputs = pool.run(printed, name)
+    outputs = pool.run(printed, name if "." in name else f"examples.primitives.{name}")
     for output, lines in zip(outputs, lines_by_rank, strict=False):
         for line in lines:
             assert line in output
@@ -66,3 +74,21 @@ def test_torchrun_starts_a_program():
     assert "rank 2: part (2, 1) [[1], [4]]" in result.stdout
     assert "rank 3: part (2, 1) [[9], [12]]" in result.stdout
     assert "whole: equal to one process" in result.stdout
+
+
+def test_the_table_of_who_reads_what():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*command, "-m", "examples.who_reads_what"], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in result.stdout.splitlines() if "│" in line]
+    table = {(row[0], row[1], row[2]): row[3:] for row in rows}
+    assert len(table) == 18
+    assert table["1", "False", "torch DistributedSampler"] == ["0", "0", "repeats 0"]
+    assert table["3", "False", "accelerate"] == ["0 2", "1 0", "repeats 0"]
+    assert table["1", "False", "meshwright"] == ["(0)", "0", "each sample once"]
+    assert table["3", "False", "meshwright"] == ["0 (2)", "1 2", "each sample once"]
+    assert table["3", "True", "meshwright"] == ["0", "1", "drops 2, as asked"]
+    ours = [cells[2] for (_, _, name), cells in table.items() if name == "meshwright"]
+    assert not any("repeats" in text or "loses" in text or "uneven" in text for text in ours)
