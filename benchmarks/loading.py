@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from benchmarks.__main__ import worker_environment
 from meshwright.data.loader import DistributedLoader
-from meshwright.data.peers import Peers
+from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.tree import digest
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.datasets import TokenCollator, TokenRows
@@ -130,7 +130,7 @@ def digest_cost(dataset: Dataset) -> str:
     for _ in range(50):
         dist.barrier()
         start = time.perf_counter()
-        Peers((world,)).check_same(digest(batch), "benchmark")
+        check_same_rows(Peers((world,)), 0, digest(batch), "benchmark")
         times.append(time.perf_counter() - start)
     return f"{statistics.median(times) * 1e3:.2f}"
 

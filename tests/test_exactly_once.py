@@ -7,15 +7,18 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
+from transformers import BatchEncoding
 
 from meshwright.data import order
 from meshwright.data.batches import EqualBatches, chunk_share, even_share
 from meshwright.data.order import Permutation
+from meshwright.data.tree import digest, to_device
 from meshwright.parallel.collectives import Axis
 from support.loading import Numbers, as_list, plain, ranks_of, seen, steps
 
@@ -265,7 +268,7 @@ def test_shares_make_up_the_batch(rows: int, size: int) -> None:
     assert [row for share in even if share.counted for row in range(share.low, share.high)] == list(range(rows))
     assert all(share.low < share.high for share in even)
     chunks = [chunk_share(rows, rank) for rank in ranks]
-    if chunks[0].is_whole:
+    if chunks[0].is_replicated:
         assert set(chunks) == {chunks[0]} and (chunks[0].low, chunks[0].high) == (0, rows)
     else:
         expected = [len(part) for part in torch.empty(rows).chunk(size)]
@@ -279,3 +282,116 @@ def test_batches_after_some_samples(samples: int, batch_size: int, drop_last: bo
     rest = list(batches.after(start))
     assert sum(batch.rows for batch in rest) == samples - start - batches.dropped(start)
     assert len(list(batches.after(0))) == len(batches)
+
+
+def test_a_sampler_over_a_part_of_the_dataset_reads_that_part() -> None:
+    (loader,) = ranks_of(1, lambda: DataLoader(Numbers(10), 4, sampler=SequentialSampler(range(5)), collate_fn=as_list))
+    assert list(loader) == [[0, 1, 2, 3], [4]]
+
+
+def test_a_listed_order_goes_on_with_another_batch_size_and_says_what_it_drops() -> None:
+    def make(batch_size: int) -> DataLoader[Any]:
+        return DataLoader(Numbers(9), batch_size, sampler=range(8, -1, -1), collate_fn=as_list, drop_last=True)
+
+    (first,) = ranks_of(1, lambda: make(2))
+    assert next(iter(first)) == [8, 7]
+    (resumed,) = ranks_of(1, lambda: make(3))
+    resumed.load_state_dict(first.state_dict())
+    assert list(resumed) == [[6, 5, 4], [3, 2, 1]] and resumed.dropped == 1
+
+
+class Epochal(SequentialSampler):
+    """Begins at the sample that its epoch says."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(range(self.epoch, 6))
+
+
+def test_a_sampler_is_told_the_epoch() -> None:
+    (loader,) = ranks_of(1, lambda: DataLoader(Numbers(6), 6, sampler=Epochal(range(6)), collate_fn=as_list))
+    loader.set_epoch(4)
+    assert list(loader) == [[4, 5]]
+    with pytest.raises(ValueError, match="an epoch is an integer"):
+        loader.set_epoch(-1)
+
+
+@pytest.mark.parametrize("move", ["set_epoch", "load_state_dict"])
+def test_an_iteration_ends_where_the_loader_is_sent_elsewhere(move: str) -> None:
+    (loader,) = ranks_of(1, lambda: plain(8, 2))
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    loader.set_epoch(5) if move == "set_epoch" else loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="one position only"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("samples", [99, -4, "x", None])
+def test_a_state_with_an_impossible_place_is_refused(samples: Any) -> None:
+    (loader,) = ranks_of(1, lambda: plain(8, 2))
+    with pytest.raises(ValueError, match="which must be an integer from 0"):
+        loader.load_state_dict({**loader.state_dict(), "samples": samples})
+
+
+class Scaled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (batch * 10 for batch in super().__iter__())
+
+
+def test_a_dataloader_with_an_iteration_of_its_own_keeps_it() -> None:
+    loaders = ranks_of(2, lambda: Scaled(Numbers(4), batch_size=2))
+    assert [[int(x) for batch in loader for x in batch] for loader in loaders] == [[0, 20], [10, 30]]
+
+
+def test_persistent_workers_keep_the_order_of_one_device() -> None:
+    def make() -> DataLoader[Any]:
+        return plain(20, 4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    one = make()
+    (loader,) = ranks_of(1, make)
+    assert [list(loader) for _ in range(3)] == [list(one) for _ in range(3)]
+
+
+def test_batches_that_come_ready_are_cut() -> None:
+    batches = [{"x": torch.arange(4), "text": list("abcd"), "scale": torch.tensor(2.0)}]
+    first, second = (next(iter(loader)) for loader in ranks_of(2, lambda: batches))
+    assert (first["x"].tolist(), first["text"], first["scale"]) == ([0, 1], ["a", "b"], 2.0)
+    assert (second["x"].tolist(), second["text"], second["scale"]) == ([2, 3], ["c", "d"], 2.0)
+
+
+def test_batches_whose_rows_are_not_known_are_refused() -> None:
+    for loader in ranks_of(2, lambda: [{"cu": torch.arange(6), "x": torch.arange(4)}]):
+        with pytest.raises(ValueError, match="different numbers of rows"):
+            next(iter(loader))
+
+
+def test_digests_tell_structures_apart() -> None:
+    values = [
+        [1, 2],
+        12,
+        {"a": 1, "b": 2},
+        {"b": 1, "a": 2},
+        np.arange(3),
+        np.arange(3.0),
+        torch.arange(3),
+        torch.arange(4),
+        torch.arange(3).to_sparse(),
+        None,
+        "None",
+        torch.zeros(2, 3),
+        torch.zeros(3, 2),
+        torch.zeros(3, 2).bfloat16(),
+    ]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest({"x": torch.ones(3).conj()}) == digest({"x": torch.ones(3)})
+
+
+def test_a_batch_keeps_its_type() -> None:
+    encoding = BatchEncoding({"input_ids": torch.arange(2)})
+    mapped = to_device(encoding, torch.device("cpu"))
+    assert type(mapped) is BatchEncoding and mapped.input_ids.tolist() == [0, 1] and mapped is not encoding

@@ -114,4 +114,4 @@ def test_a_loader_still_looks_like_the_users(pool2: Any) -> None:
 
 def test_a_last_row_without_labels_is_an_error_that_names_drop_last() -> None:
     with pytest.raises(ValueError, match=r"drop_last=True"):
-        list(DistributedLoader([torch.ones(1, 2)], dp=Axis("dp", size=2, rank=0), everyone=()))
+        list(DistributedLoader([torch.ones(1, 2)], dp=Axis("dp", size=2, rank=0), everyone=Peers()))

@@ -187,10 +187,9 @@ def noise(source: str) -> Any:
 
 
 def test_rows_that_differ_between_peers_are_an_error_that_names_them(pool4: Any) -> None:
-    for rank, (kind, error) in enumerate(pool4.run_expecting_error(noise, "each")):
+    for kind, error in pool4.run_expecting_error(noise, "each"):
         assert kind == "DivergenceError"
-        pair = (0, 1) if rank < 2 else (2, 3)
-        assert f"ranks [{pair[0]}] but not as ranks [{pair[1]}]" in error and "epoch 0, step 0" in error, error
+        assert "epoch 0, step 0" in error and re.search("rank.s. (0|2), others on rank.s. (1|3)", error), error
         assert "source='leader'" in error
 
 

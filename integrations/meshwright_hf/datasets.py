@@ -177,7 +177,10 @@ def _token_columns(dataset: Any) -> Any:
 
 def _views(column: pa.ChunkedArray) -> Iterator[Tensor]:
     """The rows of a column of lists."""
-    array = column.combine_chunks()
+    if column.null_count:
+        raise ValueError(f"a token column has {column.null_count} rows that are null; filter them out first")
+    tokens = pa.int8() if pa.types.is_boolean(column.type.value_type) else column.type.value_type
+    array = column.combine_chunks().cast(pa.list_(tokens))  # from lists of any kind, those of fixed size too
     values = torch.from_dlpack(array.values)  # not from_numpy, which warns of memory that must not be written to
     offsets = array.offsets.to_pylist()
     return (values[start:stop] for start, stop in pairwise(offsets))

@@ -113,6 +113,8 @@ class LoaderOptions:
     def __post_init__(self) -> None:
         if self.source not in ("each", "leader"):
             raise ValueError(f"source={self.source!r} must be 'each' or 'leader'")
+        if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
+            raise ValueError(f"seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
         for name, least in (("check_every", 0), ("buffer_size", 1), ("lanes", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:

@@ -118,7 +118,7 @@ def _make_loader(
         loader = DistributedLoader(dataloader, dp=dp, peers=peers, device=device, options=config.loader)
         return Claim(loader, loader.describe())
 
-    return agreed(make)[0] if tp.size * dp.size > 1 else make().result
+    return agreed(make)[0].agree() if tp.size * dp.size > 1 else make().result
 
 
 def _explicit_plan(config: ToDistributedConfig) -> ParallelPlan:

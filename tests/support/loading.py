@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader
+from meshwright.data.peers import Peers
 from meshwright.parallel.collectives import Axis
 
 
@@ -41,7 +42,9 @@ def plain(size: int, batch_size: int, *, shuffle: bool = False, seed: int = 0, *
 def ranks_of(dp: int, make: Any, options: LoaderOptions | None = None) -> list[DistributedLoader]:
     """The loaders of all data-parallel ranks; they agree on nothing, so that ``make`` must be seeded."""
     return [
-        DistributedLoader(make(), dp=Axis("dp", size=dp, rank=rank), everyone=(), is_weighted=True, options=options)
+        DistributedLoader(
+            make(), dp=Axis("dp", size=dp, rank=rank), everyone=Peers(), masks_blanks=False, options=options
+        )
         for rank in range(dp)
     ]
 

@@ -75,13 +75,13 @@ class Share(NamedTuple):
     Args:
         low, high: never the same.
         counted: those that count: all of them, or none where the batch has too few for all ranks.
-        is_whole: every rank has all rows.
+        is_replicated: every rank has all rows.
     """
 
     low: int
     high: int
     counted: int
-    is_whole: bool = False
+    is_replicated: bool = False
 
 
 Sharing = Callable[[int, Axis], Share]
@@ -110,7 +110,7 @@ def chunk_share(rows: int, axis: Axis) -> Share:
     """
     most = -(-rows // axis.size)
     if most * (axis.size - 1) >= rows:
-        return Share(0, rows, rows, is_whole=True)
+        return Share(0, rows, rows, is_replicated=True)
     low = axis.rank * most
     high = min(rows, low + most)
     return Share(low, high, high - low)

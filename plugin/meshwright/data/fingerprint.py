@@ -28,7 +28,7 @@ def fingerprint(dataset: Any) -> str:
     name = type(dataset).__name__
     text = f"{name} of {len(dataset)}" if hasattr(dataset, "__len__") else name
     if isinstance(dataset, Subset):
-        return f"{text}, indices {_short(list(map(int, dataset.indices)))} of ({fingerprint(dataset.dataset)})"
+        return f"{text}, indices {_short(list(dataset.indices))} of ({fingerprint(dataset.dataset)})"
     if isinstance(dataset, ConcatDataset):
         return f"{text}: {_short([fingerprint(part) for part in dataset.datasets])}"
     if isinstance(dataset, TensorDataset):

@@ -172,10 +172,7 @@ class Placer:
             targets = self._targets_for(len(batch), f"{len(batch)} inputs")
             inputs = [self._place(value, target, portion) for value, target in zip(batch, targets, strict=True)]
             return type(batch)(*inputs) if hasattr(batch, "_fields") else type(batch)(inputs)
-        raise ValueError(
-            f"the collate function returned a {type(batch).__name__}; a batch is a tensor, or a dict, list or tuple of "
-            "them"
-        )
+        raise AssertionError(f"no batch: {type(batch).__name__}")
 
     def _targets_for(self, count: int, what: str) -> list[Targets]:
         if len(self._targets) == 1:
@@ -197,9 +194,15 @@ class Placer:
     def _on(self, target: Target, portion: Portion) -> Callable[[Tensor], Any]:
         def place(x: Tensor) -> Any:
             has_rows = x.ndim > 0 and x.shape[0] == portion.held
-            is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_whole
+            is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_replicated
             is_sharded &= target.axis is not None
             if is_sharded and portion.is_whole and self._rank in target.mesh:
+                if not self.as_dtensors and portion.total % target.axis_size:
+                    raise ValueError(
+                        f"a batch of {portion.total} rows does not divide over axis {target.axis!r} of size "
+                        f"{target.axis_size}, and other inputs are laid out in another way, so that no weight makes up "
+                        "for it; use output='dtensor', or set drop_last=True"
+                    )
                 share = self._share(portion.total, self._axis_of(target))
                 x = x[share.low : share.high]
             if not self.as_dtensors:

@@ -12,26 +12,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.config import LoaderOptions
 from meshwright.data.batches import Portion, Sharing, even_share
 from meshwright.data.inputs import Placer
-from meshwright.data.peers import Peers, communication_device, first_ranks
-from meshwright.data.read_map import MapReader
+from meshwright.data.peers import Peers, check_same_rows, first_ranks
 from meshwright.data.read_split import SplitReader
-from meshwright.data.read_stream import StreamReader, has_shards, is_shuffled
-from meshwright.data.read_whole import WholeReader
-from meshwright.data.reading import Reader
-from meshwright.data.sampling import split_by
+from meshwright.data.readers import make_reader
 from meshwright.data.stream import gather_objects
-from meshwright.data.tree import digest, signature, to_device
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.data.tree import digest, is_batch, leaves, signature, to_device
+from meshwright.parallel.collectives import Axis
 
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
+PLACES = 2**31  # more than there are ranks
 
 
 class DistributedLoader:
@@ -45,12 +42,13 @@ class DistributedLoader:
         loader: a DataLoader, or any iterable of batches.
         dp: this rank's place among those that take different rows.
         peers: the ranks that take the same.
-        everyone: all of them, who agree on an epoch's random numbers; by default dp and peers.
+        everyone: all of them; by default dp and peers.
         device: where tensors go.
         share: which rows of a batch a rank takes.
         placer: puts each input on its mesh.
         is_dataset_splitted: whether the user's loader reads this rank's part only.
-        is_weighted: the user multiplies a loss by ``weight``, so that no batch is too short.
+        masks_blanks: whether a row that only keeps a rank in step gets labels that no loss counts; else its ``weight``
+            says so.
         options: how it reads.
 
     Raises:
@@ -65,54 +63,62 @@ class DistributedLoader:
         *,
         dp: Axis,
         peers: Peers | None = None,
-        everyone: tuple[Axis, ...] | None = None,
+        everyone: Peers | None = None,
         device: torch.device | None = None,
         share: Sharing = even_share,
         placer: Placer | None = None,
         is_dataset_splitted: bool = False,
-        is_weighted: bool = False,
+        masks_blanks: bool = True,
         options: LoaderOptions | None = None,
     ):
         self.user_loader = loader
         self._dp, self._peers = dp, peers or Peers()
-        self._everyone = everyone if everyone is not None else (*self._peers.axes, dp)
+        self._everyone = Peers((*self._peers.axes, dp)) if everyone is None else everyone
         self._device, self._placer = device or torch.device("cpu"), placer
         self._options = options or LoaderOptions()
-        self._is_weighted, self._has_dtensors = is_weighted, placer is not None and placer.as_dtensors
+        self._masks_blanks, self._has_dtensors = masks_blanks, placer is not None and placer.as_dtensors
+        self._is_led = self._options.source == "leader" and self._peers.count > 1
         self._reader = make_reader(
             loader,
             dp,
             share,
+            readers=Peers((dp,)) if self._is_led else self._everyone,
             is_dataset_splitted=is_dataset_splitted,
             has_dtensors=self._has_dtensors,
             options=self._options,
         )
-        self._steps = self._iterations = 0
+        self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # what the ranks of dp have agreed the inputs look like
         self._weight = 1.0
         self._state: dict[str, Any] | None = None  # as the leader said, where it reads for this rank
         self._has_warned = False
 
+    def agree(self) -> DistributedLoader:
+        """Take over the first rank's seed; a collective call, once the loaders of all ranks are made."""
+        if self._reader.seed is not None:
+            (self._reader.seed,) = first_ranks([self._reader.seed], self._everyone)
+        return self
+
     def __iter__(self) -> Iterator[Any]:
         self._iterations += 1
-        iteration = self._iterations
-        position = self._reader.position
+        iteration, position = self._iterations, self._reader.position
         position.begin()
-        start, self._steps = position.samples, 0
+        start, self._steps, self._dropped = position.samples, 0, 0
         for portion in self._portions():
-            self._check_rows(portion)
+            if iteration != self._iterations:
+                raise RuntimeError(
+                    "this loader was started anew, or sent to another place, while an older iteration was going on; it "
+                    "has one position only, so end a loop before the next one begins"
+                )
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
+            self._check_rows(portion)
             batch = self._delivered(portion)
             self._check_sizes(portion)
             self._steps += 1
             yield batch
-            if iteration != self._iterations:
-                raise RuntimeError(
-                    "this loader was started anew while an older iteration was going on, and has one position only; "
-                    "end a loop before the next one begins"
-                )
         if self.dropped:
-            logger.info("drop_last left out the last %d samples of epoch %d", self.dropped, position.epoch - 1)
+            level = logging.INFO if self._steps else logging.WARNING
+            logger.log(level, "drop_last left out the last %d samples of epoch %d", self.dropped, position.epoch - 1)
         elif self._steps == start == 0:
             raise ValueError("the loader gave no batch: its dataset is empty, or drop_last left out all of it")
 
@@ -139,12 +145,13 @@ class DistributedLoader:
     @property
     def dropped(self) -> int:
         """Samples at the end of this epoch that ``drop_last`` leaves out."""
-        return self._reader.dropped
+        return self._dropped or self._reader.dropped
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what the next ``iter`` reads; without it, epochs follow each other."""
         self._reader.set_epoch(epoch)
         self._state = None
+        self._iterations += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Where the batch last given out ends: small, JSON, the same on all ranks; talks to nobody."""
@@ -158,6 +165,7 @@ class DistributedLoader:
         """
         self._reader.load_state_dict(state)
         self._state = None
+        self._iterations += 1
 
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, by name."""
@@ -165,13 +173,28 @@ class DistributedLoader:
 
     def _portions(self) -> Iterator[Portion]:
         """What there is to read, by this rank or by its leader."""
-        draws = first_rank_draws(self._reader.draw(), self._everyone)
-        if self._options.source == "each" or self._peers.count == 1:
+        draws = self._agreed_draws()
+        if not self._is_led:
             yield from self._reader.read(draws)
         elif self._peers.is_leader:
             yield from self._read_for_peers(draws)
         else:
             yield from self._receive()
+
+    def _agreed_draws(self) -> list[Any]:
+        """The first rank's random numbers, for ranks that are all at the same place."""
+        position = self._reader.position
+        own = self._reader.draw()
+        if self._everyone.count == 1:
+            return own
+        places = self._everyone.gather(dist.get_rank(), position.epoch, position.samples)
+        if len({(epoch, samples) for _, epoch, samples in places}) > 1:
+            said = "; ".join(f"epoch {epoch}, sample {samples} on rank {rank}" for rank, epoch, samples in places)
+            raise ValueError(
+                f"the ranks are at different places of the dataset: {said}. Call load_state_dict and set_epoch alike "
+                "on every rank, and iterate alike"
+            )
+        return own if isinstance(self._reader, SplitReader) else first_ranks(own, self._everyone)
 
     def _read_for_peers(self, draws: list[Any]) -> Iterator[Portion]:
         portions = self._reader.read(draws)
@@ -180,22 +203,25 @@ class DistributedLoader:
                 portion = next(portions, None)
             except Exception as error:
                 self._peers.broadcast(error)
-            state = self._reader.state_dict()
+                raise
+            state, dropped = self._reader.state_dict(), self._reader.dropped
             if portion is None:
-                self._peers.broadcast((state, None))
+                self._peers.broadcast((state, dropped, None))
                 return
-            self._peers.broadcast((state, (portion.batch, portion.total, portion.held, portion.counted)))
+            self._peers.broadcast((state, dropped, (portion.batch, portion.total, portion.held, portion.counted)))
             yield portion
 
     def _receive(self) -> Iterator[Portion]:
         position = self._reader.position
         while True:
-            self._state, read = self._peers.broadcast(None)
-            position.epoch, position.samples = self._state["epoch"], self._state.get("samples", 0)
+            self._state, self._dropped, read = self._peers.broadcast(None)
+            assert self._state is not None
+            position.epoch, position.samples = self._state["epoch"], self._state["samples"]
             if read is None:
                 position.is_fresh = True
                 return
-            yield Portion(*read)
+            batch, total, held, counted = read
+            yield Portion(batch, total, held, counted, is_whole=held == total)
 
     def _is_time_to_check(self) -> bool:
         every = self._options.check_every
@@ -205,9 +231,11 @@ class DistributedLoader:
         return f"epoch {self._reader.position.epoch}, step {self._steps}"
 
     def _check_rows(self, portion: Portion) -> None:
-        """Compare the rows of peers."""
-        if self._options.source == "each" and self._peers.count > 1 and self._is_time_to_check():
-            self._peers.check_same(digest(portion.batch), self._where())
+        """Compare the rows of ranks that must have the same, those of other meshes included."""
+        has_twins = self._everyone.count > (self._peers.count if self._is_led else 1) * self._dp.size
+        if has_twins and self._is_time_to_check():
+            place = self._dp.rank * PLACES + self._dp.size
+            check_same_rows(self._everyone, place, digest(portion.batch), self._where())
 
     def _check_sizes(self, portion: Portion) -> None:
         """Compare the sizes of the inputs of a DTensor over all ranks."""
@@ -216,6 +244,7 @@ class DistributedLoader:
         own = signature(portion.batch)
         if self._is_time_to_check() or self._sizes is None:
             check_sizes(own, self._dp, self._where())
+            check_replicated(portion, self._dp, self._where())
             self._sizes = own
         elif own != self._sizes:
             raise ValueError(
@@ -227,76 +256,35 @@ class DistributedLoader:
     def _delivered(self, portion: Portion) -> Any:
         """The batch that the user gets."""
         batch = portion.batch
-        if portion.total % self._dp.size and not (self._has_dtensors or self._is_weighted or _has_labels(batch)):
-            self._object_to(portion)
-        if portion.is_blank and _has_labels(batch):
-            batch = _without_labels(batch)
+        if not is_batch(batch):
+            raise ValueError(
+                f"the collate function returned a {type(batch).__name__}; a batch is a tensor, or a dict, list or "
+                "tuple of them"
+            )
+        if portion.total % self._dp.size and not self._has_dtensors:
+            batch = self._in_step(portion)
         batch = to_device(batch, self._device)
         return self._placer.place(batch, portion) if self._placer else batch
 
-    def _object_to(self, portion: Portion) -> None:
-        """Rows that do not divide need labels, which say what counts, or a user who weighs the loss."""
-        if portion.is_blank:
+    def _in_step(self, portion: Portion) -> Any:
+        """The rows of a batch that does not divide over the ranks."""
+        if not self._has_warned and not (self._masks_blanks and _has_labels(portion.batch)):
+            self._has_warned = True
+            logger.warning(
+                "a batch of %d rows is spread unevenly over %d ranks: multiply a mean over a rank's rows by "
+                "loader.weight, or set drop_last=True",
+                portion.total,
+                self._dp.size,
+            )
+        if not portion.is_blank or not self._masks_blanks:
+            return portion.batch
+        if not _has_labels(portion.batch):
             raise ValueError(
                 f"the last batch has {portion.total} rows, fewer than the {self._dp.size} data-parallel ranks, and "
                 "a batch without 'labels' cannot be padded with a row that does not count; set drop_last=True on the "
                 "loader"
             )
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "a batch of %d rows is spread unevenly over %d ranks and has no 'labels': multiply a mean over a "
-                "rank's rows by loader.weight, or set drop_last=True",
-                portion.total,
-                self._dp.size,
-            )
-
-
-def make_reader(
-    loader: Any, dp: Axis, share: Sharing, *, is_dataset_splitted: bool, has_dtensors: bool, options: LoaderOptions
-) -> Reader:
-    """The reader that fits a loader.
-
-    Raises:
-        ValueError: an empty dataset, one that is split without ``is_dataset_splitted``, or options that do not fit it.
-    """
-    if is_dataset_splitted:
-        one = Axis(dp.name)
-        own = _reader_of_whole(loader, one, share, options, may_stream=False)
-        drop_last = bool(getattr(loader, "drop_last", False))
-        return SplitReader(own, dp, drop_last=drop_last, needs_equal_rows=has_dtensors)
-    if what := split_by(loader):
-        raise ValueError(
-            f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
-            "plain DataLoader, or set is_dataset_splitted=True of shard_dataloader"
-        )
-    return _reader_of_whole(loader, dp, share, options, may_stream=True)
-
-
-def _reader_of_whole(loader: Any, dp: Axis, share: Sharing, options: LoaderOptions, *, may_stream: bool) -> Reader:
-    is_loader = isinstance(loader, DataLoader)
-    if may_stream and has_shards(loader):
-        return StreamReader(loader, dp, share, options.of_stream)
-    if options.shuffle:
-        raise ValueError(
-            "shuffle=True shuffles an iterable dataset with several numbered shards, and this loader has none; set "
-            "shuffle=True of its DataLoader, or shuffle the dataset itself"
-        )
-    if is_loader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
-        return MapReader(loader, dp, share, seed=options.seed, name=options.fingerprint)
-    if is_loader and dp.size > 1 and is_shuffled(loader.dataset):
-        logger.warning(
-            "the dataset is shuffled by dataset.shuffle(), so that every rank reads all of it and resuming reads it "
-            "again up to there; leave that out and shuffle by LoaderOptions(shuffle=True) to read each shard once"
-        )
-    return WholeReader(loader, dp, share)
-
-
-def first_rank_draws(draws: list[Any], everyone: tuple[Axis, ...]) -> list[Any]:
-    """The random numbers of the rank that comes first on all axes."""
-    for axis in everyone:
-        draws = first_ranks(draws, axis)
-    return draws
+        return _without_labels(portion.batch)
 
 
 def check_sizes(own: str, dp: Axis, where: str) -> None:
@@ -305,13 +293,30 @@ def check_sizes(own: str, dp: Axis, where: str) -> None:
     Raises:
         ValueError: with what each rank has.
     """
-    code = torch.tensor([zlib.crc32(own.encode())], device=communication_device())
-    if len(set(all_gather(code, dp).tolist())) > 1:
+    if len(set(map(tuple, Peers((dp,)).gather(zlib.crc32(own.encode()))))) > 1:
         signatures = gather_objects(own, dp)
         said = "; ".join(f"{{{text}}} on rank {rank} of {dp.name}" for rank, text in enumerate(signatures))
         raise ValueError(
             f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must be equally "
             "long: pad all batches to one length, or use output='local'"
+        )
+
+
+def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
+    """Raise on all ranks of the axis alike unless tensors that are not cut by rows are the same on all of them.
+
+    Raises:
+        ValueError: naming such tensors.
+    """
+    if portion.is_whole:
+        return
+    kept = {name: x for name, x in leaves(portion.batch) if isinstance(x, Tensor)}
+    kept = {name: x for name, x in kept.items() if not x.ndim or x.shape[0] != portion.held}
+    if len(set(map(tuple, Peers((dp,)).gather(digest(kept))))) > 1:
+        raise ValueError(
+            f"{where}: the ranks have other values of {', '.join(kept)}, which cannot be sharded by rows since the "
+            f"first dim is not the number of rows ({portion.held} on this rank), and as a DTensor must be the same on "
+            "all ranks; leave them out of the batch, or use output='local'"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -118,11 +118,12 @@ class SeededShuffle:
     Args:
         size: of the dataset.
         seed: that the generator had at first.
-        draws_between: whether the DataLoader draws from the same generator at the start of each epoch.
+        draws: at the start of how many epochs the DataLoader itself draws from the same generator: none, the first
+            (if its workers persist), or all.
     """
 
-    def __init__(self, size: int, seed: int, *, draws_between: bool):
-        self._size, self._seed, self._draws_between = size, seed, draws_between
+    def __init__(self, size: int, seed: int, *, draws: Literal["none", "first", "all"] = "all"):
+        self._size, self._seed, self._draws = size, seed, draws
         self._first = Generator().manual_seed(seed).get_state()
         self._reached = (0, self._first)
 
@@ -132,13 +133,13 @@ class SeededShuffle:
         reached, state = self._reached if self._reached[0] <= epoch else (0, self._first)
         generator = Generator()
         generator.set_state(state)
-        for _ in range(epoch - reached):
-            self._draw(generator)
+        for number in range(reached, epoch):
+            self._draw(generator, number)
             torch.randperm(self._size, generator=generator)  # RandomSampler draws once more when it has ended
         self._reached = (epoch, generator.get_state())
-        return Permuted(self._draw(generator))
+        return Permuted(self._draw(generator, epoch))
 
-    def _draw(self, generator: Generator) -> Tensor:
-        if self._draws_between:
+    def _draw(self, generator: Generator, epoch: int) -> Tensor:
+        if self._draws == "all" or (self._draws == "first" and epoch == 0):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
         return torch.randperm(self._size, generator=generator)

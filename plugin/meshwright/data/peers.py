@@ -1,8 +1,10 @@
-"""The ranks that must see the same rows, and those that read different ones."""
+"""The ranks that must see the same rows: one may read for the others, and all compare what they have."""
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.tree import map_tensors
+from meshwright.data.tree import fill, is_plain, map_tensors
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults.interpose import own_collectives
 from meshwright.parallel.collectives import Axis, all_gather
@@ -18,15 +20,15 @@ from meshwright.parallel.collectives import Axis, all_gather
 ALIGNMENT = 8  # bytes, so that every tensor can be a view of one buffer
 
 
-@dataclass(frozen=True)
 class Peers:
-    """The ranks that read the same rows as this one.
+    """The ranks that differ from this one on some axes only.
 
     Args:
-        axes: those of the mesh that do not decide the rows.
+        axes: those axes; what the first rank on all of them sends reaches all.
     """
 
-    axes: tuple[Axis, ...] = ()
+    def __init__(self, axes: tuple[Axis, ...] = ()):
+        self.axes = tuple(axis for axis in axes if axis.size > 1)  # one of size 1 has no group to talk in
 
     @property
     def is_leader(self) -> bool:
@@ -35,33 +37,16 @@ class Peers:
 
     @property
     def count(self) -> int:
-        product = 1
-        for axis in self.axes:
-            product *= axis.size
-        return product
+        return math.prod(axis.size for axis in self.axes)
 
-    def check_same(self, code: int, where: str) -> None:
-        """Compare a number with the peers'.
-
-        Raises:
-            DivergenceError: on all of them, naming which ranks have the same.
-        """
-        if self.count == 1:
-            return
-        own = torch.tensor([[dist.get_rank(), code]], device=communication_device())
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """The numbers of every one of them."""
+        own = torch.tensor([numbers], dtype=torch.int64)
+        if self.axes:
+            own = own.to(communication_device())
         for axis in self.axes:
             own = all_gather(own, axis)
-        ranks_of: dict[int, list[int]] = {}
-        for rank, other in own.tolist():
-            ranks_of.setdefault(other, []).append(rank)
-        if len(ranks_of) > 1:
-            groups = " but not as ".join(f"ranks {sorted(ranks)}" for ranks in ranks_of.values())
-            names = ", ".join(axis.name for axis in self.axes if axis.size > 1)
-            raise DivergenceError(
-                f"{where}: ranks that differ only in their place on {names} must read the same rows, and these read "
-                f"the same: {groups}. A dataset or collate function that draws random numbers or reads the "
-                "clock does this; seed it by the sample, or set source='leader' to read on one rank for all"
-            )
+        return own.tolist()
 
     def broadcast(self, value: Any) -> Any:
         """The leader's value on every peer; an exception is raised on all of them.
@@ -71,18 +56,19 @@ class Peers:
             PeerFailedError: with its message, on the others.
         """
         if self.count == 1:
-            if isinstance(value, Exception):
-                raise value
-            return value
-        payload = _pack(value) if self.is_leader else None
+            return _raised(value)
+        payload = None
+        if self.is_leader:
+            try:
+                payload = _pack(value)
+            except Exception as error:  # a value that cannot be sent: the others must not wait for it
+                value, payload = error, _pack(error)
         for number, axis in enumerate(self.axes):
             # Along each axis in turn: of the axes that follow, only the first rank has it yet.
             if all(later.rank == 0 for later in self.axes[number + 1 :]):
                 payload = _broadcast_bytes(payload, axis)
         if self.is_leader:
-            if isinstance(value, Exception):
-                raise value
-            return value
+            return _raised(value)
         assert payload is not None
         received = _unpack(payload)
         if isinstance(received, _Failure):
@@ -90,20 +76,49 @@ class Peers:
         return received
 
 
-def first_ranks(values: list[Any], everyone: Axis) -> list[Any]:
-    """The values of the axis' first rank, on all its ranks; long lists of integers travel as a tensor."""
-    if everyone.size == 1:
-        return values
-    leader = Peers((everyone,))
-    if leader.is_leader and all(isinstance(value, int) and -(2**63) <= value < 2**63 for value in values):
-        return leader.broadcast(torch.tensor(values, dtype=torch.int64)).tolist()
-    received = leader.broadcast(values)
+def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
+    """Raise on all ranks alike unless those of one place have the same rows.
+
+    Args:
+        everyone: the ranks that compare.
+        place: ranks with the same one must read the same.
+        code: a digest of what this rank has read.
+        where: in which step, for the message.
+
+    Raises:
+        DivergenceError: naming ranks with other rows.
+    """
+    rank = dist.get_rank() if everyone.count > 1 else 0
+    codes_at: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for other, its_place, its_code in everyone.gather(rank, place, code):
+        codes_at[its_place][its_code].append(other)
+    for ranks_of in codes_at.values():
+        if len(ranks_of) > 1:
+            groups = ", others on ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in ranks_of.values())
+            raise DivergenceError(
+                f"{where}: ranks that must have the same rows have some on {groups}. A dataset or collate function "
+                "that draws random numbers or reads the clock does this, or a state that not all of them loaded; seed "
+                "by the sample, or set source='leader' to read on one rank for all"
+            )
+
+
+def first_ranks(values: list[Any], everyone: Peers) -> list[Any]:
+    """The first rank's values on all ranks; long lists of integers travel as a tensor."""
+    if everyone.is_leader and all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
+        return everyone.broadcast(torch.tensor(values, dtype=torch.int64)).tolist()
+    received = everyone.broadcast(values)
     return received.tolist() if isinstance(received, Tensor) else received
 
 
 def communication_device() -> torch.device:
     """Where small tensors for the process group live."""
     return torch.device("cpu" if "gloo" in str(dist.get_backend_config()) else "cuda")
+
+
+def _raised(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 @dataclass(frozen=True)
@@ -125,8 +140,10 @@ def _pack(value: Any) -> Tensor:
     parts: list[Tensor] = []
     filled = 0
 
-    def put(x: Tensor) -> _Slot:
+    def put(x: Tensor) -> Any:
         nonlocal filled
+        if not is_plain(x):
+            return x  # sparse and the like: pickled with the rest
         raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         slot = _Slot(filled, tuple(x.shape), x.dtype)
         parts.append(raw)
@@ -146,26 +163,19 @@ def _pack(value: Any) -> Tensor:
 def _unpack(payload: Tensor) -> Any:
     length = int.from_bytes(bytes(payload[-8:].tolist()), "little")
     skeleton = pickle.loads(bytes(payload[-8 - length : -8].numpy()))
-    return _fill(skeleton, payload)
 
+    def get(slot: Any) -> Any:
+        if not isinstance(slot, _Slot):
+            return slot
+        size = slot.dtype.itemsize * math.prod(slot.shape)
+        return payload[slot.offset : slot.offset + size].clone().view(slot.dtype).reshape(slot.shape)
 
-def _fill(value: Any, payload: Tensor) -> Any:
-    if isinstance(value, _Slot):
-        size = value.dtype.itemsize
-        for length in value.shape:
-            size *= length
-        return payload[value.offset : value.offset + size].clone().view(value.dtype).reshape(value.shape)
-    if isinstance(value, dict):
-        return {key: _fill(item, payload) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_fill(item, payload) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_fill(item, payload) for item in value)
-    return value
+    return fill(skeleton, get)
 
 
 @own_collectives()
 def _broadcast_bytes(payload: Tensor | None, axis: Axis) -> Tensor:
+    assert axis.group is not None
     device = communication_device()
     length = torch.tensor([0 if payload is None else len(payload)], device=device)
     dist.broadcast(length, group_src=0, group=axis.group)

@@ -56,6 +56,18 @@ class MapReader:
     def batch_size(self) -> int | None:
         return self._sampling.batch_size
 
+    @property
+    def seed(self) -> int | None:
+        return self._sampling.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._sampling.seed = seed
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self._sampling.is_repeatable
+
     def describe(self) -> dict[str, str]:
         sampling = self._sampling
         return {
@@ -64,6 +76,7 @@ class MapReader:
             "order": sampling.kind,
             "batch size": str(sampling.batch_size),
             "drop_last": str(sampling.drop_last),
+            "has a seed": str(sampling.seed is not None),
         }
 
     def draw(self) -> list[Any]:
@@ -89,6 +102,7 @@ class MapReader:
 
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)
+        self._tell_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         seed = self._sampling.seed
@@ -101,7 +115,8 @@ class MapReader:
             "dataset": self._fingerprint,
             "order": self._sampling.kind,
             "seed": seed,
-            "order_seed": None if seed is not None else self._order_seed,
+            # Of an epoch that is not begun, no rank has drawn any yet.
+            "order_seed": self._order_seed if seed is None and self.position.samples else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,8 +129,17 @@ class MapReader:
             "seed": seed,
         }
         check_state(state, expected, "sample k would be another one")
-        self.position.load(state)
-        self._order_seed = state["order_seed"] if seed is None else None
+        self.position.load(state, self._sampling.length if self._sampling.kind != "listed" else None)
+        self._order_seed = state.get("order_seed") if seed is None else None
+        self._tell_epoch()
+
+    def _tell_epoch(self) -> None:
+        """Datasets and samplers of the user's may have an order of their own for each epoch."""
+        loader = self._user_loader
+        batch_sampler = loader.batch_sampler
+        for part in (loader.dataset, getattr(batch_sampler, "sampler", None), batch_sampler):
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(self.position.epoch)
 
     def _check_order(self, seed: int | None) -> None:
         """A sampler that drew another order would give other samples from here on."""

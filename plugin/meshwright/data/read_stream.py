@@ -10,13 +10,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.batches import Portion, Sharing, chunk_share
+from meshwright.data.read_whole import is_stock
 from meshwright.data.reading import VERSION, Position, check_state, worker_options
 from meshwright.data.shards import ShardedSource
 from meshwright.data.stream import ShardedStream, gather_objects
 from meshwright.data.tree import map_tensors
 from meshwright.parallel.collectives import Axis
 
-SHUFFLING_STAGE = "BufferShuffledExamplesIterable"  # of ``datasets``, whose buffer no state holds
+# The stages of ``datasets`` that treat each row, or each batch of a shard's rows, by itself.
+STAGES_BY_ROW = {
+    "ExamplesIterable",
+    "ArrowExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "MappedExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+}
 
 
 class StreamReader:
@@ -58,6 +69,18 @@ class StreamReader:
         order = {name: value for name, value in self._stream.state_dict().items() if name != "lanes"}
         return {"stream": str(order), "batch size": str(self.batch_size), "drop_last": str(self._stream.drop_last)}
 
+    @property
+    def seed(self) -> None:
+        """The stream's own is among what must be the same on all ranks."""
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        raise AssertionError("a stream has its seed from the start")
+
+    @property
+    def is_repeatable(self) -> bool:
+        return True
+
     def draw(self) -> list[Any]:
         return []
 
@@ -75,6 +98,7 @@ class StreamReader:
 
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)
+        self._stream.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         if self.position.is_fresh and self.position.epoch != self._stream.epoch:
@@ -84,6 +108,8 @@ class StreamReader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_state(state, {"reader": "stream"}, "it is of another kind of dataset")
+        if not isinstance(state.get("stream"), Mapping):
+            raise ValueError("the state says nothing of a stream; it was cut or changed")
         self._stream.load_state_dict(state["stream"])
         self.position.load(state)
 
@@ -101,29 +127,34 @@ class StreamReader:
 
 
 def has_shards(loader: Any) -> bool:
-    """Whether a loader's dataset can be read as a ShardedStream.
-
-    A dataset of Hugging Face that ``dataset.shuffle()`` shuffles cannot, since no state holds that buffer, nor can
-    one with a single shard.
-    """
-    if not isinstance(loader, DataLoader) or not loader.batch_size:
+    """Whether a loader's dataset can be read as a ShardedStream: it has several shards, and rows that do not depend on
+    those of other shards."""
+    if not is_stock(loader) or not loader.batch_size:
         return False
     dataset: Any = loader.dataset
     is_streamed = isinstance(loader.dataset, IterableDataset) and hasattr(dataset, "shard") and hasattr(dataset, "iter")
     return (
         (isinstance(dataset, ShardedSource) or is_streamed)
         and getattr(dataset, "num_shards", 1) > 1
-        and not is_shuffled(dataset)
+        and stage_over_shards(dataset) is None
     )
 
 
-def is_shuffled(dataset: Any) -> bool:
-    """Whether ``dataset.shuffle()`` of ``datasets`` is somewhere in its pipeline."""
+def stage_over_shards(dataset: Any) -> str | None:
+    """The stage of a Hugging Face pipeline that does something else when each shard goes through it alone.
+
+    ``take`` and ``skip`` count rows over all shards, as does a function that is given indices; ``shuffle`` has a buffer
+    that no state holds; interleaving draws from several datasets.
+    """
     stages = [getattr(dataset, "_ex_iterable", None)]
     while stages:
-        stage = stages.pop()
-        if stage is not None:
-            if type(stage).__name__ == SHUFFLING_STAGE:
-                return True
-            stages += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
-    return False
+        stage: Any = stages.pop()
+        if stage is None:
+            continue
+        name = type(stage).__name__
+        if getattr(stage, "with_indices", False) or getattr(stage, "drop_last_batch", False):
+            return f"{name} with indices or drop_last_batch"
+        if name not in STAGES_BY_ROW:
+            return name
+        stages += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+    return None

@@ -11,29 +11,39 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.batches import Portion, Sharing
+from meshwright.data.fingerprint import fingerprint
+from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.reading import VERSION, Position, check_state, worker_options
-from meshwright.data.tree import map_tensors, tensors_of
+from meshwright.data.tree import digest, leaves, map_tensors
 from meshwright.parallel.collectives import Axis
+
+ENDED = -1
 
 
 class WholeReader:
     """Reads any iterable of batches, or a DataLoader over a dataset without numbered shards.
 
-    A state is gone back to by reading up to there again. With workers the order depends on their number and on the
-    batch size, which must then stay the same.
+    Nothing but the data itself says that the ranks go through the same, so that they compare it at each step. A state
+    is gone back to by reading up to there again. With workers the order depends on their number and on the batch size,
+    which must then stay the same.
 
     Args:
         loader: the user's.
         dp: this rank's place among those that take different rows.
         share: which rows of a batch it takes.
+        readers: all ranks that read.
+        name: of the dataset, instead of its fingerprint.
     """
 
-    def __init__(self, loader: Iterable[Any], dp: Axis, share: Sharing):
+    def __init__(self, loader: Iterable[Any], dp: Axis, share: Sharing, *, readers: Peers, name: str | None = None):
         self.position = Position()
         self.dropped = 0
-        self._loader, self._dp, self._share = loader, dp, share
+        self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
+        self._dataset: Any = getattr(loader, "dataset", loader)
+        self._fingerprint = fingerprint(self._dataset) if name is None else name
         self._batches = 0  # given out in this epoch
-        self._cuts_samples = isinstance(loader, DataLoader) and bool(loader.batch_size)
+        self._told: int | None = getattr(self._dataset, "epoch", None)  # the dataset's own epoch
+        self._cuts_samples = is_stock(loader) and bool(getattr(loader, "batch_size", None))
         self._num_workers = getattr(loader, "num_workers", 0)
 
     def __len__(self) -> int:
@@ -43,8 +53,22 @@ class WholeReader:
     def batch_size(self) -> int | None:
         return getattr(self._loader, "batch_size", None)
 
+    @property
+    def seed(self) -> None:
+        """The order is the dataset's own."""
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        raise AssertionError("a dataset that is read whole has no seed of ours")
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Nobody knows; the user must see to it."""
+        return True
+
     def describe(self) -> dict[str, str]:
-        return {"batch size": str(self.batch_size), "num_workers": str(self._num_workers)}
+        settings = {"batch size": self.batch_size, "num_workers": self._num_workers, "dataset": self._fingerprint}
+        return {name: str(value) for name, value in settings.items()}
 
     def draw(self) -> list[Any]:
         return []
@@ -53,7 +77,14 @@ class WholeReader:
         position = self.position
         if not position.samples:
             self._batches = 0
-        for portion in self._rest():
+        rest = self._rest()
+        while True:
+            code, portion = next(rest, (ENDED, None))
+            if self._readers.count > 1:
+                where = f"epoch {position.epoch}, batch {self._batches} of a dataset that every rank reads whole"
+                check_same_rows(self._readers, 0, code, where)
+            if portion is None:
+                break
             position.samples += portion.total
             self._batches += 1
             yield portion
@@ -61,9 +92,7 @@ class WholeReader:
 
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)
-        dataset: Any = getattr(self._loader, "dataset", None)
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
+        self._tell(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -72,27 +101,34 @@ class WholeReader:
             "epoch": self.position.epoch,
             "samples": self.position.samples,
             "batches": self._batches if self.position.samples else 0,
-            "dataset_epoch": getattr(getattr(self._loader, "dataset", None), "epoch", None),
+            "dataset_epoch": self._told,
+            "dataset": self._fingerprint,
             **self._settings(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state(state, {"reader": "whole"}, "it is of another kind of dataset")
+        expected = {"reader": "whole", "dataset": self._fingerprint}
+        check_state(state, expected, "it is of another dataset")
         check_state(state, self._settings(), "the order of a dataset without numbered shards depends on it")
         self.position.load(state)
         self._batches = state["batches"]
         if state["dataset_epoch"] is not None:
-            self._loader.dataset.set_epoch(state["dataset_epoch"])  # type: ignore[attr-defined]
+            self._tell(state["dataset_epoch"])
+
+    def _tell(self, epoch: int) -> None:
+        if callable(tell := getattr(self._dataset, "set_epoch", None)):
+            tell(epoch)
+            self._told = epoch
 
     def _settings(self) -> dict[str, Any]:
         is_elastic = self._cuts_samples and not self._num_workers
         return {"num_workers": self._num_workers, "batch_size": None if is_elastic else self.batch_size}
 
-    def _rest(self) -> Iterator[Portion]:
-        """The batches that follow the position."""
+    def _rest(self) -> Iterator[tuple[int, Portion]]:
+        """The batches that follow the position, and digests of what all ranks have read for them."""
         if not self._cuts_samples:
             for batch in islice(self._loader, self._batches, None):
-                yield self._cut(batch)
+                yield self._digest(batch), self._cut(batch)
             return
         loader: Any = self._loader
         if loader.num_workers:
@@ -100,14 +136,17 @@ class WholeReader:
         else:
             yield from self._sharing(_After(loader.dataset, self.position.samples))
 
-    def _sharing(self, dataset: Any) -> DataLoader[Any]:
+    def _digest(self, batch: Any) -> int:
+        return digest(batch) if self._readers.count > 1 else 0
+
+    def _sharing(self, dataset: Any) -> Any:
         """The user's DataLoader, but that it collates this rank's samples only."""
         loader: Any = self._loader
         return DataLoader(
             dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            collate_fn=_CollateShare(loader.collate_fn, self._dp, self._share),
+            collate_fn=_CollateShare(loader.collate_fn, self._dp, self._share, self._readers.count > 1),
             pin_memory=loader.pin_memory,
             generator=loader.generator,
             persistent_workers=loader.persistent_workers,
@@ -117,8 +156,12 @@ class WholeReader:
     def _cut(self, batch: Any) -> Portion:
         rows = _num_rows(batch)
         share = self._share(rows, self._dp)
-        own = map_tensors(batch, lambda x: x[share.low : share.high] if x.ndim and x.shape[0] == rows else x)
-        return Portion.of(share, own, rows)
+        return Portion.of(share, _rows_of(batch, rows, slice(share.low, share.high)), rows)
+
+
+def is_stock(loader: Any) -> bool:
+    """Whether a loader is torch's own DataLoader, or one that iterates as it does."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 class _Pinnable(Portion):
@@ -132,13 +175,14 @@ class _Pinnable(Portion):
 class _CollateShare:
     """Collates this rank's run of the samples of a batch; a class, so that workers can unpickle it."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dp: Axis, share: Sharing):
-        self._collate, self._share = collate, share
+    def __init__(self, collate: Callable[[list[Any]], Any], dp: Axis, share: Sharing, has_digest: bool):
+        self._collate, self._share, self._has_digest = collate, share, has_digest
         self._dp = Axis(dp.name, dp.size, dp.rank)  # a process group cannot be sent to a worker
 
-    def __call__(self, samples: list[Any]) -> Portion:
+    def __call__(self, samples: list[Any]) -> tuple[int, Portion]:
         share = self._share(len(samples), self._dp)
-        return _Pinnable.of(share, self._collate(samples[share.low : share.high]), len(samples))
+        portion = _Pinnable.of(share, self._collate(samples[share.low : share.high]), len(samples))
+        return digest(samples) if self._has_digest else 0, portion
 
 
 class _After(IterableDataset[Any]):
@@ -152,7 +196,29 @@ class _After(IterableDataset[Any]):
 
 
 def _num_rows(batch: Any) -> int:
-    for tensor in tensors_of(batch):
-        if tensor.ndim:
-            return tensor.shape[0]
-    raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
+    """The rows of a batch, on which its tensors must agree.
+
+    Raises:
+        ValueError: they do not, or there are none.
+    """
+    rows = {name: leaf.shape[0] for name, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    if not rows:
+        raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"the tensors of a batch have different numbers of rows, {rows}, so that it cannot be split over "
+            "data-parallel ranks; pass a DataLoader over samples, whose collate function then runs on each rank"
+        )
+    return next(iter(rows.values()))
+
+
+def _rows_of(value: Any, rows: int, own: slice) -> Any:
+    """The rows of a batch: of its tensors, and of lists that hold a value for each row."""
+    if isinstance(value, Mapping):
+        return {key: _rows_of(item, rows, own) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) == rows and not any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+            return value[own]
+        items = [_rows_of(item, rows, own) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value[own] if isinstance(value, Tensor) and value.ndim else value

@@ -38,11 +38,27 @@ class Position:
         self.epoch, self.samples, self.is_fresh = self.epoch + 1, 0, True
 
     def set_epoch(self, epoch: int) -> None:
-        """What the next iteration reads; a place that was loaded for this very epoch stays."""
+        """What the next iteration reads; a place that was loaded for this very epoch stays.
+
+        Raises:
+            ValueError: no epoch.
+        """
+        if not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"an epoch is an integer from 0 on, not {epoch!r}")
         if epoch != self.epoch or not self.is_fresh:
             self.epoch, self.samples, self.is_fresh = epoch, 0, True
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any], most: int | None = None) -> None:
+        """Go to a state's place, of at most so many samples.
+
+        Raises:
+            ValueError: it has none, or an impossible one.
+        """
+        for name in ("epoch", "samples"):
+            value = state.get(name)
+            if not isinstance(value, int) or value < 0 or (name == "samples" and most is not None and value > most):
+                limit = f" to {most}" if name == "samples" and most is not None else ""
+                raise ValueError(f"the state has {name}={value!r}, which must be an integer from 0{limit}")
         self.epoch, self.samples, self.is_fresh = state["epoch"], state["samples"], True
 
 
@@ -58,6 +74,21 @@ class Reader(Protocol):
     @property
     def dropped(self) -> int:
         """Samples at the end of this epoch that are left out."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a batch, where they are known."""
+
+    @property
+    def seed(self) -> int | None:
+        """Of the orders of all epochs, where one seed says them; may be set to another rank's."""
+
+    @seed.setter
+    def seed(self, seed: int) -> None: ...
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether an epoch that is read again has the same order."""
 
     def __len__(self) -> int:
         """Steps of an epoch; TypeError where nobody knows."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, Literal
 
 import torch
 from torch import Generator
@@ -14,6 +14,8 @@ from meshwright.data.batches import EqualBatches, ListedBatches
 from meshwright.data.order import InOrder, Listed, Order, SeededShuffle, shuffled
 
 Batches = EqualBatches | ListedBatches
+
+MOST_DRAWN = 2**26  # indices of an epoch that a sampler of the user's may draw: 0.5 GB
 
 
 class Sampling:
@@ -34,6 +36,11 @@ class Sampling:
         self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
         self.has_equal_batches = type(self._batch_sampler) is BatchSampler
         self.kind = self._kind()
+        if seed is not None and self.kind == "listed":
+            raise ValueError(
+                f"seed={seed} can only seed shuffle=True of the DataLoader; a {type(self._sampler).__name__} draws "
+                "from a generator of its own"
+            )
         self._seeded = self._seeded_shuffle(seed) if self.kind == "shuffled" else None
 
     @property
@@ -50,6 +57,16 @@ class Sampling:
         """The seed of all epochs, where there is one."""
         return self._seeded[0] if self._seeded else None
 
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        if self._seeded and seed != self._seeded[0]:
+            self._seeded = self._shuffle_by(seed)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the order of an epoch can be had again."""
+        return self.kind == "sequential" or self._seeded is not None
+
     def __len__(self) -> int:
         if self.has_equal_batches and self.kind != "listed":
             return len(self._batches(self.length))
@@ -62,7 +79,18 @@ class Sampling:
             return [worker_seed]
         if self.kind == "shuffled":
             return [worker_seed, self.seed if self._seeded else _random_number(None)]
-        batches = list(self._batch_sampler)
+        if self.has_equal_batches:
+            indices = list(islice(self._sampler, MOST_DRAWN))
+            self._check_drawn(len(indices))
+            return [worker_seed, 0, *indices]
+        batches: list[list[Any]] = []
+        drawn = 0
+        for batch in self._batch_sampler:
+            if not batch:
+                raise ValueError(f"batch {len(batches)} of the {type(self._batch_sampler).__name__} is empty")
+            batches.append(batch)
+            drawn += len(batch)
+            self._check_drawn(drawn)
         return [worker_seed, len(batches), *map(len, batches), *chain.from_iterable(batches)]
 
     def begin(self, draws: list[Any], epoch: int) -> tuple[Order, Batches]:
@@ -87,7 +115,8 @@ class Sampling:
         return EqualBatches(samples, self._batch_sampler.batch_size, self._batch_sampler.drop_last)
 
     def _kind(self) -> str:
-        if self.has_equal_batches and type(self._sampler) is SequentialSampler:
+        is_in_order = self.has_equal_batches and type(self._sampler) is SequentialSampler
+        if is_in_order and len(self._sampler) == self.length:
             return "sequential"
         is_shuffle = self.has_equal_batches and type(self._sampler) is RandomSampler
         if is_shuffle and not self._sampler.replacement and self._sampler.num_samples == self.length:
@@ -96,14 +125,27 @@ class Sampling:
 
     def _seeded_shuffle(self, seed: int | None) -> tuple[int, SeededShuffle] | None:
         generator = self._sampler.generator
-        if seed is not None:
-            return seed, SeededShuffle(self.length, seed, draws_between=True)
-        if generator is None:
+        if seed is None and generator is None:
             return None
-        seed = generator.initial_seed()
-        if not torch.equal(generator.get_state(), Generator().manual_seed(seed).get_state()):
-            seed = _random_number(generator)  # it was used before, and its state is too large to save
-        return seed, SeededShuffle(self.length, seed, draws_between=self._loader.generator is generator)
+        if seed is None:
+            seed = generator.initial_seed()
+            if not torch.equal(generator.get_state(), Generator().manual_seed(seed).get_state()):
+                seed = _random_number(generator)  # it was used before, and its state is too large to save
+        return self._shuffle_by(seed)
+
+    def _shuffle_by(self, seed: int) -> tuple[int, SeededShuffle]:
+        generator = self._sampler.generator
+        draws: Literal["none", "first", "all"] = "first" if self._loader.persistent_workers else "all"
+        if generator is not None and self._loader.generator is not generator:
+            draws = "none"
+        return seed, SeededShuffle(self.length, seed, draws=draws)
+
+    def _check_drawn(self, count: int) -> None:
+        if count >= MOST_DRAWN:
+            raise ValueError(
+                f"a {type(self._batch_sampler).__name__} has drawn {count} samples for one epoch, and is not at its "
+                "end; the loader needs to know the whole epoch, so that a sampler must end"
+            )
 
 
 def split_by(loader: Any) -> str | None:

@@ -122,17 +122,17 @@ def shard_dataloader(
             loader,
             dp=dp,
             peers=peers,
-            everyone=(everyone,),
+            everyone=everyone,
             device=device,
             share=share,
             placer=placer,
             is_dataset_splitted=is_dataset_splitted,
-            is_weighted=spread,
+            masks_blanks=False,
             options=options,
         )
         return Claim(made, made.describe())
 
-    return _on_all_ranks(make)
+    return _on_all_ranks(make).agree()
 
 
 def _on_all_ranks(check: Any) -> Any:
@@ -196,14 +196,14 @@ def _axis_of(mesh: ProcessMesh, name: str, rank: int, device_type: str) -> Axis:
     return Axis(name, size, place, mesh.to_device_mesh(device_type).get_group(name))
 
 
-def _everyone(targets: list[Targets]) -> Axis:
+def _everyone(targets: list[Targets]) -> Peers:
     """All ranks of all meshes, of which the first one's random numbers hold."""
     if not dist.is_initialized():
-        return Axis("all")
+        return Peers()
     ranks = sorted({rank for target in flat(targets) for rank in target.mesh.ranks})
     is_world = len(ranks) == dist.get_world_size()
     group = dist.group.WORLD if is_world else dist.new_group(ranks)
     rank = dist.get_rank()
     if rank not in ranks:
-        return Axis("outside")
-    return Axis("all", size=len(ranks), rank=ranks.index(rank), group=group)
+        return Peers()
+    return Peers((Axis("all", size=len(ranks), rank=ranks.index(rank), group=group),))

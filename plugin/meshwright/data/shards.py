@@ -71,6 +71,14 @@ class DatasetShards:
     def num_shards(self) -> int:
         return self._dataset.num_shards
 
+    @property
+    def fingerprint(self) -> str:
+        """What is known of the dataset without reading it."""
+        info = getattr(self._dataset, "info", None)
+        said = [getattr(info, name, None) for name in ("builder_name", "config_name", "version")]
+        said += [getattr(self._dataset, name, None) for name in ("split", "column_names")]
+        return " ".join(str(part) for part in said if part is not None)
+
     def open(self, shard: int, start: int) -> Iterator[Any]:
         one = self._dataset.shard(num_shards=self.num_shards, index=shard)
         # Not iter(one): in a worker of a DataLoader that would split the shard over the workers.

@@ -64,6 +64,7 @@ class ShardedStream:
         drop_last: whether to leave out the last batch where it is not full; ``dropped`` says how many samples.
         num_workers: processes a rank that read.
         loader_options: more arguments of the DataLoader that runs them, such as ``prefetch_factor``.
+        name: of the dataset, instead of its source's fingerprint.
         gather: hands a value to all ranks of ``dp`` and returns theirs; by default over the process group.
 
     Raises:
@@ -88,19 +89,20 @@ class ShardedStream:
         drop_last: bool = False,
         num_workers: int = 0,
         loader_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
     ):
         sizes = {"batch_size": batch_size, "buffer_size": buffer_size, "lanes": lanes}
-        for name, value in sizes.items():
+        for size, value in sizes.items():
             if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+                raise ValueError(f"{size}={value} must be at least 1")
         self.source = as_source(dataset)
         self.batch_size, self.dp, self.drop_last = batch_size, dp, drop_last
         self.epoch = self.samples = self.dropped = 0
         self._num_lanes = min(lanes, self.source.num_shards)
         self._order: dict[str, Any] = {
             "num_shards": self.source.num_shards,
-            "fingerprint": getattr(self.source, "fingerprint", ""),
+            "fingerprint": getattr(self.source, "fingerprint", "") if name is None else name,
             "lanes": self._num_lanes,
             "shuffle": shuffle,
             "window": math.ceil(buffer_size / self._num_lanes) if shuffle else 1,
@@ -112,8 +114,8 @@ class ShardedStream:
         self._goes_on = False  # whether the next iteration starts where a loaded state is
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next ``iter`` reads; a loaded state of another epoch is let go."""
-        if epoch != self.epoch:
+        """The epoch that the next ``iter`` reads, from its start unless a state of it was loaded."""
+        if epoch != self.epoch or not self._goes_on:
             self.epoch, self.samples, self._goes_on = epoch, 0, False
             self._lanes = self._new_lanes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,35 +11,52 @@ import torch
 from torch import Tensor
 
 
+def fill(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure, of the same types, with ``function`` applied to all that is no container."""
+    if isinstance(value, Mapping):
+        return _like(value, {key: fill(item, function) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(fill(item, function) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(fill(item, function) for item in value)
+    return function(value)
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """The same structure with ``function`` applied to its tensors; other values stay as they are."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value
+    return fill(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """The items in a mapping of the same type, since ``BatchEncoding`` and others have methods that users call."""
+    if type(value) is dict:
+        return items
+    try:
+        out: Any = copy.copy(value)
+        out.update(items)
+    except Exception:  # one that cannot be copied or changed
+        return items
+    return out
+
+
+def is_batch(value: Any) -> bool:
+    """Whether a collate function may return it."""
+    return isinstance(value, Tensor | Mapping | list | tuple)
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a structure that is no container, and where it is."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from leaves(item, f"{name}.{key}".lstrip("."))
+    else:
+        yield name or "batch", value
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """The tensors of a structure."""
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Everything in a structure that is not a container."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -46,28 +64,34 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda x: x.to(device, non_blocking=True))
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is bytes in memory: not sparse, nested, or a lazy conjugate."""
+    return x.layout is torch.strided and not (x.is_nested or x.is_conj() or x.is_neg())
+
+
 def digest(value: Any) -> int:
     """A number from 0 to 2**32 - 1 that two structures with other contents do not share, but by chance."""
     code = 0
-    for leaf in leaves(value):
+    for name, leaf in leaves(value):
+        what: Any = type(leaf).__name__
         if isinstance(leaf, Tensor):
-            code = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), code)
-            raw = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            code = zlib.crc32(raw.numpy().data, code)
+            what = (leaf.dtype, tuple(leaf.shape))
+            if is_plain(leaf):
+                raw = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                code = zlib.crc32(raw.numpy().data, code)
         elif isinstance(leaf, str | bytes | int | float | bool | None):
-            code = zlib.crc32(repr(leaf).encode(), code)
+            what = leaf
+        elif hasattr(leaf, "tobytes"):  # an array of numpy's
+            code = zlib.crc32(leaf.tobytes(), code)
+        code = zlib.crc32(repr((name, what)).encode(), code)
     return code
 
 
-def signature(value: Any, name: str = "") -> str:
+def signature(value: Any) -> str:
     """The tensors of a structure: where they are in it, their dtypes and their sizes beyond the first dim."""
-    if isinstance(value, Tensor):
-        sizes = ["*", *map(str, value.shape[1:])][: value.ndim]
-        return f"{name or 'batch'}: {str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
-    inner = [signature(item, f"{name}.{key}".lstrip(".")) for key, item in items]
-    return ", ".join(filter(None, inner))
+    found = []
+    for name, leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            sizes = ["*", *map(str, leaf.shape[1:])][: leaf.ndim]
+            found.append(f"{name}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
+    return ", ".join(found)
