@@ -6,6 +6,7 @@ can build one for any world; ``to_device_mesh`` is the one step that creates pro
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import itertools
 import math
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ from meshwright.rank_grid import flatten, grid_text, nest
 
 # By the world's process group: a new world starts with none.
 _device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[ProcessMesh, str], DeviceMesh]] = WeakKeyDictionary()
+
+
+def _let_groups_end(reference: ref[DeviceMesh]) -> None:
+    """At exit, take the groups from a mesh, which DTensor's caches keep for the life of the process.
+
+    The threads of a gloo group end with its last reference. One that is still there when the interpreter ends
+    may free the tensors of the last collective only then, and so abort a run that has succeeded.
+    """
+    if (device_mesh := reference()) is not None:
+        getattr(device_mesh, "_pg_registry", {}).clear()
 
 
 class ProcessMesh:
@@ -206,6 +217,7 @@ class ProcessMesh:
         if (self, device_type) not in known:
             ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
             known[self, device_type] = self._create(device_type) if ascending else self._create_in_order(device_type)
+            atexit.register(_let_groups_end, ref(known[self, device_type]))
         return known[self, device_type]
 
     def _create(self, device_type: str) -> DeviceMesh:
