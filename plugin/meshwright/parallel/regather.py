@@ -48,7 +48,7 @@ class GatheredInput:
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor's values begin; unlike its data pointer, a fake tensor of a traced plan has it too."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class RegatheredProjections:
