@@ -220,16 +220,39 @@ def _shard_model(
     device: torch.device,
     has_own_loss: bool,
 ) -> None:
-    tp, dp = runtime.tp, runtime.dp
     layouts = structure.parameters if structure else {}
-    made = succeed_together(lambda: weights.make(model, layouts, tp, device))
+    made = succeed_together(lambda: weights.make(model, layouts, runtime.tp, device))
     replaced = made.attach(model)
     model.to(device)
+    seed = torch.randint(2**31, (1,), device=device)
+    agreed_seed = int(agree(seed, runtime.tp, runtime.dp))
+    install(model, optimizer, replaced, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
+    export_with_full_weights(model)
+    attach(model, runtime)
+
+
+def install(
+    model: Any,
+    optimizer: Optimizer | None,
+    replaced: dict[int, nn.Parameter],
+    structure: DecoderStructure | None,
+    plan: ParallelPlan,
+    config: ToDistributedConfig,
+    runtime: Runtime,
+    seed: int,
+    *,
+    has_own_loss: bool,
+) -> None:
+    """Make a model whose parameters are shards already work as one of many; communicates nothing.
+
+    Args:
+        replaced: ``id`` of each old parameter -> the new one, for the optimizer.
+        seed: of the dropout streams, the same on all ranks.
+    """
+    tp, dp = runtime.tp, runtime.dp
     if optimizer is not None:
         rebind(optimizer, replaced)
-
-    seed = torch.randint(2**31, (1,), device=device)
-    streams = DropoutStreams(model, tp=tp, dp=dp, seed=int(agree(seed, tp, dp)))
+    streams = DropoutStreams(model, tp=tp, dp=dp, seed=seed)
     forward = ForwardState(
         model,
         streams,
@@ -269,5 +292,3 @@ def _shard_model(
             )
     if plan.recompute == "full":
         _recompute_switch(model)({"use_reentrant": False})
-    export_with_full_weights(model)
-    attach(model, runtime)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -99,15 +100,23 @@ class RowLayout:
             offset += length
         return pairs
 
-    def copies(self, rank: int) -> Tensor:
-        """For each row of this rank's shard, how many shard rows in all hold it (padding: 1)."""
-        count = torch.zeros(self.size, dtype=torch.int64)
-        for spans in self.spans:
-            for start, stop in spans:
-                count[start:stop] += 1
-        own = [count[start:stop] for start, stop in self.spans[rank]]
-        own.append(torch.ones(self.local_size - self.real_rows(rank), dtype=torch.int64))
-        return torch.cat(own)
+    def copies(self, rank: int) -> list[tuple[int, int]]:
+        """Runs of this rank's rows and how many shard rows in all hold each of them (padding: 1)."""
+        everywhere = [span for spans in self.spans for span in spans]
+        borders = sorted({border for span in everywhere for border in span})
+        runs = []
+        for start, stop in self.spans[rank]:
+            inside = [border for border in borders if start <= border <= stop]
+            for first, last in pairwise(inside):
+                runs.append((last - first, sum(low <= first < high for low, high in everywhere)))
+        if missing := self.local_size - self.real_rows(rank):
+            runs.append((missing, 1))
+        return runs
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether some row is held more than once."""
+        return sum(self.real_rows(rank) for rank in range(len(self.spans))) > self.size
 
 
 @dataclass(frozen=True)
@@ -135,12 +144,17 @@ class ShardRecord:
 
     def copies(self, like: Tensor) -> Tensor | float:
         """How many copies of each element the TP axis holds, shaped to broadcast over the shard."""
-        rows = self.layout.copies(self.rank)
-        if bool((rows == rows[0]).all()):
-            return float(rows[0])
+        runs = self.layout.copies(self.rank)
+        if len({copies for _, copies in runs}) == 1:
+            return float(runs[0][1])
         shape = [1] * like.ndim
-        shape[self.layout.dim] = rows.numel()
-        return rows.view(shape).to(like.device, like.dtype)
+        shape[self.layout.dim] = self.layout.local_size
+        return expanded(runs, like).view(shape)
+
+
+def expanded(runs: list[tuple[int, int]], like: Tensor) -> Tensor:
+    """A value a row from runs of rows, of the dtype and on the device of ``like``."""
+    return torch.cat([torch.full((rows,), value, dtype=like.dtype, device=like.device) for rows, value in runs])
 
 
 def record_of(parameter: Tensor) -> ShardRecord:

@@ -71,15 +71,16 @@ class CausalLMLoss:
         return _ReplaceValue.apply(loss_sum, total / count, self.dp.size / count)
 
     def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
-        if not isinstance(logits, ShardedLogits):
-            logits_NV = at_least_float32(logits.reshape(-1, logits.shape[-1]))
+        if isinstance(logits, ShardedLogits):
+            logits = logits.as_subclass(Tensor)
+        words = logits.shape[-1]
+        if words >= self.vocab_size:  # whole: by its width, since the fake tensors of a traced plan have no such type
+            logits_NV = at_least_float32(logits.reshape(-1, words))
             return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
-        local = logits.as_subclass(Tensor)
-        words = local.shape[-1]
         first_word = min(self.tp.rank * words, self.vocab_size)
         num_words = min(words, self.vocab_size - first_word)
         return VocabParallelCrossEntropy.apply(
-            at_least_float32(local.reshape(-1, words)),
+            at_least_float32(logits.reshape(-1, words)),
             targets_N,
             first_word,
             num_words,

@@ -22,13 +22,14 @@ class GatheredInput:
     def __init__(self, full: Tensor, local: Tensor, axis: Axis):
         self._local = local.detach().flatten(0, -2)
         self._axis = axis
-        self._pointer, self._numel = full.data_ptr(), full.numel()
+        self._memory = _memory(full)
+        self._numel = full.numel()
         self._packed = self._unpacked = 0
         self._full: Tensor | None = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the gathered input, under whatever shape."""
-        return tensor.data_ptr() == self._pointer and tensor.numel() == self._numel
+        return tensor.numel() == self._numel and _memory(tensor) == self._memory
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         self._packed += 1
@@ -43,6 +44,11 @@ class GatheredInput:
         if self._unpacked == self._packed:  # the last projection of the block has it: free it
             self._full, self._unpacked = None, 0
         return full.flatten()[: self._numel].view(shape)
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's values begin; unlike its data pointer, a fake tensor of a traced plan has it too."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class RegatheredProjections:

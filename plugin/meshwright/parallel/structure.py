@@ -208,7 +208,7 @@ def _block_layouts(
         for suffix, parameter in modules[name].named_parameters(recurse=False):
             full_name = f"{name}.{suffix}"
             rows = _rows(full_name, tuple(parameter.shape), role, block.heads, tp)
-            has_copies = any(bool((rows.copies(rank) > 1).any()) for rank in range(tp))
+            has_copies = rows.has_copies
             # A shared head norm sees local heads only; a row bias, local tokens only.
             sees_a_part = role is Role.HEAD_NORM or sequence_parallel
             is_partial = sees_a_part if rows.is_replicated else has_copies

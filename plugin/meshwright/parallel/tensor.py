@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axis, reduce, reduce_for_shards, share
 from meshwright.parallel.dropout import DropoutStreams, Restore
-from meshwright.parallel.layout import RowLayout, ShardRecord
+from meshwright.parallel.layout import RowLayout, ShardRecord, expanded
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.structure import Block, DecoderStructure
@@ -184,7 +184,7 @@ class _WideNorm:
         eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
         self.eps = float(eps)
         # A key head that several ranks hold counts once.
-        self.weight = 1.0 / rows.copies(axis.rank).double()
+        self.weight = 1.0 / expanded(rows.copies(axis.rank), torch.empty(0, dtype=torch.float64))
         norm.register_forward_hook(self._rescale)
 
     def _rescale(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""What a plan costs, read off a run with fake tensors."""

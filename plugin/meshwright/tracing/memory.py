@@ -1,0 +1,61 @@
+"""The bytes of the tensors that are alive, and their peak, seen at every operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make while it is active, until nothing holds them any more.
+
+    Works on fake tensors as on real ones, on any device. What an operation needs inside itself is not seen, nor what an
+    allocator adds.
+
+    Args:
+        tensors: that are there before it begins, each storage counted once.
+
+    Example:
+        >>> with LiveBytes([]) as memory:
+        ...     x = torch.ones(1000) + 1  # the ones are gone by now
+        >>> memory.now, memory.peak
+        (4000, 8000)
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key, size)
+
+    def restart_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = self.now
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                self.add(leaf)
+        return result

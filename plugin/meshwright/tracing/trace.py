@@ -1,0 +1,219 @@
+"""One training step of a plan, traced: fake tensors on a fake process group of the full size, in one process.
+
+Nothing is computed and nothing is sent, but every operation and every collective of the real runtime is gone through,
+so that memory and traffic are read off rather than estimated. A laptop traces a rank of thousands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.construct.weights import NewTensors
+from meshwright.distribute import install
+from meshwright.launch import build_axes
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel import cross_entropy
+from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.structure import describe
+from meshwright.parallel.tensor import make_shards
+from meshwright.plans import plan_for
+from meshwright.tracing.memory import LiveBytes
+from meshwright.tracing.traffic import AxisTraffic, Traffic
+
+OptimizerFactory = Callable[[Any], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What one rank holds and sends in a step; sizes in bytes.
+
+    Args:
+        parameters: and buffers.
+        activations: that forward leaves for backward.
+        gradients: after backward.
+        optimizer: the state, after the first step.
+        peaks: the most that is alive at a time in forward, backward and the optimizer's step, all included.
+        traffic: the collectives by phase and axis.
+    """
+
+    parameters: int
+    activations: int
+    gradients: int
+    optimizer: int
+    peaks: dict[str, int]
+    traffic: dict[str, dict[str, Traffic]]
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+
+def trace_step(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    rows: int,
+    length: int,
+    make_optimizer: OptimizerFactory = torch.optim.AdamW,
+    rank: int = 0,
+) -> Trace:
+    """Trace the second training step of one rank, when the optimizer has its state.
+
+    Args:
+        model: a causal LM on the meta device; it is sharded by the call.
+        plan: of any size.
+        rows: of this rank, a step.
+        length: tokens of a row.
+        make_optimizer: from the model's parameters.
+        rank: which rank of the plan.
+
+    Raises:
+        ValueError: this process is in a process group already, or the model is not on the meta device.
+        PlanError: for a plan that the model or this version cannot run.
+
+    Example:
+        >>> with torch.device("meta"):  # doctest: +SKIP
+        ...     model = LlamaForCausalLM(config)
+        >>> plan = ParallelPlan(dp=128, tp=8, sequence_parallel=True, zero_stage=1)  # doctest: +SKIP
+        >>> trace_step(model, plan, rows=1, length=8192).activations  # doctest: +SKIP
+        3423600640
+    """
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("a plan is traced with a model on the meta device; build it under torch.device('meta')")
+    with _fake_world(plan.world_size, rank), _traceable():
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        runtime, optimizer = _install(model, plan, make_optimizer, fake)
+        with fake:
+            ids = torch.zeros(rows, length, dtype=torch.int64)
+            return Step(model, optimizer, runtime, ids).trace()
+
+
+class Step:
+    """The second training step of a distributed model, taken apart into phases; with real tensors it is measured."""
+
+    def __init__(self, model: Any, optimizer: Optimizer, runtime: Runtime, ids: Tensor):
+        self.model, self.optimizer, self.runtime, self.ids = model, optimizer, runtime, ids
+        self.peaks: dict[str, int] = {}
+        self.traffic: dict[str, dict[str, Traffic]] = {}
+
+    def trace(self) -> Trace:
+        held = [*self.model.parameters(), *self.model.buffers(), self.ids]
+        with LiveBytes(held) as memory:
+            parameters = memory.now
+            self._run(memory)  # the first step makes the optimizer's state
+            optimizer = memory.now - parameters
+            before = memory.now
+            with self._phase(memory, "forward"):
+                loss = self.model(input_ids=self.ids, labels=self.ids).loss
+            activations = memory.now - before
+            with self._phase(memory, "backward"):
+                loss.backward()
+            del loss
+            gradients = memory.now - before
+            with self._phase(memory, "optimizer"):
+                self.optimizer.step()
+            return Trace(
+                parameters=parameters,
+                activations=activations,
+                gradients=gradients,
+                optimizer=optimizer,
+                peaks=self.peaks,
+                traffic=self.traffic,
+            )
+
+    def _run(self, memory: LiveBytes) -> None:
+        self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def _phase(self, memory: LiveBytes, name: str) -> Iterator[None]:
+        memory.restart_peak()
+        with AxisTraffic(self.runtime.tp, self.runtime.dp) as traffic:
+            yield
+        self.peaks[name], self.traffic[name] = memory.peak, traffic.axes
+
+
+def _install(
+    model: Any, plan: ParallelPlan, make_optimizer: OptimizerFactory, fake: FakeTensorMode
+) -> tuple[Runtime, Optimizer]:
+    tp, dp = build_axes(plan, torch.device("cpu"))
+    structure = None
+    if plan.tp > 1:
+        structure = describe(model, plan_for(model), tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    optimizer = make_optimizer(model.parameters())
+    layouts = structure.parameters if structure else {}
+
+    def empty_shard(parameter: nn.Parameter, rows: RowLayout) -> Tensor:
+        shape = list(parameter.shape)
+        if not rows.is_replicated:
+            shape[rows.dim] = rows.local_size
+        with fake:
+            return torch.empty(shape, dtype=parameter.dtype)
+
+    shards = make_shards(model, layouts, tp, torch.device("cpu"), empty_shard)
+    replaced = NewTensors(shards, _empty_buffers(model, fake)).attach(model)
+    runtime = Runtime(tp=tp, dp=dp, parameters=[])
+    has_own_loss = getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+    with fake:
+        config = ToDistributedConfig(plan=plan)
+        install(model, optimizer, replaced, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
+    return runtime, optimizer
+
+
+def _empty_buffers(model: nn.Module, fake: FakeTensorMode) -> list[tuple[dict[str, Any], str, Tensor]]:
+    found = []
+    for module in model.modules():
+        for owner in (module._buffers, vars(module)):
+            for name, tensor in owner.items():
+                if isinstance(tensor, Tensor) and tensor.is_meta:
+                    with fake:
+                        found.append((owner, name, torch.empty(tensor.shape, dtype=tensor.dtype)))
+    return found
+
+
+@contextlib.contextmanager
+def _fake_world(world_size: int, rank: int) -> Iterator[None]:
+    """A process group in which nobody else is."""
+    if dist.is_initialized():
+        raise ValueError("this process is in a process group already; trace in a process of its own")
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _traceable() -> Iterator[None]:
+    """Where fake tensors cannot follow the runtime: subclasses that guard reads, and loops over pieces for a cache."""
+    as_subclass = Tensor.as_subclass
+
+    def keep_fake(tensor: Tensor, kind: Any) -> Any:
+        return tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, kind)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
+        patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
+        # transformers looks whether rows are packed, which fake positions cannot say, and builds a mask if in doubt.
+        masking = sys.modules.get("transformers.masking_utils")
+        if hasattr(masking, "find_packed_sequence_indices"):
+            patches.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_: None))
+        yield

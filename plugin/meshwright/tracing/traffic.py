@@ -1,0 +1,61 @@
+"""The collectives that a step issues, counted and weighed by mesh axis where torch dispatches them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.parallel.collectives import Axis
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "broadcast_": "broadcast",
+}
+
+
+@dataclass
+class Traffic:
+    """Collectives over one axis: how many of each kind, and the bytes of their whole (gathered) tensors."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        counts = " + ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
+        return f"{counts or 'none'}, {self.bytes / 2**20:.1f} MiB"
+
+
+class AxisTraffic(TorchDispatchMode):
+    """Counts every collective over each axis while it is active.
+
+    Args:
+        axes: those of the mesh.
+    """
+
+    def __init__(self, *axes: Axis):
+        super().__init__()
+        self._names = {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
+        self.axes = {axis.name: Traffic() for axis in axes if axis.size > 1}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", None) == "c10d" and (kind := KINDS.get(func._opname)):
+            leaves = tree_leaves((args, kwargs))
+            groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
+            groups = [leaf for leaf in groups if leaf._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
+            name = self._names.get(dist.ProcessGroup.unbox(groups[0]).group_name) if groups else None
+            if name in self.axes:
+                traffic = self.axes[name]
+                traffic.counts[kind] += 1
+                traffic.bytes += max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        return result
