@@ -11,7 +11,9 @@ from typing import Any
 from meshwright.errors import PlanError
 
 _NOT_GATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"})
-_NOT_DECODERS = frozenset({"bert", "roberta", "distilbert", "electra", "deberta", "vit", "clip", "whisper", "t5", "bart"})
+_NOT_DECODERS = frozenset(
+    {"bert", "roberta", "distilbert", "electra", "deberta", "vit", "clip", "whisper", "t5", "bart"}
+)
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -177,7 +179,9 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     family = str(config.get("model_type", ""))
     if family in _NOT_DECODERS or config.get("is_encoder_decoder"):
-        raise PlanError(f"{name}: model_type={family!r} is not a decoder; the planner plans decoder-only language models")
+        raise PlanError(
+            f"{name}: model_type={family!r} is not a decoder; the planner plans decoder-only language models"
+        )
     experts = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
     if experts:
         raise PlanError(f"{name}: {experts}={config[experts]}: mixture-of-experts models are not planned yet")
