@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -24,20 +25,17 @@ def stage_order(stage: int, stages: int, micro_batches: int, interleave: int = 1
         warm = min(stages - stage - 1, total)
     else:
         warm = min(total, 2 * (stages - stage - 1) + (interleave - 1) * stages)
-    group = stages * interleave
-
-    def position(index: int, forward: bool) -> Op:
-        if interleave == 1:
-            return forward, 0, index
-        chunk = index % group // stages
-        micro = index // group * stages + index % stages
-        return forward, chunk if forward else interleave - 1 - chunk, micro
-
-    order = [position(index, True) for index in range(warm)]
-    for index in range(warm, total):
-        order += [position(index, True), position(index - warm, False)]
-    order += [position(index, False) for index in range(total - warm, total)]
-    return tuple(order)
+    width = stages if interleave > 1 else micro_batches
+    visits = [
+        (chunk, micro)
+        for start in range(0, micro_batches, width)
+        for chunk in range(interleave)
+        for micro in range(start, min(start + width, micro_batches))
+    ]
+    forwards: list[Op] = [(True, chunk, micro) for chunk, micro in visits]
+    backwards: list[Op] = [(False, interleave - 1 - chunk, micro) for chunk, micro in visits]
+    steady = itertools.chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
+    return (*forwards[:warm], *steady, *backwards[total - warm :])
 
 
 def pipeline_time(
@@ -54,7 +52,7 @@ def pipeline_time(
         forward: seconds of one micro-batch's forward for each stage, all its chunks together.
         backward: the same for backward.
         micro_batches: micro-batches of one step.
-        interleave: chunks on each stage; micro_batches must then be a multiple of the stages.
+        interleave: chunks on each stage.
         transfer: seconds to hand activations to the next stage.
 
     Example:

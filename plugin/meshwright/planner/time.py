@@ -183,9 +183,7 @@ class StepModel:
         matmul = self.matmul(rows, self.shape.hidden, columns)
         # Logits in 16 bits, then the loss over 32: 14 bytes a logit are touched about twice.
         loss = self.k.elementwise * 28 * rows * columns / self.memory_rate
-        return _Work(
-            matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2
-        )
+        return _Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -209,9 +207,7 @@ class StepModel:
         busy = m * (forward[slowest] + backward[slowest])
         piped = busy
         if plan.pp > 1:
-            piped = pipeline_time(
-                forward, backward, m, interleave=plan.interleave, transfer=self.transfer(plan, job)
-            )
+            piped = pipeline_time(forward, backward, m, interleave=plan.interleave, transfer=self.transfer(plan, job))
         held = m * layers_of(plan, self.shape.layers)[slowest]
         tail = m if slowest == plan.pp - 1 else 0
         share = recomputed_share(plan, self.shape.layers) if plan.recompute == "full" else 1.0
