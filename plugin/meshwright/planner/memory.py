@@ -67,7 +67,7 @@ def layer_activations(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """
     rows = plan.micro_batch * job.seq_len / plan.cp
     split = plan.tp if plan.sequence_parallel else 1
-    attention = 4 * shape.query_width + 4 * max(shape.kv_width, shape.head_dim * plan.tp)
+    attention = 4 * shape.query_width + 4 * shape.local_kv_width(plan.tp) * plan.tp
     mlp = (8 if shape.gated else 4) * shape.ffn
     return rows * (16 * shape.hidden / split + (attention + mlp + 4 * shape.heads) / plan.tp)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,18 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+    def local_kv_width(self, tp: int) -> int:
+        """Return the width of the keys that one of ``tp`` ranks holds; heads are replicated where they must be.
+
+        Example:
+            >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+            ...                    vocab=128256)
+            >>> shape.local_kv_width(8), shape.local_kv_width(16)
+            (128, 128)
+        """
+        local = max(1, self.heads // tp)
+        return local // math.gcd(self.heads // self.kv_heads, local) * self.head_dim
 
     @property
     def attention_parameters(self) -> int:

@@ -91,6 +91,7 @@ class StepModel:
     def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
         self.shape, self.cluster, self.k = shape, cluster, coefficients
         self.memory_rate = cluster.device.bandwidth
+        self._layers: dict[object, _Work] = {}  # plans of a search share few different layers
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -125,10 +126,16 @@ class StepModel:
 
     def layer(self, plan: Candidate, job: Job) -> _Work:
         """Return the work of one layer."""
+        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute, job)
+        if key not in self._layers:
+            self._layers[key] = self._layer(plan, job)
+        return self._layers[key]
+
+    def _layer(self, plan: Candidate, job: Job) -> _Work:
         shape, k, t = self.shape, self.k, plan.tp
         rows = plan.micro_batch * job.seq_len / plan.cp
         eight = job.precision == "fp8"
-        h, f, q, kv = shape.hidden, shape.ffn / t, shape.query_width / t, max(shape.head_dim, shape.kv_width / t)
+        h, f, q, kv = shape.hidden, shape.ffn / t, shape.query_width / t, shape.local_kv_width(t)
         matmul = (
             self.matmul(rows, h, q + 2 * kv, eight_bit=eight)
             + self.matmul(rows, q, h, eight_bit=eight)
@@ -228,6 +235,20 @@ class StepModel:
             other=k.step + straggler,
         )
 
+    def bound(self, plan: Candidate, job: Job) -> float:
+        """Return a lower bound of ``step(plan, job).total`` that needs no simulation."""
+        forward, backward, _, _ = self.stages(plan, job)
+        busy = [f + b for f, b in zip(forward, backward, strict=True)]
+        # A stage waits for the first forward to reach it, and after its last backward for those of the stages before.
+        piped, before = 0.0, 0.0
+        for stage in busy:
+            piped = max(piped, before / plan.interleave + plan.accumulation * stage)
+            before += stage
+        slowest = busy.index(max(busy))
+        data = self.data(plan, job, forward[slowest], backward[slowest])
+        total = piped + data + self.optimizer(plan, job) + self.k.step
+        return total * (1 + self.k.straggler * math.log2(self.cluster.nodes)) * (1 - 1e-9)
+
     def transfer(self, plan: Candidate, job: Job) -> float:
         """Return the seconds to hand one micro-batch's activations to the next stage."""
         volume = 2 * plan.micro_batch * job.seq_len / plan.cp * self.shape.hidden
@@ -259,6 +280,10 @@ class StepModel:
                 across = 2 * self.ring(elements * job.gradient_bytes / shard, plan.replicate, plan.tp * shard)
                 exposed += _exposed(across, backward, k.overlap)
             return exposed
+        if plan.zero_stage == 2:
+            scatter = self.ring(elements * job.gradient_bytes, size, plan.tp)
+            gather = self.ring(elements * job.weight_bytes, size, plan.tp)
+            return m * _exposed(scatter, backward, k.overlap) + _exposed(gather, forward, k.overlap)
         second = job.weight_bytes if plan.zero_stage else job.gradient_bytes
         once = self.ring(elements * job.gradient_bytes, size, plan.tp)
         back = self.ring(elements * second, size, plan.tp)

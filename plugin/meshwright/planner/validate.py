@@ -130,7 +130,9 @@ def _score(group: str, members: Sequence[Run], predictions: Sequence[_Prediction
     errors = [p.seconds / (p.run.seconds or 1.0) - 1 for p in predictions]
     inside = [abs(error) <= p.band for error, p in zip(errors, predictions, strict=True)]
     memory = [
-        peak_memory(run.shape, run.plan, run.job).total / run.memory - 1 for run in members if run.memory and not run.oom
+        peak_memory(run.shape, run.plan, run.job).total / run.memory - 1
+        for run in members
+        if run.memory and not run.oom
     ]
     regrets, hits = choices(predictions)
     return Score(
