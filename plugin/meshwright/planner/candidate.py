@@ -24,6 +24,7 @@ class Job:
         gradient_bytes: bytes of one gradient.
         optimizer_bytes: bytes of optimizer state for one weight: 8 for Adam over 32-bit weights, 12 with a 32-bit
             master copy of 16-bit ones.
+        fused_attention: the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
 
     Raises:
         PlanError: sizes below one.
@@ -39,6 +40,7 @@ class Job:
     weight_bytes: int = 2
     gradient_bytes: int = 2
     optimizer_bytes: int = 12
+    fused_attention: bool = True
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):

@@ -11,6 +11,7 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import pipeline_time
 
 _TILE = 128  # a matmul's tile in each of its three sizes
+_SCORE_BYTES = 13  # of one attention score in forward: product, softmax and dropout in 16 bits, and the mask
 _REMOTE = 5.0  # a message to another node starts this much later than one inside it
 
 
@@ -142,35 +143,37 @@ class StepModel:
             + self.matmul(rows, h, f * (2 if shape.gated else 1), eight_bit=eight)
             + self.matmul(rows, f, h, eight_bit=eight)
         )
-        attention = 4 * rows * q * shape.attended(job.seq_len) / (self.cluster.device.flops * k.attention)
+        # Without a fused kernel all scores are computed, causal or not, and pass through memory several times.
+        seen = shape.attended(job.seq_len) if job.fused_attention else job.seq_len
+        attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
+        scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * shape.heads / t * job.seq_len
         # Two norms read and write, two residual sums read twice and write; rotation of q and k; the MLP's product.
         split = t if plan.sequence_parallel else 1
-        traffic = rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
+        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
         elementwise = k.elementwise * traffic / self.memory_rate
+        reduce = 2 * self.ring(2 * rows * h, t, 1)
+        exchange = self._context(plan, rows, attention)
 
         busy = matmul + attention + elementwise
-        forward = _at_least(busy, k.launch)
-        backward = _at_least(2 * matmul + 2.5 * attention + 2 * elementwise, 2 * k.launch)
+        forward = _at_least(busy + 2 * reduce + exchange, k.launch)
+        backward = _at_least(
+            2 * matmul + 2.5 * attention + 2 * elementwise + 2 * reduce + 2 * exchange, 2 * k.launch
+        )
         again = 0.0
         if plan.recompute == "selective":
-            again = attention
+            again = attention + k.elementwise * scores / self.memory_rate
         elif plan.recompute == "full":
             again = forward
-
-        reduce = 2 * self.ring(2 * rows * h, t, 1)
-        tensor = 4 * reduce
-        if plan.recompute == "full":
-            again += 2 * reduce
-        exchange = self._context(plan, rows, attention)
+        communication = 4 * reduce + 3 * exchange
         return _Work(
             matmul=3 * matmul,
             attention=3.5 * attention,
-            elementwise=forward + backward - 3 * matmul - 3.5 * attention,
+            elementwise=forward + backward - 3 * matmul - 3.5 * attention - communication,
             recompute=again,
-            tensor=tensor,
+            tensor=4 * reduce,
             context=3 * exchange,
-            forward=forward + 2 * reduce + exchange,
-            backward=backward + 2 * reduce + 2 * exchange + again,
+            forward=forward,
+            backward=backward + again,
         )
 
     def _context(self, plan: Candidate, rows: float, attention: float) -> float:
