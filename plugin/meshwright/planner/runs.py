@@ -143,7 +143,9 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 global_batch=batch,
                 precision="fp8" if "8" in row["precision"].split("(")[0] else "bf16",
                 # Tables in fp16, and Megatron-DeepSpeed's, are from before fused attention kernels were usual.
-                fused_attention=not (row["precision"] == "fp16" or "Megatron-DeepSpeed" in words or "bigscience" in words),
+                fused_attention=not (
+                    row["precision"] == "fp16" or "Megatron-DeepSpeed" in words or "bigscience" in words
+                ),
                 gradient_bytes=4 if "fp32 grad" in row["precision"] else 2,
             ),
             seconds=number("step_time_s", float, 0.0) or None,

@@ -42,7 +42,7 @@ class Search:
     """The outcome of a search.
 
     Args:
-        shape, cluster, job, profile: the problem.
+        shape, cluster, job, profile, allow_future: the problem.
         choices: the fastest plans that fit, best first.
         pruned: why each axis value that was left out was.
         considered: legal plans; ``fitting`` of them fit, ``simulated`` of those were simulated.
@@ -55,6 +55,7 @@ class Search:
     cluster: Cluster
     job: Job
     profile: HardwareProfile
+    allow_future: bool
     choices: tuple[Choice, ...]
     pruned: dict[str, str]
     considered: int
@@ -112,13 +113,14 @@ def search(
                     tightest[name] = (plan, memory)
             if is_fit:
                 bounded.append((model.bound(plan, job), len(bounded), plan, memory))
-    if not considered:
+    if not considered:  # also where the batch leaves no legal way to spread it
         reasons = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(space.pruned.items(), 6))
         raise PlanError(
             f"no legal plan for {shape.name} on {cluster.gpus} devices with a global batch of {job.global_batch}: "
             f"{reasons}. Change --global-batch to a multiple of the devices, or --gpus"
         )
 
+    fitting = len(bounded)
     heapq.heapify(bounded)
     best: list[tuple[float, int, Candidate, Memory, StepTime]] = []
     simulated = 0
@@ -135,6 +137,7 @@ def search(
         cluster=cluster,
         job=job,
         profile=profile,
+        allow_future=allow_future,
         choices=tuple(
             Choice(
                 plan=plan, time=time, memory=memory, mfu=peak / total,
@@ -144,7 +147,7 @@ def search(
         ),
         pruned=space.pruned,
         considered=considered,
-        fitting=simulated + len(bounded) + 0,
+        fitting=fitting,
         simulated=simulated,
         budget=budget,
         smallest=min(tightest.values(), key=lambda item: item[1].total),

@@ -156,9 +156,7 @@ class StepModel:
 
         busy = matmul + attention + elementwise
         forward = _at_least(busy + 2 * reduce + exchange, k.launch)
-        backward = _at_least(
-            2 * matmul + 2.5 * attention + 2 * elementwise + 2 * reduce + 2 * exchange, 2 * k.launch
-        )
+        backward = _at_least(2 * matmul + 2.5 * attention + 2 * elementwise + 2 * reduce + 2 * exchange, 2 * k.launch)
         again = 0.0
         if plan.recompute == "selective":
             again = attention + k.elementwise * scores / self.memory_rate
