@@ -90,7 +90,9 @@ def test_bad_configs_are_named(change: dict[str, Any], said: str) -> None:
         describe({**LLAMA, **change})
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "not a JSON file"), ("[1]", "JSON object"), (None, "no such file")])
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "not a JSON file"), ("[1]", "JSON object"), (None, "no such file")]
+)
 def test_bad_files_are_named(tmp_path: Path, content: str | None, said: str) -> None:
     path = tmp_path / "config.json"
     if content is not None:

@@ -91,7 +91,9 @@ def test_parts_are_not_negative_and_add_up(plan: Candidate) -> None:
     assert all(value >= 0 for value in time.parts.values()), time.parts
     forward, backward, _, _ = model.stages(plan, JOB)
     busy = plan.accumulation * max(f + b for f, b in zip(forward, backward, strict=True))
-    computed = sum(getattr(time, name) for name in ("matmul", "attention", "elementwise", "recompute", "tensor", "context"))
+    computed = sum(
+        getattr(time, name) for name in ("matmul", "attention", "elementwise", "recompute", "tensor", "context")
+    )
     assert computed == pytest.approx(busy)
 
 

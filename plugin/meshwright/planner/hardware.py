@@ -194,7 +194,7 @@ class Coefficients:
 
     Args:
         matmul: fraction of the peak that a large matmul reaches.
-        matmul_8bit: the same for 8-bit matmuls.
+        matmul_8bit: what 8-bit matmuls reach of their peak, as a multiple of ``matmul``.
         saturation: how soon small matmuls lose efficiency: the tile of 128 counts this many times.
         attention: fraction of the peak that the attention kernel reaches.
         elementwise: traffic of norms, activations and residuals, as a multiple of the textbook's.
@@ -209,7 +209,7 @@ class Coefficients:
     """
 
     matmul: float = 0.72
-    matmul_8bit: float = 0.50
+    matmul_8bit: float = 0.95
     saturation: float = 1.0
     attention: float = 0.40
     elementwise: float = 1.3

@@ -157,7 +157,10 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
 
 
 def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
-    """The model; whether its MLP is gated and its embedding tied is what comes nearest to the stated size."""
+    """The model; whether its MLP is gated and its embedding tied is what comes nearest to the stated size.
+
+    Where no size is stated: gated and untied, as in Llama.
+    """
     hidden, heads = number("hidden", int), number("heads", int)
     sizes = {
         "name": row["model"] or "model",
@@ -171,7 +174,7 @@ def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
     }
     stated = number("params_B", float, 0.0) * 1e9
     forms = [ModelShape(**sizes, gated=gated, tied=tied) for gated in (False, True) for tied in (False, True)]
-    return min(forms, key=lambda shape: abs(shape.parameters - stated)) if stated else forms[-1]
+    return min(forms, key=lambda shape: abs(shape.parameters - stated)) if stated else forms[2]
 
 
 def _group(row: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from meshwright.planner.simulate import pipeline_time
 
 _TILE = 128  # a matmul's tile in each of its three sizes
 _SCORE_BYTES = 13  # of one attention score in forward: product, softmax and dropout in 16 bits, and the mask
+_CAST_BYTES = 4  # of an element that becomes 8 bits: read, written, and written transposed for backward
 _REMOTE = 5.0  # a message to another node starts this much later than one inside it
 
 
@@ -101,7 +102,7 @@ class StepModel:
         device, k = self.cluster.device, self.k
         rate = device.flops * k.matmul
         if eight_bit and device.flops_8bit:
-            rate = device.flops_8bit * k.matmul_8bit
+            rate = device.flops_8bit * k.matmul * k.matmul_8bit
         tail = 1 + k.saturation * _TILE * (1 / rows + 1 / inner + 1 / columns)
         return 2 * rows * inner * columns / rate * tail
 
@@ -151,6 +152,11 @@ class StepModel:
         split = t if plan.sequence_parallel else 1
         traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
         elementwise = k.elementwise * traffic / self.memory_rate
+        cast = 0.0
+        if eight and self.cluster.device.flops_8bit:
+            # The weights' casts are kept for all micro-batches of a step.
+            cast = k.elementwise * _CAST_BYTES * rows * (2 * h + q + f) / self.memory_rate
+        elementwise += cast
         reduce = 2 * self.ring(2 * rows * h, t, 1)
         exchange = self._context(plan, rows, attention)
 
@@ -215,7 +221,16 @@ class StepModel:
         busy = m * (forward[slowest] + backward[slowest])
         piped = busy
         if plan.pp > 1:
-            piped = pipeline_time(forward, backward, m, interleave=plan.interleave, transfer=self.transfer(plan, job))
+            transfer = self.transfer(plan, job)
+            # What a transfer takes from the compute that it runs beside, once for each chunk of layers.
+            shared = (1 - k.overlap) * transfer * plan.interleave
+            piped = pipeline_time(
+                [value + shared for value in forward],
+                [value + shared for value in backward],
+                m,
+                interleave=plan.interleave,
+                transfer=transfer,
+            )
         held = m * layers_of(plan, self.shape.layers)[slowest]
         tail = m if slowest == plan.pp - 1 else 0
         share = recomputed_share(plan, self.shape.layers) if plan.recompute == "full" else 1.0

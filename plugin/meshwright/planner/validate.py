@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.errors import PlanError
-from meshwright.planner.calibrate import Fit, estimate, fit
-from meshwright.planner.hardware import HardwareProfile
+from meshwright.planner.calibrate import Fit, choose, estimate, fit
+from meshwright.planner.hardware import Coefficients, HardwareProfile
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.runs import Run
 
 LeaveOut = Literal["rows", "model", "gpus"]
+Draw = Literal["chosen", "random"]
 _SMALLEST_CHOICE = 3
 
 
@@ -60,6 +61,7 @@ def validate(
     calibrate_rows: int = 0,
     seed: int = 0,
     leave: LeaveOut = "rows",
+    draw: Draw = "chosen",
     profile: HardwareProfile | None = None,
 ) -> list[Score]:
     """Return one score for each group of runs.
@@ -70,6 +72,7 @@ def validate(
         seed: of the draw of those runs.
         leave: which runs are scored: all others ("rows"); those of one model at a time, calibrated on other models
             ("model"); or those above the group's median GPU count, calibrated on the rest ("gpus").
+        draw: calibration runs that tell most by their configurations, out of a random half ("chosen"), or random ones.
         profile: coefficients before calibration, the catalogue's by default.
 
     Raises:
@@ -81,30 +84,38 @@ def validate(
     scores = []
     for group in dict.fromkeys(run.group for run in runs):
         members = [run for run in runs if run.group == group]
-        predictions = list(_predictions(members, calibrate_rows, seed, leave, profile))
+        predictions = list(_predictions(members, calibrate_rows, seed, leave, draw, profile))
         scores.append(_score(group, members, predictions))
     return scores
 
 
-def splits(runs: Sequence[Run], rows: int, seed: int, leave: LeaveOut) -> Iterator[tuple[list[Run], list[Run]]]:
+def splits(
+    runs: Sequence[Run], rows: int, seed: int, leave: LeaveOut, prior: Coefficients, draw: Draw = "chosen"
+) -> Iterator[tuple[list[Run], list[Run]]]:
     """Yield (calibration runs, runs to score); nothing is scored that calibrated it or, by ``leave``, resembles it."""
     timed = [run for run in runs if run.seconds]
-    draw = random.Random(seed)
+    dice = random.Random(seed)
+
+    def take(pool: list[Run]) -> list[Run]:
+        if draw == "random":
+            return dice.sample(pool, min(rows, len(pool)))
+        return choose(pool, rows, prior, seed=seed)
+
     if not rows:
         yield [], timed
     elif leave == "rows":
-        chosen = draw.sample(timed, min(rows, len(timed)))
+        chosen = take(timed)
         lines = {run.line for run in chosen}
         yield chosen, [run for run in timed if run.line not in lines]
     elif leave == "model":
         for model in dict.fromkeys(map(_model, timed)):
             others = [run for run in timed if _model(run) != model]
-            yield draw.sample(others, min(rows, len(others))), [run for run in timed if _model(run) == model]
+            yield take(others), [run for run in timed if _model(run) == model]
     else:
         counts = sorted(run.cluster.gpus for run in timed)
         middle = counts[(len(counts) - 1) // 2] if counts else 0
         small = [run for run in timed if run.cluster.gpus <= middle]
-        yield draw.sample(small, min(rows, len(small))), [run for run in timed if run.cluster.gpus > middle]
+        yield take(small), [run for run in timed if run.cluster.gpus > middle]
 
 
 def _model(run: Run) -> tuple[int, int]:
@@ -112,9 +123,9 @@ def _model(run: Run) -> tuple[int, int]:
 
 
 def _predictions(
-    runs: Sequence[Run], rows: int, seed: int, leave: LeaveOut, profile: HardwareProfile
+    runs: Sequence[Run], rows: int, seed: int, leave: LeaveOut, draw: Draw, profile: HardwareProfile
 ) -> Iterator[_Prediction]:
-    for calibration, scored in splits(runs, rows, seed, leave):
+    for calibration, scored in splits(runs, rows, seed, leave, profile.coefficients, draw):
         found = fit(calibration, profile.coefficients) if calibration else None
         for run in scored:
             seconds = estimate(run, found.coefficients if found else profile.coefficients)
