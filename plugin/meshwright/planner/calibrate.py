@@ -88,8 +88,8 @@ def fit(
         iterations: Gauss-Newton steps at most.
 
     Example:
-        >>> fit([]).coefficients == Coefficients()
-        True
+        >>> fit([]).rows
+        0
     """
     prior = prior or Coefficients()
     timed = [run for run in runs if run.seconds]

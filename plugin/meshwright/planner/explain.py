@@ -212,7 +212,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
 
 def _table(choices: Sequence[Choice], tied: int) -> str:
     head = ("", "plan", "step", "tokens/s/GPU", "MFU", "memory", "compute", "comm", "bubble", "other")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for index, choice in enumerate(choices):
         parts, total = choice.time.parts, choice.time.total
         compute = sum(parts[name] for name in ("matmul", "attention", "elementwise", "recompute"))

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from meshwright.errors import PlanError
-from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.hardware import Cluster, Device, device
 from meshwright.planner.shapes import ModelShape
 
@@ -136,7 +136,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 micro_batch=micro,
                 accumulation=batch // (dp * micro),
                 zero_stage=zero,
-                recompute=recompute,
+                recompute=cast(Recompute, recompute),
             ),
             job=Job(
                 seq_len=number("seq_len", int),
