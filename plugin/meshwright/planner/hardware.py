@@ -28,6 +28,7 @@ class Device:
         fast_link: bytes a second that one device sends to others in its fast domain (NVLink, xGMI, PCIe).
         fast_domain: devices that the fast link joins.
         slow_link: bytes a second that one device sends to other nodes, in the systems it is usually sold in.
+        sustained: fraction of ``flops`` that the best matmul of all shapes reaches; ``sustained_8bit`` likewise.
         source: where these figures come from.
     """
 
@@ -39,6 +40,8 @@ class Device:
     slow_link: float
     fast_domain: int = 8
     flops_8bit: float | None = None
+    sustained: float = 0.80
+    sustained_8bit: float = 0.72
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -51,20 +54,25 @@ _GB, _T = 1e9, 1e12
 _GIB = 2**30
 _NVIDIA = "NVIDIA data sheet, dense figures; "
 
+# ``sustained``: "Maximum achievable matmul FLOPS", measured by the ml-engineering book (github:stas00/ml-engineering,
+# compute/accelerator); devices that its table lacks keep the default.
 CATALOGUE: Mapping[str, Device] = {
     device.name: device
     for device in (
         Device(
             name="a100-40", memory=40 * _GIB, flops=312 * _T, bandwidth=1555 * _GB, fast_link=300 * _GB,
-            slow_link=25 * _GB, source=_NVIDIA + "A100 SXM 40 GB; HGX: 8 x 200 Gb/s",
+            slow_link=25 * _GB, sustained=0.869,
+            source=_NVIDIA + "A100 SXM 40 GB; HGX: 8 x 200 Gb/s",
         ),
         Device(
             name="a100-80", memory=80 * _GIB, flops=312 * _T, bandwidth=2039 * _GB, fast_link=300 * _GB,
-            slow_link=25 * _GB, source=_NVIDIA + "A100 SXM 80 GB; HGX: 8 x 200 Gb/s",
+            slow_link=25 * _GB, sustained=0.869,
+            source=_NVIDIA + "A100 SXM 80 GB; HGX: 8 x 200 Gb/s",
         ),
         Device(
             name="h100-sxm", memory=80 * _GIB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=3350 * _GB,
-            fast_link=450 * _GB, slow_link=50 * _GB, source=_NVIDIA + "H100 SXM; HGX: 8 x 400 Gb/s",
+            fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
+            source=_NVIDIA + "H100 SXM; HGX: 8 x 400 Gb/s",
         ),
         Device(
             name="h100-pcie", memory=80 * _GIB, flops=756 * _T, flops_8bit=1513 * _T, bandwidth=2000 * _GB,
@@ -72,15 +80,18 @@ CATALOGUE: Mapping[str, Device] = {
         ),
         Device(
             name="h200", memory=141 * _GB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=4800 * _GB,
-            fast_link=450 * _GB, slow_link=50 * _GB, source=_NVIDIA + "H200 SXM; HGX: 8 x 400 Gb/s",
+            fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.734,
+            source=_NVIDIA + "H200 SXM; HGX: 8 x 400 Gb/s",
         ),
         Device(
             name="b200", memory=180 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, bandwidth=7700 * _GB,
-            fast_link=900 * _GB, slow_link=50 * _GB, source=_NVIDIA + "HGX B200, per device; 8 x 400 Gb/s",
+            fast_link=900 * _GB, slow_link=50 * _GB, sustained=0.776, sustained_8bit=0.763,
+            source=_NVIDIA + "HGX B200, per device; 8 x 400 Gb/s",
         ),
         Device(
             name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, bandwidth=8000 * _GB,
-            fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, source=_NVIDIA + "GB200 NVL72, per device",
+            fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729, sustained_8bit=0.723,
+            source=_NVIDIA + "GB200 NVL72, per device",
         ),
         Device(
             name="l40s", memory=48 * _GIB, flops=362 * _T, flops_8bit=733 * _T, bandwidth=864 * _GB,
@@ -101,7 +112,8 @@ CATALOGUE: Mapping[str, Device] = {
         ),
         Device(
             name="mi300x", memory=192 * _GIB, flops=1307 * _T, flops_8bit=2615 * _T, bandwidth=5300 * _GB,
-            fast_link=448 * _GB, slow_link=50 * _GB, source="AMD data sheet MI300X, dense; 7 xGMI links of 64 GB/s",
+            fast_link=448 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
+            source="AMD data sheet MI300X, dense; 7 xGMI links of 64 GB/s",
         ),
         Device(
             name="cpu", memory=16 * _GIB, flops=0.1 * _T, bandwidth=20 * _GB, fast_link=2 * _GB, slow_link=1 * _GB,
@@ -193,8 +205,8 @@ class Coefficients:
     """What the data sheet does not say; calibration fits these.
 
     Args:
-        matmul: fraction of the peak that a large matmul reaches.
-        matmul_8bit: what 8-bit matmuls reach of their peak, as a multiple of ``matmul``.
+        matmul: fraction of the device's sustained matmul rate that a large matmul reaches.
+        matmul_8bit: the same for 8-bit matmuls, as a multiple of ``matmul``.
         saturation: how soon small matmuls lose efficiency: the tile of 128 counts this many times.
         attention: fraction of the peak that the attention kernel reaches.
         elementwise: traffic of norms, activations and residuals, as a multiple of the textbook's.
@@ -208,8 +220,8 @@ class Coefficients:
         straggler: fraction of the step added by each doubling of the nodes.
     """
 
-    matmul: float = 0.72
-    matmul_8bit: float = 0.95
+    matmul: float = 0.85
+    matmul_8bit: float = 1.0
     saturation: float = 1.0
     attention: float = 0.40
     elementwise: float = 1.3

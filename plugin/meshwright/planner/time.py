@@ -100,9 +100,9 @@ class StepModel:
     def matmul(self, rows: float, inner: float, columns: float, *, eight_bit: bool = False) -> float:
         """Return the seconds of a matmul; its tail of partly filled tiles costs more the smaller its sizes are."""
         device, k = self.cluster.device, self.k
-        rate = device.flops * k.matmul
+        rate = device.flops * device.sustained * k.matmul
         if eight_bit and device.flops_8bit:
-            rate = device.flops_8bit * k.matmul * k.matmul_8bit
+            rate = device.flops_8bit * device.sustained_8bit * k.matmul * k.matmul_8bit
         tail = 1 + k.saturation * _TILE * (1 / rows + 1 / inner + 1 / columns)
         return 2 * rows * inner * columns / rate * tail
 
