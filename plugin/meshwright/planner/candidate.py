@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from meshwright.errors import PlanError
@@ -138,6 +139,7 @@ class Candidate:
         return " ".join(parts)
 
 
+@lru_cache(maxsize=1024)
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Return how many layers each stage holds: as even as can be, the ends lighter, since they hold the vocabulary.
 

@@ -15,6 +15,7 @@ from meshwright.planner.search import Choice, Search, search
 TIE = 0.03  # runs of one plan differ by this much from each other
 _GIB = 2**30
 _GROWTH = 12  # doublings of the cluster to try when nothing fits
+_DEVICES_A_SEQUENCE = 128  # more than this would share one sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,33 +81,44 @@ def no_fit(found: Search) -> PlanError:
 
 def _remedies(found: Search) -> Iterator[str]:
     shape, cluster, job, profile = found.shape, found.cluster, found.job, found.profile
-    if not found.allow_future:
-        later = search(shape, cluster, job, profile, allow_future=True, top=1, budget=found.budget)
-        if later.choices:
-            yield f"{later.choices[0].plan.label}, once this version can run it (--allow-future plans it)"
-    per_node = cluster.gpus_per_node
-    for doubling in range(1, _GROWTH):
-        gpus = cluster.gpus << doubling
-        gpus = -(-gpus // per_node) * per_node if gpus > per_node else gpus
-        if gpus > job.global_batch * 128:
-            break
-        more = dataclasses.replace(cluster, gpus=gpus)
+
+    def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
         try:
-            larger = search(shape, more, job, profile, allow_future=found.allow_future, top=1, budget=found.budget)
+            other = search(
+                shape, cluster, job, profile, allow_future=later or found.allow_future, top=1, budget=found.budget
+            )
         except PlanError:
+            return None
+        return other.choices[0].plan.label if other.choices else None
+
+    if not found.allow_future and (label := best(cluster, job, later=True)):
+        yield f"{label}, once this version can run it (--allow-future plans it)"
+    later = False
+    for gpus in _more_devices(cluster, job):
+        more = dataclasses.replace(cluster, gpus=gpus)
+        if label := best(more, job):
+            yield f"--gpus {gpus} ({label})"
             break
-        if larger.choices:
-            yield f"--gpus {gpus} ({larger.choices[0].plan.label})"
-            break
+        if not found.allow_future and not later and (label := best(more, job, later=True)):
+            later = True
+            yield f"--gpus {gpus} with --allow-future ({label})"
     shorter = job.seq_len
     while shorter % 2 == 0 and shorter > 256:
         shorter //= 2
-        less = dataclasses.replace(job, seq_len=shorter)
-        if search(shape, cluster, less, profile, allow_future=found.allow_future, top=1, budget=found.budget).choices:
+        if best(cluster, dataclasses.replace(job, seq_len=shorter)):
             yield f"--seq-len {shorter}"
             break
     short = found.smallest[1].total - found.budget
     yield f"devices with {_gib(found.cluster.device.memory + short / 0.9)} of memory"
+
+
+def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:
+    for doubling in range(1, _GROWTH):
+        gpus = cluster.gpus << doubling
+        gpus = -(-gpus // cluster.gpus_per_node) * cluster.gpus_per_node if gpus > cluster.gpus_per_node else gpus
+        if gpus > job.global_batch * _DEVICES_A_SEQUENCE:
+            return
+        yield gpus
 
 
 def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:

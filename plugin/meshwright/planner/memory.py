@@ -43,7 +43,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(self.parts.values())
+        held = self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return held + self.unsharded + self.working + self.communication + self.slack
 
     @property
     def parts(self) -> dict[str, float]:
