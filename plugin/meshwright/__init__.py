@@ -1,28 +1,63 @@
 """Meshwright makes a stock Hugging Face Llama-style model train in parallel with one call."""
 
-from meshwright.checkpoint.export import full_gradients, full_state_dict
-from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
-from meshwright.construct.deferred import deferred_init
-from meshwright.data.shard_dataloader import shard_dataloader
-from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
-from meshwright.distribute import to_distributed
-from meshwright.errors import (
-    AlreadyDistributedError,
-    CheckpointError,
-    DivergenceError,
-    OptimizerMismatchError,
-    PeerFailedError,
-    PlanError,
-    UncoveredParameterError,
-    UninitialisedParameterError,
-    UnreadableTensorError,
-)
-from meshwright.mesh import ParallelDims, ProcessMesh
-from meshwright.optim.clip import clip_grad_norm_
-from meshwright.optim.runtime import no_sync
-from meshwright.optim.shard import shard_optimizer
-from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
-from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint.export import full_gradients, full_state_dict
+    from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
+    from meshwright.construct.deferred import deferred_init
+    from meshwright.data.shard_dataloader import shard_dataloader
+    from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
+    from meshwright.distribute import to_distributed
+    from meshwright.errors import (
+        AlreadyDistributedError,
+        CheckpointError,
+        DivergenceError,
+        OptimizerMismatchError,
+        PeerFailedError,
+        PlanError,
+        UncoveredParameterError,
+        UninitialisedParameterError,
+        UnreadableTensorError,
+    )
+    from meshwright.mesh import ParallelDims, ProcessMesh
+    from meshwright.optim.clip import clip_grad_norm_
+    from meshwright.optim.runtime import no_sync
+    from meshwright.optim.shard import shard_optimizer
+    from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
+    from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
+
+# Where each public name lives. They are imported when first asked for, so that the planner and its command line,
+# which need no torch, do not wait for it.
+_HOMES = {
+    "checkpoint.export": ("full_gradients", "full_state_dict"),
+    "config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
+    "construct.deferred": ("deferred_init",),
+    "data.shard_dataloader": ("shard_dataloader",),
+    "data_parallel": ("DataParallel", "fused_allreduce_gradients"),
+    "distribute": ("to_distributed",),
+    "errors": (
+        "AlreadyDistributedError",
+        "CheckpointError",
+        "DivergenceError",
+        "OptimizerMismatchError",
+        "PeerFailedError",
+        "PlanError",
+        "UncoveredParameterError",
+        "UninitialisedParameterError",
+        "UnreadableTensorError",
+    ),
+    "mesh": ("ParallelDims", "ProcessMesh"),
+    "optim.clip": ("clip_grad_norm_",),
+    "optim.runtime": ("no_sync",),
+    "optim.shard": ("shard_optimizer",),
+    "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
+    "plans": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),
+}
+_HOME = {name: f"meshwright.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AlreadyDistributedError",
@@ -62,3 +97,14 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,192 @@
+"""The command line: ``meshwright plan``."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.planner.search import Search
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train stock Hugging Face models in parallel with one call.",
+)
+
+
+class LeaveOut(StrEnum):
+    """Which measured runs are scored after calibration."""
+
+    rows = "rows"
+    model = "model"
+    gpus = "gpus"
+
+
+class Precision(StrEnum):
+    """Of the layers' matmuls."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+
+
+@app.callback()
+def _commands() -> None:
+    """Train stock Hugging Face models in parallel with one call."""
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A transformers config.json, or a directory that holds one. No weights are read."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(help="Devices in one node.")] = 8,
+    gpu: Annotated[
+        str, typer.Option(help="Their name, e.g. a100-80, h100-sxm, h200, b200, rtx-4090, cpu.")
+    ] = "h100-sxm",
+    seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 4096,
+    global_batch: Annotated[int, typer.Option(help="Sequences of one optimizer step, over all devices.")] = 64,
+    precision: Annotated[Precision, typer.Option(help="Of the layers' matmuls.")] = Precision.bf16,
+    interconnect: Annotated[
+        float | None, typer.Option(help="Gb/s that one device has to other nodes; the usual system's by default.")
+    ] = None,
+    memory: Annotated[float, typer.Option(help="Share of the device's memory that a plan may fill.")] = 0.9,
+    profile: Annotated[
+        Path | None, typer.Option(help="A hardware profile; the catalogue's figures by default.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
+    allow_future: Annotated[bool, typer.Option(help="Also plan what this version cannot run yet.")] = False,
+    json: Annotated[bool, typer.Option(help="Print the whole answer as JSON.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the best plan to this YAML file.")] = None,
+    validate: Annotated[
+        Path | None, typer.Option(help="Instead of planning: compare the estimator with the measured runs of this CSV.")
+    ] = None,
+    calibrate_rows: Annotated[int, typer.Option(help="With --validate: fit to so many runs of each source first.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --validate: of the draw of those runs.")] = 0,
+    leave_out: Annotated[
+        LeaveOut,
+        typer.Option(help="With --validate: score all other rows, one model at a time, or the larger GPU counts."),
+    ] = LeaveOut.rows,
+) -> None:
+    """Choose how to train a model on a cluster: the fastest plans that fit, why, and what they cost.
+
+    Needs no GPU, no cluster and no weights. A plan is a split of the devices over data (dp), tensor (tp) and
+    later context (cp) and pipeline (pp) parallelism, a ZeRO stage, a micro-batch and what backward recomputes.
+
+    For example:
+
+      meshwright plan --model config.json --gpus 64 --gpu h100-sxm --seq-len 8192 --global-batch 512
+
+      meshwright plan --validate runs.csv --calibrate-rows 8 --leave-out model
+    """
+    try:
+        if validate is not None:
+            _validate(validate, calibrate_rows, seed, leave_out, profile, json)
+            return
+        if model is None:
+            raise ValueError("give --model a config.json or a directory that holds one (or --validate a CSV file)")
+        found = _search(
+            model, gpus, gpus_per_node, gpu, seq_len, global_batch, precision, interconnect, memory, profile, top,
+            allow_future,
+        )  # fmt: skip
+        _show(found, json, save)
+    except ValueError as error:
+        typer.echo(f"meshwright plan: {error}", err=True)
+        sys.exit(2)
+
+
+def _search(
+    model: Path, gpus: int, gpus_per_node: int, gpu: str, seq_len: int, global_batch: int, precision: Precision,
+    interconnect: float | None, memory: float, profile: Path | None, top: int, allow_future: bool,
+) -> Search:  # fmt: skip
+    # Imported here: --help need not wait for them.
+    from meshwright.planner.candidate import Job
+    from meshwright.planner.hardware import Cluster, HardwareProfile, device
+    from meshwright.planner.search import search
+    from meshwright.planner.shapes import describe
+
+    if not 0 < memory <= 1:
+        raise ValueError(f"--memory={memory} must be above 0 and at most 1: a share of the device's memory")
+    if top < 1:
+        raise ValueError(f"--top={top} must be at least 1")
+    if interconnect is not None and not interconnect > 0:
+        raise ValueError(f"--interconnect={interconnect} must be above zero Gb/s")
+    kind = device(gpu)
+    return search(
+        describe(model),
+        Cluster(
+            device=kind,
+            gpus=gpus,
+            gpus_per_node=gpus_per_node,
+            slow_link=interconnect and interconnect / 8 * 1e9,
+        ),
+        Job(seq_len=seq_len, global_batch=global_batch, precision=precision.value),
+        HardwareProfile.load(profile) if profile else None,
+        allow_future=allow_future,
+        top=top,
+        budget=memory * kind.memory,
+    )
+
+
+def _show(found: Search, json: bool, save: Path | None) -> None:
+    from meshwright.planner import explain
+    from meshwright.planner.plan_file import save_plan
+
+    if not found.choices:
+        raise explain.no_fit(found)
+    changed = explain.changes(found)
+    if json:
+        _print_json(explain.as_dict(found, changed=changed))
+    else:
+        typer.echo(explain.text(found, changed=changed))
+    if save is not None:
+        best = found.choices[0]
+        comment = (
+            f"{found.shape.name} on {found.cluster.gpus} x {found.cluster.device.name}: {best.plan.label}, "
+            f"{best.time.total:.3g} s a step estimated"
+        )
+        save_plan(best.plan, save, comment=comment)
+
+
+def _validate(
+    path: Path, calibrate_rows: int, seed: int, leave_out: LeaveOut, profile: Path | None, json: bool
+) -> None:
+    from meshwright.planner.hardware import HardwareProfile
+    from meshwright.planner.report import validation_dict, validation_table
+    from meshwright.planner.runs import read_runs
+    from meshwright.planner.validate import validate
+
+    scores = validate(
+        read_runs(path),
+        calibrate_rows=calibrate_rows,
+        seed=seed,
+        leave=leave_out.value,
+        profile=HardwareProfile.load(profile) if profile else None,
+    )
+    if json:
+        _print_json(validation_dict(scores))
+    else:
+        typer.echo(validation_table(scores))
+
+
+def _print_json(content: object) -> None:
+    import json
+
+    typer.echo(json.dumps(content, indent=2))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

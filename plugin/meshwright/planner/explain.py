@@ -1,0 +1,287 @@
+"""Say in words and tables which plan was chosen, why, what it costs, and what would change the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.search import Choice, Search, search
+
+TIE = 0.03  # runs of one plan differ by this much from each other
+_GIB = 2**30
+_GROWTH = 12  # doublings of the cluster to try when nothing fits
+_DEVICES_A_SEQUENCE = 128  # more than this would share one sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What the answer would be in other circumstances.
+
+    Args:
+        what: the circumstance.
+        plan: the best plan then; None where none would fit.
+        speed: tokens a second against the present choice.
+    """
+
+    what: str
+    plan: Candidate | None
+    speed: float
+
+
+def ties(found: Search) -> int:
+    """Return how many of the first choices no estimate can tell apart."""
+    return sum(choice.time.total <= found.choices[0].time.total * (1 + TIE) for choice in found.choices)
+
+
+def changes(found: Search) -> list[Change]:
+    """Return the answer to: twice the batch, half the interconnect, twice the memory of a device."""
+    cluster, job = found.cluster, found.job
+    double = dataclasses.replace(job, global_batch=2 * job.global_batch)
+    half = dataclasses.replace(cluster, slow_link=cluster.slow / 2)
+    larger = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=2 * cluster.device.memory))
+    cases: list[tuple[str, Cluster, Job, float]] = [
+        ("twice the global batch", cluster, double, found.budget),
+        ("half the interconnect between nodes", half, job, found.budget),
+        ("twice the memory of a device", larger, job, 2 * found.budget),
+    ]
+    if cluster.nodes == 1:
+        cases[1] = (
+            "half the links between devices",
+            dataclasses.replace(cluster, fast_link=cluster.fast / 2),
+            job,
+            found.budget,
+        )
+    return [_change(found, *case) for case in cases]
+
+
+def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
+    other = search(found.shape, cluster, job, found.profile, allow_future=found.allow_future, top=1, budget=budget)
+    if not other.choices:
+        return Change(what=what, plan=None, speed=0.0)
+    best = other.choices[0]
+    return Change(what=what, plan=best.plan, speed=best.tokens_per_second / found.choices[0].tokens_per_second)
+
+
+def no_fit(found: Search) -> PlanError:
+    """Return the error for a search in which no plan fits: what is missing, and the smallest change that helps."""
+    plan, memory = found.smallest
+    largest = sorted(memory.parts.items(), key=lambda item: -item[1])[:2]
+    where = " and ".join(f"{name} {_gib(value)}" for name, value in largest)
+    return PlanError(
+        f"no plan fits: the leanest, {plan.label}, needs {_gib(memory.total)} of the {_gib(found.budget)} that a "
+        f"{found.cluster.device.name} may hold, {_gib(memory.total - found.budget)} too much ({where}). "
+        f"What would make one fit: {'; '.join(_remedies(found))}"
+    )
+
+
+def _remedies(found: Search) -> Iterator[str]:
+    shape, cluster, job, profile = found.shape, found.cluster, found.job, found.profile
+
+    def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
+        try:
+            other = search(
+                shape, cluster, job, profile, allow_future=later or found.allow_future, top=1, budget=found.budget
+            )
+        except PlanError:
+            return None
+        return other.choices[0].plan.label if other.choices else None
+
+    if not found.allow_future and (label := best(cluster, job, later=True)):
+        yield f"{label}, once this version can run it (--allow-future plans it)"
+    later = False
+    for gpus in _more_devices(cluster, job):
+        more = dataclasses.replace(cluster, gpus=gpus)
+        if label := best(more, job):
+            yield f"--gpus {gpus} ({label})"
+            break
+        if not found.allow_future and not later and (label := best(more, job, later=True)):
+            later = True
+            yield f"--gpus {gpus} with --allow-future ({label})"
+    shorter = job.seq_len
+    while shorter % 2 == 0 and shorter > 256:
+        shorter //= 2
+        if best(cluster, dataclasses.replace(job, seq_len=shorter)):
+            yield f"--seq-len {shorter}"
+            break
+    short = found.smallest[1].total - found.budget
+    yield f"devices with {_gib(found.cluster.device.memory + short / 0.9)} of memory"
+
+
+def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:
+    for doubling in range(1, _GROWTH):
+        gpus = cluster.gpus << doubling
+        gpus = -(-gpus // cluster.gpus_per_node) * cluster.gpus_per_node if gpus > cluster.gpus_per_node else gpus
+        if gpus > job.global_batch * _DEVICES_A_SEQUENCE:
+            return
+        yield gpus
+
+
+def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
+    """Return the whole answer as text.
+
+    Args:
+        found: the outcome of a search.
+        changed: what ``changes`` returned; looked up when not given.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+    if not found.choices:
+        raise no_fit(found)
+    best = found.choices[0]
+    cluster, job = found.cluster, found.job
+    nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    lines = [
+        f"{found.shape.name}: {found.shape.parameters / 1e9:.2f} B parameters, {cluster.gpus} x "
+        f"{cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens a step",
+        "",
+        _table(found.choices, ties(found)),
+        "",
+        f"Time of the first: {_shares(best.time.parts, best.time.total, 'ms')}",
+        f"Memory of a device: {_shares(best.memory.parts, best.memory.total, 'GiB')}",
+        f"Budget {_gib(found.budget)}; {found.considered} legal plans, {found.fitting} fit, "
+        f"{found.simulated} simulated.",
+        "",
+        "Not chosen:",
+        *(f"  {name}: {reason}" for name, reason in reasons(found)),
+        "",
+        "What would change the answer:",
+        *(_change_line(best, change) for change in (changes(found) if changed is None else changed)),
+        "",
+        error_band(found),
+    ]
+    return "\n".join(lines)
+
+
+def reasons(found: Search) -> Iterator[tuple[str, str]]:
+    """Yield (axis values, what rejected them), the legal ones that do not fit first."""
+    for name, (plan, memory) in found.binding.items():
+        yield name, f"does not fit: its leanest plan, {plan.label}, needs {_gib(memory.total)}"
+    same: dict[tuple[str, str], list[str]] = {}
+    for name, reason in found.pruned.items():
+        axis, _, value = name.partition("=")
+        same.setdefault((axis, reason), []).append(value)
+    for (axis, reason), values in same.items():
+        yield f"{axis}={','.join(values)}" if values[0] else axis, reason
+
+
+def error_band(found: Search) -> str:
+    """Return how far to trust the estimates."""
+    profile, first = found.profile, found.choices[0].time.total
+    source = (
+        f"{profile.rows} measured runs" if profile.rows else "the catalogue alone, nothing measured on this cluster"
+    )
+    low, high = first / (1 + profile.band), first * (1 + profile.band)
+    return (
+        f"Error band: nine of ten runs should take {_seconds(low)} to {_seconds(high)} (±{profile.band:.0%}; "
+        f"{source}). Plans within {TIE:.0%} of each other are ties."
+    )
+
+
+def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
+    """Return the whole answer as plain data, for ``--json``."""
+    return {
+        "model": {"name": found.shape.name, "parameters": found.shape.parameters, "roles": found.shape.roles},
+        "cluster": {
+            "device": found.cluster.device.name,
+            "gpus": found.cluster.gpus,
+            "gpus_per_node": found.cluster.gpus_per_node,
+        },
+        "job": dataclasses.asdict(found.job),
+        "plans": [
+            {
+                "label": choice.plan.label,
+                "plan": dataclasses.asdict(choice.plan),
+                "runs_today": choice.plan.runs_today,
+                "tie": index < ties(found),
+                "step_seconds": choice.time.total,
+                "time": choice.time.parts,
+                "tokens_per_second_per_gpu": choice.tokens_per_second,
+                "mfu": choice.mfu,
+                "memory_bytes": choice.memory.total,
+                "memory": choice.memory.parts,
+            }
+            for index, choice in enumerate(found.choices)
+        ],
+        "budget_bytes": found.budget,
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "simulated": found.simulated,
+        "not_chosen": dict(reasons(found)),
+        "changes": [
+            {"what": change.what, "plan": change.plan and change.plan.label, "speed": change.speed}
+            for change in changed
+        ],
+        "band": found.profile.band,
+        "profile": {"name": found.profile.name, "rows": found.profile.rows},
+    }
+
+
+def _table(choices: Sequence[Choice], tied: int) -> str:
+    head = ("", "plan", "step", "tokens/s/GPU", "MFU", "memory", "compute", "comm", "bubble", "other")
+    rows: list[tuple[str, ...]] = [head]
+    for index, choice in enumerate(choices):
+        parts, total = choice.time.parts, choice.time.total
+        compute = sum(parts[name] for name in ("matmul", "attention", "elementwise", "recompute"))
+        moved = sum(parts[name] for name in ("tensor", "context", "data"))
+        rows.append(
+            (
+                "=" if 0 < index < tied else str(index + 1),
+                choice.plan.label,
+                _seconds(total),
+                f"{choice.tokens_per_second:,.0f}",
+                f"{choice.mfu:.1%}",
+                _gib(choice.memory.total),
+                *(f"{value / total:.0%}" for value in (compute, moved, parts["bubble"])),
+                f"{(total - compute - moved - parts['bubble']) / total:.0%}",
+            )
+        )
+    return grid(rows, left=2)
+
+
+def grid(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Return rows of cells as aligned text; the first ``left`` columns to the left, the rest to the right.
+
+    Example:
+        >>> print(grid([("a", "n"), ("bb", "10")]))
+        a    n
+        bb  10
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _change_line(best: Choice, change: Change) -> str:
+    if change.plan is None:
+        return f"  {change.what}: no plan fits"
+    same = _layout(change.plan) == _layout(best.plan)
+    return f"  {change.what}: {'the same plan' if same else change.plan.label}, {change.speed:.2f}x the tokens a second"
+
+
+def _layout(plan: Candidate) -> Candidate:
+    return dataclasses.replace(plan, accumulation=1)
+
+
+def _shares(parts: dict[str, float], total: float, unit: str) -> str:
+    scale = 1e-3 if unit == "ms" else _GIB
+    shown = sorted(((name, value) for name, value in parts.items() if value > 0.005 * total), key=lambda p: -p[1])
+    return ", ".join(f"{name} {value / scale:,.{0 if unit == 'ms' else 1}f} {unit}" for name, value in shown)
+
+
+def _gib(value: float) -> str:
+    return f"{value / _GIB:.1f} GiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms"

@@ -1,0 +1,83 @@
+"""A plan as a small YAML file that people can read and change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate
+
+PLAN_VERSION = 1
+
+
+def plan_fields(plan: Candidate) -> dict[str, Any]:
+    """Return the keyword arguments that make the runtime's ``ParallelPlan`` of a candidate.
+
+    What the runtime has no word for yet is named too, so that a plan made ahead is refused, not run as another.
+
+    Example:
+        >>> plan_fields(Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2))["dp"]
+        4
+    """
+    fields: dict[str, Any] = {
+        "dp": plan.dp,
+        "tp": plan.tp,
+        "cp": plan.cp,
+        "pp": plan.pp,
+        "sequence_parallel": plan.sequence_parallel,
+        "zero_stage": plan.zero_stage,
+        "micro_batch_size": plan.micro_batch,
+        "recompute": plan.recompute,
+    }
+    if plan.cp > 1:
+        fields["context"] = "ring" if plan.ring else "ulysses"
+    if plan.interleave > 1:
+        fields["interleave"] = plan.interleave
+    if plan.replicate > 1 and plan.zero_stage:
+        fields["replicate"] = plan.replicate
+    if plan.recomputed is not None:
+        fields["recomputed_layers"] = plan.recomputed
+    return fields
+
+
+def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
+    """Write a plan.
+
+    Args:
+        plan: the plan.
+        path: the file to write.
+        comment: lines that say where it comes from.
+    """
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    lines.append(f"version: {PLAN_VERSION}")
+    lines += [f"{key}: {json.dumps(value)}" for key, value in plan_fields(plan).items()]
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a plan file, its version checked and left out.
+
+    Raises:
+        PlanError: no such file, a line that is not ``key: value``, or another version.
+    """
+    try:
+        content = Path(path).read_text()
+    except FileNotFoundError:
+        raise PlanError(f"{path}: no such plan; write one with meshwright plan --save") from None
+    fields: dict[str, Any] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        line = line.split("#")[0].strip()
+        if not line:
+            continue
+        key, colon, value = line.partition(":")
+        try:
+            fields[key.strip()] = json.loads(value) if value.strip()[:1] in '0123456789"tf[n-' else value.strip()
+        except json.JSONDecodeError:
+            colon = ""
+        if not colon:
+            raise PlanError(f"{path}: line {number}: {line!r} is not 'key: value'")
+    if (version := fields.pop("version", None)) != PLAN_VERSION:
+        raise PlanError(f"{path}: a plan of version {version}, and this is version {PLAN_VERSION}; plan again")
+    return fields

@@ -1,0 +1,201 @@
+"""Read measured training runs from a table in the format of ``published_runs.csv``."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Job, Recompute
+from meshwright.planner.hardware import Cluster, Device, device
+from meshwright.planner.shapes import ModelShape
+
+COLUMNS = (
+    "source", "model", "hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "params_B", "gpu", "n_gpus",
+    "gpus_per_node", "seq_len", "global_batch", "micro_batch", "tp", "sp", "cp", "pp", "vp", "dp", "zero_stage",
+    "recompute", "precision", "step_time_s", "mem_gb", "oom", "notes",
+)  # fmt: skip
+
+_DEVICES = (
+    (r"GB200", "gb200"), (r"GB300", "gb200"), (r"B200", "b200"), (r"H200", "h200"), (r"H100.*PCIE", "h100-pcie"),
+    (r"H100", "h100-sxm"), (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"), (r"V100.*16", "v100-16"),
+    (r"V100", "v100-32"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"MI300", "mi300x"),
+)  # fmt: skip
+# Frameworks that a publisher's table may mix; their kernels differ, so each is calibrated alone.
+_FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")
+# "4x100Gb/node", "800Gbps inter-node", "1600 Gbps node-node": the node's cards together; "per GPU": one device's.
+_PER_NODE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)?\s*(?:/node|inter-node|node-node)", re.IGNORECASE)
+_PER_GPU = re.compile(r"(\d+)\s*Gb/?p?s\s*\w*\s*per GPU", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One measured run.
+
+    Args:
+        line: its line in the table.
+        group: what is calibrated together: a publisher's framework on one device and precision.
+        shape: the model.
+        cluster: the devices, with the network that the notes state.
+        plan: the parallel plan.
+        job: the sequence length and the batch.
+        seconds: the measured time of a step, None where not stated.
+        memory: the measured peak in bytes of a device, None where not stated.
+        oom: it ran out of memory.
+    """
+
+    line: int
+    group: str
+    shape: ModelShape
+    cluster: Cluster
+    plan: Candidate
+    job: Job
+    seconds: float | None
+    memory: float | None
+    oom: bool
+
+    @property
+    def choice(self) -> tuple[Any, ...]:
+        """What was given before a plan was chosen; runs that agree on it compete."""
+        shape = self.shape
+        model = (shape.name, shape.hidden, shape.layers, shape.heads, shape.ffn)
+        return (self.group, *model, self.cluster.gpus, self.job.seq_len, self.job.global_batch)
+
+
+def read_runs(path: str | Path) -> list[Run]:
+    """Return the runs of a table.
+
+    Args:
+        path: a CSV file with at least the columns of ``COLUMNS``.
+
+    Raises:
+        PlanError: no such file, a column that is missing, or a malformed row, with its line number.
+    """
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise PlanError(f"{path}: line 1: no column {', '.join(missing)}")
+            return [_run(row, reader.line_num, path) for row in reader]
+    except FileNotFoundError:
+        raise PlanError(f"{path}: no such file; give a table in the format of published_runs.csv") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise PlanError(f"{path}: not a CSV file ({error})") from None
+
+
+def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
+    def number(name: str, kind: Callable[[str], Any], default: Any = None) -> Any:
+        text = row[name]
+        if (text is None or text == "") and default is not None:
+            return default
+        try:
+            value = kind(text)
+        except (TypeError, ValueError):
+            raise PlanError(f"{path}: line {line}: {name}={text!r} is not a number") from None
+        if not 0 <= value < float("inf"):
+            raise PlanError(f"{path}: line {line}: {name}={text!r} must not be negative")
+        return value
+
+    if None in row or None in row.values():
+        raise PlanError(f"{path}: line {line}: the row has more or fewer cells than the header")
+    try:
+        tp, cp, pp, dp = (number(name, int) for name in ("tp", "cp", "pp", "dp"))
+        gpus, batch = (number(name, int) for name in ("n_gpus", "global_batch"))
+        # Where not stated: all of a rank's sequences at once, or one at a time through a pipeline.
+        micro = number("micro_batch", int, max(1, batch // max(1, dp)) if pp == 1 else 1)
+        if tp * cp * pp * dp != gpus:
+            raise PlanError(f"{path}: line {line}: tp x cp x pp x dp = {tp * cp * pp * dp} is not n_gpus={gpus}")
+        if not micro or batch % (dp * micro):
+            raise PlanError(
+                f"{path}: line {line}: global_batch={batch} is not a multiple of dp x micro_batch={dp * micro}"
+            )
+        zero = number("zero_stage", int, 0)
+        recompute = row["recompute"] or "none"
+        if recompute not in ("none", "selective", "full"):
+            raise PlanError(f"{path}: line {line}: recompute={recompute!r} must be none, selective or full")
+        shape = _shape(row, number)
+        words = f"{row['source']} {row['notes']}"
+        return Run(
+            line=line,
+            group=_group(row),
+            shape=shape,
+            cluster=_cluster(row, gpus, number("gpus_per_node", int, 8)),
+            plan=Candidate(
+                replicate=1 if zero else dp,
+                shard=dp if zero else 1,
+                tp=tp,
+                sequence_parallel=bool(number("sp", int, 0)),
+                cp=cp,
+                pp=pp,
+                interleave=number("vp", int, 1),
+                micro_batch=micro,
+                accumulation=batch // (dp * micro),
+                zero_stage=zero,
+                recompute=cast(Recompute, recompute),
+            ),
+            job=Job(
+                seq_len=number("seq_len", int),
+                global_batch=batch,
+                precision="fp8" if "8" in row["precision"].split("(")[0] else "bf16",
+                # Tables in fp16, and Megatron-DeepSpeed's, are from before fused attention kernels were usual.
+                fused_attention=not (
+                    row["precision"] == "fp16" or "Megatron-DeepSpeed" in words or "bigscience" in words
+                ),
+                gradient_bytes=4 if "fp32 grad" in row["precision"] else 2,
+            ),
+            seconds=number("step_time_s", float, 0.0) or None,
+            memory=number("mem_gb", float, 0.0) * 2**30 or None,
+            oom=bool(number("oom", int, 0)),
+        )
+    except PlanError as error:
+        raise error if f"line {line}" in str(error) else PlanError(f"{path}: line {line}: {error}") from None
+
+
+def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
+    """The model; whether its MLP is gated and its embedding tied is what comes nearest to the stated size.
+
+    Where no size is stated: gated and untied, as in Llama.
+    """
+    hidden, heads = number("hidden", int), number("heads", int)
+    sizes = {
+        "name": row["model"] or "model",
+        "layers": number("layers", int),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": number("kv_heads", int, heads),
+        "head_dim": max(1, hidden // max(1, heads)),
+        "ffn": number("ffn", int, 4 * hidden),
+        "vocab": number("vocab", int),
+    }
+    stated = number("params_B", float, 0.0) * 1e9
+    forms = [ModelShape(**sizes, gated=gated, tied=tied) for gated in (False, True) for tied in (False, True)]
+    return min(forms, key=lambda shape: abs(shape.parameters - stated)) if stated else forms[2]
+
+
+def _group(row: Mapping[str, str]) -> str:
+    words = f"{row['source']} {row['notes']}".lower()
+    publisher = row["source"].split()[0]
+    if ":" in publisher:  # no name given, only an address
+        publisher = "BigScience" if "bigscience" in publisher else publisher.split(":")[-1]
+    framework = next((f"/{name}" for name in _FRAMEWORKS if name in words), "")
+    kind = "8-bit" if "8" in row["precision"].split("(")[0] else "16-bit"
+    return f"{publisher}{framework} {row['gpu']} {kind}"
+
+
+def _cluster(row: Mapping[str, str], gpus: int, per_node: int) -> Cluster:
+    kind: Device = device(
+        next((name for pattern, name in _DEVICES if re.search(pattern, row["gpu"].upper())), row["gpu"])
+    )
+    slow = None
+    if found := _PER_GPU.search(row["notes"]):
+        slow = int(found[1]) / 8 * 1e9
+    elif found := _PER_NODE.search(row["notes"]):
+        slow = int(found[1] or 1) * int(found[2]) / 8 / per_node * 1e9
+    if gpus > per_node and gpus % per_node:
+        per_node = gpus  # a count that fills no whole nodes: the table does not say how they are spread
+    return Cluster(device=kind, gpus=gpus, gpus_per_node=per_node, slow_link=slow)

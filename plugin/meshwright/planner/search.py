@@ -1,0 +1,204 @@
+"""Find the fastest plans that fit: every legal one is bounded, and simulated unless its bound is too slow."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Job, layers_of
+from meshwright.planner.hardware import Cluster, HardwareProfile
+from meshwright.planner.memory import Memory, peak_memory
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.space import Region, Space
+from meshwright.planner.time import StepModel, StepTime
+
+_HEADROOM = 0.90  # of the device's memory: a plan that fills more fails on the first odd batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One plan with what it costs.
+
+    Args:
+        plan: the plan.
+        time: seconds of a step.
+        memory: bytes of the device that holds most.
+        tokens_per_second: of one device.
+        mfu: model FLOPs a second over the peak; causal attention counts half, recompute does not count.
+    """
+
+    plan: Candidate
+    time: StepTime
+    memory: Memory
+    tokens_per_second: float
+    mfu: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The outcome of a search.
+
+    Args:
+        shape, cluster, job, profile, allow_future: the problem.
+        choices: the fastest plans that fit, best first.
+        pruned: why each axis value that was left out was.
+        considered: legal plans; ``fitting`` of them fit, ``simulated`` of those were simulated.
+        budget: bytes a device may hold.
+        smallest: the legal plan that needs least memory, and what it needs.
+        binding: for each axis value that no fitting plan has, the least memory of its plans.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    job: Job
+    profile: HardwareProfile
+    allow_future: bool
+    choices: tuple[Choice, ...]
+    pruned: dict[str, str]
+    considered: int
+    fitting: int
+    simulated: int
+    budget: float
+    smallest: tuple[Candidate, Memory]
+    binding: dict[str, tuple[Candidate, Memory]]
+
+
+def search(
+    shape: ModelShape,
+    cluster: Cluster,
+    job: Job,
+    profile: HardwareProfile | None = None,
+    *,
+    allow_future: bool = False,
+    top: int = 5,
+    budget: float | None = None,
+) -> Search:
+    """Return the fastest plans that fit.
+
+    Complete: every legal plan is weighed. Two rules spare work without changing the answer: where a plan fits,
+    the same one with more recompute is slower; and a plan whose lower bound is slower than the best ones found is
+    not simulated.
+
+    Args:
+        shape: the model.
+        cluster: the devices.
+        job: sequence length and global batch.
+        profile: the coefficients; the catalogue's by default.
+        allow_future: also plans that this version's runtime cannot run.
+        top: how many plans to return.
+        budget: bytes a device may hold; 90 % of its memory by default.
+
+    Raises:
+        PlanError: no legal plan at all.
+    """
+    profile = profile or HardwareProfile(name="catalogue")
+    budget = budget if budget is not None else _HEADROOM * cluster.device.memory
+    space = Space(shape=shape, cluster=cluster, job=job, allow_future=allow_future)
+    model = StepModel(shape, cluster, profile.coefficients)
+    considered = 0
+    bounded: list[tuple[float, int, Candidate, Memory]] = []
+    tightest: dict[str, tuple[Candidate, Memory]] = {}
+    fits: set[str] = set()
+    for region in space.regions():
+        for plan, memory, weighed in _fitting(space, region, budget):
+            considered += weighed
+            is_fit = memory.total <= budget
+            for name in _axes(plan):
+                if is_fit:
+                    fits.add(name)
+                if name not in tightest or memory.total < tightest[name][1].total:
+                    tightest[name] = (plan, memory)
+            if is_fit:
+                bounded.append((model.bound(plan, job), len(bounded), plan, memory))
+    if not considered:  # also where the batch leaves no legal way to spread it
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(space.pruned.items(), 6))
+        raise PlanError(
+            f"no legal plan for {shape.name} on {cluster.gpus} devices with a global batch of {job.global_batch}: "
+            f"{reasons}. Change --global-batch to a multiple of the devices, or --gpus"
+        )
+
+    fitting = len(bounded)
+    heapq.heapify(bounded)
+    best: list[tuple[float, int, Candidate, Memory, StepTime]] = []
+    simulated = 0
+    while bounded:
+        bound, index, plan, memory = heapq.heappop(bounded)
+        if len(best) >= top and bound > best[-1][0]:
+            break
+        time = model.step(plan, job)
+        simulated += 1
+        best = sorted([*best, (time.total, index, plan, memory, time)], key=lambda item: item[:2])[:top]
+    peak = shape.flops(job.seq_len) * job.tokens / (cluster.device.flops * cluster.gpus)
+    return Search(
+        shape=shape,
+        cluster=cluster,
+        job=job,
+        profile=profile,
+        allow_future=allow_future,
+        choices=tuple(
+            Choice(
+                plan=plan, time=time, memory=memory, mfu=peak / total,
+                tokens_per_second=job.tokens / total / cluster.gpus,
+            )
+            for total, _, plan, memory, time in best
+        ),
+        pruned=space.pruned,
+        considered=considered,
+        fitting=fitting,
+        simulated=simulated,
+        budget=budget,
+        smallest=min(tightest.values(), key=lambda item: item[1].total),
+        binding={name: value for name, value in tightest.items() if name not in fits},
+    )  # fmt: skip
+
+
+def _fitting(space: Space, region: Region, budget: float) -> Iterator[tuple[Candidate, Memory, int]]:
+    """Yield a region's plans: the fastest recompute that fits, else the leanest, with how many were weighed."""
+    shape, job = space.shape, space.job
+    for micro in space.micro_batches(region):
+        any_fits = False
+        for zero in space.zero(region):
+            weighed = 0
+            for kind in space.recompute():
+                plan = space.candidate(region, micro, zero, kind)
+                memory = peak_memory(shape, plan, job)
+                weighed += 1
+                if memory.total <= budget:
+                    break
+            if memory.total <= budget and plan.recompute == "full" and space.allow_future:
+                plan, memory, more = _fewest_recomputed(space, plan, memory, budget)
+                weighed += more
+            any_fits = any_fits or memory.total <= budget
+            yield plan, memory, weighed
+        if not any_fits:
+            return  # a larger micro-batch needs more memory still
+
+
+def _fewest_recomputed(space: Space, plan: Candidate, memory: Memory, budget: float) -> tuple[Candidate, Memory, int]:
+    """Recompute no more layers than memory asks for; time falls with each layer that is spared."""
+    low, high, weighed = 0, max(layers_of(plan, space.shape.layers)), 0
+    best = (plan, memory)
+    fields = vars(plan)
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = Candidate(**{**fields, "recomputed": middle})
+        needed = peak_memory(space.shape, trial, space.job)
+        weighed += 1
+        if needed.total <= budget:
+            high, best = middle, (trial, needed)
+        else:
+            low = middle
+    return (*best, weighed)
+
+
+def _axes(plan: Candidate) -> tuple[str, ...]:
+    return (
+        f"tp={plan.tp}",
+        f"cp={plan.cp}",
+        f"pp={plan.pp}",
+        f"zero={plan.zero_stage}",
+        f"micro_batch={plan.micro_batch}",
+    )

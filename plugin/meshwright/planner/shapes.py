@@ -1,0 +1,274 @@
+"""Describe a decoder by its sizes alone: no weights, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import PlanError
+
+_NOT_GATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"})
+_NOT_DECODERS = frozenset(
+    {"bert", "roberta", "distilbert", "electra", "deberta", "vit", "clip", "whisper", "t5", "bart"}
+)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "vocab": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "window": ("sliding_window",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that decide its memory and its time.
+
+    Args:
+        name: what to call it in tables.
+        layers: decoder layers.
+        hidden: width of the residual stream.
+        heads: query heads.
+        kv_heads: key and value heads; as many as ``heads`` without grouped-query attention.
+        head_dim: width of one head.
+        ffn: width of the MLP.
+        vocab: rows of the embedding.
+        gated: the MLP has gate, up and down projections, not just up and down.
+        tied: embedding and head are one matrix.
+        window: tokens that a query sees at most, None for all before it.
+        window_layers: layers with that window; the rest see everything.
+        biases: bias elements in one layer.
+        norms: norm weights in one layer, in elements.
+        positions: rows of a learned position table, 0 for rotary positions or ALiBi.
+
+    Raises:
+        PlanError: a size below one, or heads that do not divide into kv_heads.
+
+    Example:
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> round(shape.parameters / 1e9, 2)
+        6.74
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    window: int | None = None
+    window_layers: int = 0
+    biases: int = 0
+    norms: int | None = None
+    positions: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{self.name}: {field}={value!r} must be a positive integer; correct it in the config")
+        if self.heads % self.kv_heads:
+            raise PlanError(
+                f"{self.name}: heads={self.heads} does not divide by kv_heads={self.kv_heads}; correct "
+                "num_key_value_heads in the config"
+            )
+        if self.window is not None and self.window < 1:
+            raise PlanError(f"{self.name}: window={self.window} must be above zero; use None for no window")
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def local_kv_width(self, tp: int) -> int:
+        """Return the width of the keys that one of ``tp`` ranks holds; heads are replicated where they must be.
+
+        Example:
+            >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+            ...                    vocab=128256)
+            >>> shape.local_kv_width(8), shape.local_kv_width(16)
+            (128, 128)
+        """
+        local = max(1, self.heads // tp)
+        return local // math.gcd(self.heads // self.kv_heads, local) * self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of q, k, v and o in one layer."""
+        return self.hidden * (2 * self.query_width + 2 * self.kv_width)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Elements of the MLP's matrices in one layer."""
+        return self.hidden * self.ffn * (3 if self.gated else 2)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Elements of a layer that tensor parallelism replicates."""
+        return 2 * self.hidden if self.norms is None else self.norms
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + self.mlp_parameters + self.norm_parameters + self.biases
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Elements of the output head that it does not share with the embedding."""
+        return 0 if self.tied else self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All elements, each counted once."""
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters + self.hidden
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """Elements by role, over all layers; their sum is ``parameters``."""
+        return {
+            "embedding": self.embedding_parameters,
+            "attention": self.layers * self.attention_parameters,
+            "mlp": self.layers * self.mlp_parameters,
+            "norm and bias": self.layers * (self.norm_parameters + self.biases) + self.hidden,
+            "head": self.head_parameters,
+        }
+
+    def attended(self, seq_len: int) -> float:
+        """Return the mean number of positions a query looks at, averaged over the layers."""
+        full = (seq_len + 1) / 2
+        if self.window is None or self.window >= seq_len:
+            return full
+        windowed = self.window * (1 - self.window / (2 * seq_len)) + 0.5
+        share = self.window_layers / self.layers
+        return share * windowed + (1 - share) * full
+
+    def flops(self, seq_len: int) -> float:
+        """Return the floating-point operations of forward and backward for one token.
+
+        Six for each matmul parameter and the attention that causality leaves; recompute is not counted.
+        """
+        matmul = self.layers * (self.attention_parameters + self.mlp_parameters) + self.vocab * self.hidden
+        return 6 * matmul + 12 * self.layers * self.query_width * self.attended(seq_len)
+
+
+def describe(source: Any, *, name: str | None = None) -> ModelShape:
+    """Return the shape of a decoder from its transformers config.
+
+    Args:
+        source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or of
+            a directory that holds one.
+        name: what to call it; the path's or the config's own name by default.
+
+    Raises:
+        PlanError: nothing readable there, not a decoder, fields that are missing, or sizes below one.
+
+    Example:
+        >>> describe({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        ...           "intermediate_size": 128, "vocab_size": 100}).parameters
+        95040
+    """
+    config, label = _config(source)
+    name = name or label
+    if isinstance(config.get("text_config"), Mapping):
+        config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+    family = str(config.get("model_type", ""))
+    if family in _NOT_DECODERS or config.get("is_encoder_decoder"):
+        raise PlanError(
+            f"{name}: model_type={family!r} is not a decoder; the planner plans decoder-only language models"
+        )
+    experts = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
+    if experts:
+        raise PlanError(f"{name}: {experts}={config[experts]}: mixture-of-experts models are not planned yet")
+
+    found = {field: _field(config, field) for field in _ALIASES}
+    missing = [_ALIASES[field][0] for field in ("layers", "hidden", "heads", "vocab") if found[field] is None]
+    if found["ffn"] is None:
+        if family in _NOT_GATED and isinstance(found["hidden"], int):
+            found["ffn"] = 4 * found["hidden"]
+        else:
+            missing.append("intermediate_size")
+    if missing:
+        raise PlanError(f"{name}: the config has no {', '.join(missing)}; is it a decoder's config.json?")
+    for field in ("layers", "hidden", "heads", "vocab", "ffn"):
+        value = found[field]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PlanError(f"{name}: {_ALIASES[field][0]}={value!r} must be a positive integer; correct the config")
+    return _shape(name, family, config, found)
+
+
+def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str, Any]) -> ModelShape:
+    layers, hidden, heads = found["layers"], found["hidden"], found["heads"]
+    if found["head_dim"] is None and hidden % heads:
+        raise PlanError(f"{name}: hidden_size={hidden} does not divide by num_attention_heads={heads}; set head_dim")
+    head_dim = found["head_dim"] if found["head_dim"] is not None else hidden // heads
+    kv_heads = found["kv_heads"] if found["kv_heads"] is not None else heads
+    gated = family not in _NOT_GATED
+    kinds = config.get("layer_types")
+    window = found["window"] if config.get("use_sliding_window", True) else None
+    windowed = sum("sliding" in kind for kind in kinds) if kinds else layers
+    biases = 0
+    if config.get("attention_bias", family == "qwen2") or not gated:
+        biases += heads * head_dim + 2 * kv_heads * head_dim + (0 if family == "qwen2" else hidden)
+    if config.get("mlp_bias") or not gated:
+        biases += found["ffn"] + hidden
+    norms = {"gemma2": 4 * hidden, "gemma3_text": 4 * hidden + 2 * head_dim, "qwen3": 2 * hidden + 2 * head_dim}
+    norms["olmo2"] = 2 * hidden + heads * head_dim + kv_heads * head_dim
+    learned = family in ("gpt2", "gpt_neo", "opt")
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=found["ffn"],
+        vocab=found["vocab"],
+        gated=gated,
+        tied=bool(config.get("tie_word_embeddings", not gated or family.startswith("gemma"))),
+        window=window if windowed else None,
+        window_layers=windowed if window else 0,
+        biases=biases,
+        norms=norms.get(family, 2 * hidden if gated else 4 * hidden),
+        positions=int(config.get("max_position_embeddings") or config.get("n_positions") or 0) if learned else 0,
+    )
+
+
+def _field(config: Mapping[str, Any], field: str) -> Any:
+    return next((config[key] for key in _ALIASES[field] if config.get(key) is not None), None)
+
+
+def _config(source: Any) -> tuple[Mapping[str, Any], str]:
+    if isinstance(source, Mapping):
+        return source, str(source.get("_name_or_path") or source.get("model_type") or "model")
+    if hasattr(source, "to_dict"):
+        return _config(source.to_dict())
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise PlanError(f"{path}: no such file; give a config.json or a directory that holds one") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: not a JSON file ({error})") from None
+    if not isinstance(config, dict):
+        raise PlanError(f"{path}: a config is a JSON object, not a {type(config).__name__}")
+    return config, path.parent.name if path.name == "config.json" else path.stem

@@ -1,0 +1,113 @@
+"""Event simulation of a pipeline schedule; a closed bubble formula is wrong as soon as stages are uneven."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+Op = tuple[bool, int, int]  # (is forward, chunk on this stage, micro-batch)
+
+
+@lru_cache(maxsize=256)
+def stage_order(stage: int, stages: int, micro_batches: int, interleave: int = 1) -> tuple[Op, ...]:
+    """Return the order in which one stage runs its forwards and backwards: 1F1B, interleaved if asked.
+
+    The interleaved order is Megatron-LM's (Narayanan et al. 2021): micro-batches go through the chunks in groups
+    of as many as there are stages.
+
+    Example:
+        >>> [("F" if forward else "B") + str(micro) for forward, _, micro in stage_order(1, 2, 3)]
+        ['F0', 'B0', 'F1', 'B1', 'F2', 'B2']
+    """
+    total = micro_batches * interleave
+    if interleave == 1:
+        warm = min(stages - stage - 1, total)
+    else:
+        warm = min(total, 2 * (stages - stage - 1) + (interleave - 1) * stages)
+    width = stages if interleave > 1 else micro_batches
+    visits = [
+        (chunk, micro)
+        for start in range(0, micro_batches, width)
+        for chunk in range(interleave)
+        for micro in range(start, min(start + width, micro_batches))
+    ]
+    forwards: list[Op] = [(True, chunk, micro) for chunk, micro in visits]
+    backwards: list[Op] = [(False, interleave - 1 - chunk, micro) for chunk, micro in visits]
+    steady = itertools.chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
+    return (*forwards[:warm], *steady, *backwards[total - warm :])
+
+
+def pipeline_time(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    *,
+    interleave: int = 1,
+    transfer: float = 0.0,
+) -> float:
+    """Return the seconds from the first forward to the last backward of a pipeline.
+
+    Args:
+        forward: seconds of one micro-batch's forward for each stage, all its chunks together.
+        backward: the same for backward.
+        micro_batches: micro-batches of one step.
+        interleave: chunks on each stage.
+        transfer: seconds to hand activations to the next stage.
+
+    Example:
+        >>> pipeline_time([1.0, 1.0], [2.0, 2.0], 4)
+        15.0
+    """
+    stages = len(forward)
+    if stages == 1:
+        return micro_batches * (forward[0] + backward[0])
+    # After warm-up and before drain a schedule repeats itself, so a long one is extrapolated from two shorter ones.
+    short = stages * max(4, 12 // interleave)
+    if micro_batches > short + stages:
+        rest = micro_batches % stages
+        base = _simulate(tuple(forward), tuple(backward), short + rest, interleave, transfer)
+        longer = _simulate(tuple(forward), tuple(backward), short + rest + stages, interleave, transfer)
+        return base + (micro_batches - short - rest) // stages * (longer - base)
+    return _simulate(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
+
+
+def _simulate(
+    forward: tuple[float, ...], backward: tuple[float, ...], micro_batches: int, interleave: int, transfer: float
+) -> float:
+    stages = len(forward)
+    orders = [stage_order(stage, stages, micro_batches, interleave) for stage in range(stages)]
+    last = stages * interleave - 1
+    # Arrival times by virtual stage and micro-batch; the first forward and each first backward need no transfer.
+    ready_forward = [[-1.0] * micro_batches for _ in range(last + 1)]
+    ready_backward = [[-1.0] * micro_batches for _ in range(last + 1)]
+    ready_forward[0] = [0.0] * micro_batches
+    clock = [0.0] * stages
+    cursor = [0] * stages
+    left = sum(len(order) for order in orders)
+    times_f = [value / interleave for value in forward]
+    times_b = [value / interleave for value in backward]
+    while left:
+        before = left
+        for stage in range(stages):
+            order, at, now = orders[stage], cursor[stage], clock[stage]
+            while at < len(order):
+                is_forward, chunk, micro = order[at]
+                virtual = chunk * stages + stage
+                ready = (ready_forward if is_forward else ready_backward)[virtual][micro]
+                if ready < 0:
+                    break
+                now = max(now, ready) + (times_f[stage] if is_forward else times_b[stage])
+                if is_forward:
+                    if virtual < last:
+                        ready_forward[virtual + 1][micro] = now + transfer
+                    else:
+                        ready_backward[virtual][micro] = now
+                elif virtual:
+                    ready_backward[virtual - 1][micro] = now + transfer
+                at += 1
+            left -= at - cursor[stage]
+            cursor[stage], clock[stage] = at, now
+        if left == before:
+            raise AssertionError("the schedule waits for itself")
+    return max(clock)

@@ -1,0 +1,207 @@
+"""The plans that are legal for a model on a cluster, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from meshwright.planner.candidate import Candidate, Job, Recompute
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.shapes import ModelShape
+
+_FUTURE = "this version cannot run it; --allow-future plans it all the same"
+_CHUNKS = 8  # interleaved chunks on a stage at most; more only adds transfers
+_CONTEXT = 64  # context-parallel ranks at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """One layout of the ranks; batch, ZeRO and recompute are still open in it.
+
+    Args:
+        dp: data-parallel size.
+        tp, cp, ring, pp, interleave: as in ``Candidate``.
+    """
+
+    dp: int
+    tp: int
+    cp: int = 1
+    ring: bool = True
+    pp: int = 1
+    interleave: int = 1
+
+
+@dataclass(kw_only=True)
+class Space:
+    """Enumerates the candidates of one problem.
+
+    Args:
+        shape: the model.
+        cluster: the devices.
+        job: sequence length and global batch.
+        allow_future: also plans that this version's runtime cannot run.
+
+    ``pruned`` collects a reason for each axis value that was left out, filled while ``regions`` is read.
+
+    Example:
+        >>> from meshwright.planner.hardware import device
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> space = Space(shape=shape, cluster=Cluster(device=device("a100-80"), gpus=4), job=Job(seq_len=4096,
+        ...               global_batch=2))
+        >>> [(region.dp, region.tp) for region in space.regions()]
+        [(2, 2), (1, 4)]
+        >>> space.pruned["dp=4"]
+        'the global batch of 2 sequences does not divide by 4'
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    job: Job
+    allow_future: bool = False
+    pruned: dict[str, str] = field(default_factory=dict)
+
+    def regions(self) -> Iterator[Region]:
+        """Yield the legal layouts of the ranks, in a fixed order."""
+        gpus = self.cluster.gpus
+        for tp in divisors(gpus):
+            if self._rejected(f"tp={tp}", self._tp_reason(tp)):
+                continue
+            for cp in divisors(gpus // tp):
+                if self._rejected(f"cp={cp}", self._cp_reason(cp, tp)):
+                    continue
+                for pp in divisors(gpus // tp // cp):
+                    if self._rejected(f"pp={pp}", self._pp_reason(pp)):
+                        continue
+                    dp = gpus // (tp * cp * pp)
+                    if self.job.global_batch % dp:
+                        self._rejected(f"dp={dp}", f"the global batch of {self.job.global_batch} sequences does not "
+                                       f"divide by {dp}")  # fmt: skip
+                        continue
+                    for ring in (True, False) if cp > 1 else (True,):
+                        if not ring and (self.shape.heads // tp) % cp:
+                            self._rejected(
+                                f"cp={cp}(ulysses)", f"{self.shape.heads} heads over tp={tp} do not divide by {cp}"
+                            )
+                            continue
+                        for interleave in self._interleaves(pp, self.job.global_batch // dp):
+                            yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, interleave=interleave)
+
+    def micro_batches(self, region: Region) -> list[int]:
+        """Return the micro-batch sizes that divide a rank's sequences, and fill the pipeline where there is one."""
+        rows = self.job.global_batch // region.dp
+        sizes = [size for size in divisors(rows) if rows // size >= region.pp or size == 1]
+        if region.interleave > 1:
+            sizes = [size for size in sizes if rows // size % region.pp == 0]
+        return sizes
+
+    def zero(self, region: Region) -> list[tuple[int, int, int]]:
+        """Return (stage, replicate, shard) of each way to divide state over the data-parallel ranks."""
+        dp, cp = region.dp, region.cp
+        ways = [(0, dp, 1)]
+        if dp * cp > 1:
+            ways.append((1, 1, dp))
+            if not self.allow_future:
+                self.pruned.setdefault("zero>=2", _FUTURE)
+                return ways
+            if region.pp == 1:
+                ways += [(2, 1, dp), (3, 1, dp)]
+                local = max(1, self.cluster.domain // (region.tp * cp))
+                if 1 < local < dp and dp % local == 0:
+                    ways.append((3, dp // local, local))
+            else:
+                self.pruned.setdefault(
+                    "zero>=2 with pp>1", "gradients or weights would be moved again for each micro-batch"
+                )
+        return ways
+
+    def recompute(self) -> tuple[Recompute, ...]:
+        """Return the kinds of recompute, the fastest first."""
+        return ("none", "selective", "full") if self.allow_future else ("none", "full")
+
+    def candidate(
+        self,
+        region: Region,
+        micro_batch: int,
+        zero: tuple[int, int, int],
+        recompute: Recompute,
+        first: int | None = None,
+    ) -> Candidate:
+        """Return the plan at one point."""
+        stage, replicate, shard = zero
+        return Candidate(
+            replicate=replicate,
+            shard=shard,
+            tp=region.tp,
+            sequence_parallel=region.tp > 1 and self.job.seq_len % (region.tp * region.cp) == 0,
+            cp=region.cp,
+            ring=region.ring,
+            pp=region.pp,
+            interleave=region.interleave,
+            micro_batch=micro_batch,
+            accumulation=self.job.global_batch // (region.dp * micro_batch),
+            zero_stage=stage,
+            recompute=recompute,
+            recomputed=first,
+        )
+
+    def _rejected(self, region: str, reason: str | None) -> bool:
+        if reason:
+            self.pruned.setdefault(region, reason)
+        return reason is not None
+
+    def _tp_reason(self, tp: int) -> str | None:
+        shape, domain = self.shape, self.cluster.domain
+        if tp > domain:
+            return f"crosses the fast domain of {domain} devices"
+        if domain % tp and tp > 1:
+            return f"does not divide the fast domain of {domain} devices"
+        for name in ("heads", "ffn"):
+            if getattr(shape, name) % tp:
+                return f"{name}={getattr(shape, name)} does not divide by {tp}"
+        return None
+
+    def _cp_reason(self, cp: int, tp: int) -> str | None:
+        if cp == 1:
+            return None
+        if not self.allow_future:
+            return _FUTURE
+        if cp > _CONTEXT:
+            return f"more than {_CONTEXT} context-parallel ranks"
+        if self.job.seq_len % (2 * cp * tp):
+            return f"seq_len={self.job.seq_len} does not divide into 2 x cp x tp = {2 * cp * tp} chunks"
+        if self.job.seq_len // (2 * cp) < 512:
+            return f"chunks of {self.job.seq_len // (2 * cp)} tokens are too short to fill a device"
+        return None
+
+    def _pp_reason(self, pp: int) -> str | None:
+        if pp == 1:
+            return None
+        if not self.allow_future:
+            return _FUTURE
+        if pp > self.shape.layers:
+            return f"more stages than the {self.shape.layers} layers"
+        # Uneven stages are legal, but the longest one decides; allow those that idle little.
+        longest = -(-self.shape.layers // pp)
+        idle = 1 - self.shape.layers / (longest * pp)
+        if idle > 0.15:
+            return f"{self.shape.layers} layers over {pp} stages leave {idle:.0%} of them idle"
+        return None
+
+    def _interleaves(self, pp: int, rows: int) -> list[int]:
+        if pp == 1:
+            return [1]
+        if self.shape.layers % pp or pp == 2:
+            return [1]
+        return [v for v in divisors(self.shape.layers // pp) if v <= _CHUNKS and (v == 1 or rows % pp == 0)]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,323 @@
+"""How long one training step takes under a plan, and where the time goes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshwright.planner.candidate import Candidate, Job, layers_of, recomputed_share
+from meshwright.planner.hardware import Cluster, Coefficients
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.simulate import pipeline_time
+
+_TILE = 128  # a matmul's tile in each of its three sizes
+_SCORE_BYTES = 13  # of one attention score in forward: product, softmax and dropout in 16 bits, and the mask
+_CAST_BYTES = 4  # of an element that becomes 8 bits: read, written, and written transposed for backward
+_REMOTE = 5.0  # a message to another node starts this much later than one inside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step; the parts add up to ``total``.
+
+    Args:
+        matmul: the layers' matmuls and the head, of the slowest stage.
+        attention: the attention kernels.
+        elementwise: norms, activations, residuals, the loss, and kernel launches that compute cannot hide.
+        recompute: what backward computes again.
+        tensor: communication over tp.
+        context: communication over cp that attention does not hide.
+        data: communication over dp that compute does not hide.
+        bubble: waiting in the pipeline, transfers between stages included.
+        optimizer: the optimizer step.
+        other: fixed cost of a step and waiting for the slowest of many nodes.
+    """
+
+    matmul: float
+    attention: float
+    elementwise: float
+    recompute: float
+    tensor: float
+    context: float
+    data: float
+    bubble: float
+    optimizer: float
+    other: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Seconds of a piece of the model for one micro-batch, forward and backward."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+class StepModel:
+    """Estimates the time of a training step.
+
+    The form is that of Megatron-LM's analyses (Narayanan et al. 2021, Korthikanti et al. 2022) with what their
+    closed formulas leave out: matmuls lose efficiency when they are small, attention has its own efficiency, a
+    layer takes no less than its kernels' launches, rings that cross nodes share the network cards, the pipeline is
+    simulated, and a step waits for the slowest of many nodes.
+
+    Args:
+        shape: the model.
+        cluster: the devices.
+        coefficients: their efficiencies.
+
+    Example:
+        >>> from meshwright.planner.hardware import device
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> model = StepModel(shape, Cluster(device=device("a100-80"), gpus=8), Coefficients())
+        >>> step = model.step(Candidate(shard=8, zero_stage=1, accumulation=4), Job(seq_len=4096, global_batch=32))
+        >>> 1 < step.total < 20
+        True
+    """
+
+    def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
+        self.shape, self.cluster, self.k = shape, cluster, coefficients
+        self.memory_rate = cluster.device.bandwidth
+        self._layers: dict[object, _Work] = {}  # plans of a search share few different layers
+
+    # -- pieces -------------------------------------------------------------------------------------------------
+
+    def matmul(self, rows: float, inner: float, columns: float, *, eight_bit: bool = False) -> float:
+        """Return the seconds of a matmul; its tail of partly filled tiles costs more the smaller its sizes are."""
+        device, k = self.cluster.device, self.k
+        rate = device.flops * device.sustained * k.matmul
+        if eight_bit and device.flops_8bit:
+            rate = device.flops_8bit * device.sustained_8bit * k.matmul * k.matmul_8bit
+        tail = 1 + k.saturation * _TILE * (1 / rows + 1 / inner + 1 / columns)
+        return 2 * rows * inner * columns / rate * tail
+
+    def ring(self, volume: float, size: int, stride: int) -> float:
+        """Return the seconds of one all-gather or reduce-scatter; an all-reduce takes two.
+
+        Args:
+            volume: bytes of the whole buffer.
+            size: ranks in the group.
+            stride: ranks between two neighbours of the group; those in between run rings of their own and share
+                the node's network cards.
+        """
+        if size == 1:
+            return 0.0
+        domain = self.cluster.domain
+        k = self.k
+        rate, latency = self.cluster.fast * k.fast_link, k.latency
+        if size * stride > domain:
+            inside = max(1, domain // stride)
+            rate = min(rate, self.cluster.slow * k.slow_link * inside)
+            latency *= _REMOTE
+        return volume * (size - 1) / size / rate + latency * math.log2(size)
+
+    def layer(self, plan: Candidate, job: Job) -> _Work:
+        """Return the work of one layer."""
+        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute, job)
+        if key not in self._layers:
+            self._layers[key] = self._layer(plan, job)
+        return self._layers[key]
+
+    def _layer(self, plan: Candidate, job: Job) -> _Work:
+        shape, k, t = self.shape, self.k, plan.tp
+        rows = plan.micro_batch * job.seq_len / plan.cp
+        eight = job.precision == "fp8"
+        h, f, q, kv = shape.hidden, shape.ffn / t, shape.query_width / t, shape.local_kv_width(t)
+        matmul = (
+            self.matmul(rows, h, q + 2 * kv, eight_bit=eight)
+            + self.matmul(rows, q, h, eight_bit=eight)
+            + self.matmul(rows, h, f * (2 if shape.gated else 1), eight_bit=eight)
+            + self.matmul(rows, f, h, eight_bit=eight)
+        )
+        # Without a fused kernel all scores are computed, causal or not, and pass through memory several times.
+        seen = shape.attended(job.seq_len) if job.fused_attention else job.seq_len
+        attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
+        scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * shape.heads / t * job.seq_len
+        # Two norms read and write, two residual sums read twice and write; rotation of q and k; the MLP's product.
+        split = t if plan.sequence_parallel else 1
+        traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
+        elementwise = k.elementwise * traffic / self.memory_rate
+        cast = 0.0
+        if eight and self.cluster.device.flops_8bit:
+            # The weights' casts are kept for all micro-batches of a step.
+            cast = k.elementwise * _CAST_BYTES * rows * (2 * h + q + f) / self.memory_rate
+        elementwise += cast
+        reduce = 2 * self.ring(2 * rows * h, t, 1)
+        exchange = self._context(plan, rows, attention)
+
+        busy = matmul + attention + elementwise
+        forward = _at_least(busy + 2 * reduce + exchange, k.launch)
+        backward = _at_least(2 * matmul + 2.5 * attention + 2 * elementwise + 2 * reduce + 2 * exchange, 2 * k.launch)
+        again = 0.0
+        if plan.recompute == "selective":
+            again = attention + k.elementwise * scores / self.memory_rate
+        elif plan.recompute == "full":
+            again = forward
+        communication = 4 * reduce + 3 * exchange
+        return _Work(
+            matmul=3 * matmul,
+            attention=3.5 * attention,
+            elementwise=forward + backward - 3 * matmul - 3.5 * attention - communication,
+            recompute=again,
+            tensor=4 * reduce,
+            context=3 * exchange,
+            forward=forward,
+            backward=backward + again,
+        )
+
+    def _context(self, plan: Candidate, rows: float, attention: float) -> float:
+        if plan.cp == 1:
+            return 0.0
+        shape, t = self.shape, plan.tp
+        if plan.ring:
+            hop = 2 * rows * 2 * shape.kv_width / t
+            sent = self.ring(hop * plan.cp, plan.cp, t)
+            return max(0.0, sent - self.k.overlap * attention) + 0.1 * sent
+        volume = 2 * rows * (2 * shape.query_width + 2 * shape.kv_width) / t
+        return self.ring(volume, plan.cp, t)
+
+    def head(self, plan: Candidate, job: Job) -> _Work:
+        """Return the work of the head and the loss; the vocabulary is split over tp."""
+        rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
+        matmul = self.matmul(rows, self.shape.hidden, columns)
+        # Logits in 16 bits, then the loss over 32: 14 bytes a logit are touched about twice.
+        loss = self.k.elementwise * 28 * rows * columns / self.memory_rate
+        return _Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], _Work, _Work]:
+        """Return the seconds of each stage's forward and backward, and the layer and head they are made of."""
+        layer, head = self.layer(plan, job), self.head(plan, job)
+        share = recomputed_share(plan, self.shape.layers)
+        skipped = layer.recompute * (1 - share) if plan.recompute == "full" else 0.0
+        counts = layers_of(plan, self.shape.layers)
+        forward = [count * layer.forward for count in counts]
+        backward = [count * (layer.backward - skipped) for count in counts]
+        forward[-1] += head.forward
+        backward[-1] += head.backward
+        return forward, backward, layer, head
+
+    def step(self, plan: Candidate, job: Job) -> StepTime:
+        """Return the time of one step of a plan that fits this cluster and this job."""
+        k, m = self.k, plan.accumulation
+        forward, backward, layer, head = self.stages(plan, job)
+        slowest = max(range(plan.pp), key=lambda i: forward[i] + backward[i])
+        busy = m * (forward[slowest] + backward[slowest])
+        piped = busy
+        if plan.pp > 1:
+            transfer = self.transfer(plan, job)
+            # What a transfer takes from the compute that it runs beside, once for each chunk of layers.
+            shared = (1 - k.overlap) * transfer * plan.interleave
+            piped = pipeline_time(
+                [value + shared for value in forward],
+                [value + shared for value in backward],
+                m,
+                interleave=plan.interleave,
+                transfer=transfer,
+            )
+        held = m * layers_of(plan, self.shape.layers)[slowest]
+        tail = m if slowest == plan.pp - 1 else 0
+        share = recomputed_share(plan, self.shape.layers) if plan.recompute == "full" else 1.0
+        data = self.data(plan, job, forward[slowest], backward[slowest])
+        optimizer = self.optimizer(plan, job)
+        total = piped + data + optimizer + k.step
+        straggler = total * k.straggler * math.log2(self.cluster.nodes)
+        return StepTime(
+            matmul=held * layer.matmul + tail * head.matmul,
+            attention=held * layer.attention,
+            elementwise=held * layer.elementwise + tail * head.elementwise,
+            recompute=held * layer.recompute * share,
+            tensor=held * layer.tensor,
+            context=held * layer.context,
+            data=data,
+            bubble=piped - busy,
+            optimizer=optimizer,
+            other=k.step + straggler,
+        )
+
+    def bound(self, plan: Candidate, job: Job) -> float:
+        """Return a lower bound of ``step(plan, job).total`` that needs no simulation."""
+        forward, backward, _, _ = self.stages(plan, job)
+        busy = [f + b for f, b in zip(forward, backward, strict=True)]
+        # A stage waits for the first forward to reach it, and after its last backward for those of the stages before.
+        piped, before = 0.0, 0.0
+        for stage in busy:
+            piped = max(piped, before / plan.interleave + plan.accumulation * stage)
+            before += stage
+        slowest = busy.index(max(busy))
+        data = self.data(plan, job, forward[slowest], backward[slowest])
+        total = piped + data + self.optimizer(plan, job) + self.k.step
+        return total * (1 + self.k.straggler * math.log2(self.cluster.nodes)) * (1 - 1e-9)
+
+    def transfer(self, plan: Candidate, job: Job) -> float:
+        """Return the seconds to hand one micro-batch's activations to the next stage."""
+        volume = 2 * plan.micro_batch * job.seq_len / plan.cp * self.shape.hidden
+        if plan.sequence_parallel:
+            volume /= plan.tp
+        inside = self.cluster.gpus <= self.cluster.domain
+        rate = self.cluster.fast * self.k.fast_link if inside else self.cluster.slow * self.k.slow_link
+        return volume / rate + self.k.latency * (1 if inside else _REMOTE)
+
+    def stage_parameters(self, plan: Candidate) -> float:
+        """Return the elements that the largest stage's rank holds before ZeRO divides them."""
+        shape = self.shape
+        ends = shape.embedding_parameters + (shape.head_parameters if plan.pp == 1 else 0)
+        return (max(layers_of(plan, shape.layers)) * shape.layer_parameters + ends) / plan.tp
+
+    def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
+        """Return the seconds of data-parallel communication that one step cannot hide."""
+        size = plan.dp * plan.cp
+        if size == 1:
+            return 0.0
+        k, m = self.k, plan.accumulation
+        elements = self.stage_parameters(plan)
+        if plan.zero_stage == 3:
+            shard = plan.shard * plan.cp
+            gather = self.ring(elements * job.weight_bytes, shard, plan.tp)
+            scatter = self.ring(elements * job.gradient_bytes, shard, plan.tp)
+            exposed = m * (_exposed(gather, forward, k.overlap) + _exposed(gather + scatter, backward, k.overlap))
+            if plan.replicate > 1:
+                across = 2 * self.ring(elements * job.gradient_bytes / shard, plan.replicate, plan.tp * shard)
+                exposed += _exposed(across, backward, k.overlap)
+            return exposed
+        if plan.zero_stage == 2:
+            scatter = self.ring(elements * job.gradient_bytes, size, plan.tp)
+            gather = self.ring(elements * job.weight_bytes, size, plan.tp)
+            return m * _exposed(scatter, backward, k.overlap) + _exposed(gather, forward, k.overlap)
+        second = job.weight_bytes if plan.zero_stage else job.gradient_bytes
+        once = self.ring(elements * job.gradient_bytes, size, plan.tp)
+        back = self.ring(elements * second, size, plan.tp)
+        return _exposed(once, backward, k.overlap) + _exposed(back, forward if plan.zero_stage else backward, k.overlap)
+
+    def optimizer(self, plan: Candidate, job: Job) -> float:
+        """Return the seconds of the optimizer step, which is bound by memory traffic."""
+        elements = self.stage_parameters(plan)
+        if plan.zero_stage:
+            elements /= (plan.dp if plan.zero_stage < 3 else plan.shard) * plan.cp
+        traffic = elements * (2 * job.optimizer_bytes + job.gradient_bytes + job.weight_bytes)
+        return self.k.optimizer * traffic / self.memory_rate
+
+
+def _at_least(value: float, floor: float) -> float:
+    """Return a smooth maximum: kernels that are nearly as short as their launches do not hide them fully."""
+    return float((value**4 + floor**4) ** 0.25)
+
+
+def _exposed(communication: float, compute: float, overlap: float) -> float:
+    return communication - overlap * min(communication, compute)

@@ -1,0 +1,77 @@
+"""Devices, clusters and profiles: what is right is read, what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.planner.hardware import CATALOGUE, Cluster, Coefficients, HardwareProfile, device
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_every_device_says_where_its_figures_come_from(name: str) -> None:
+    assert CATALOGUE[name].source
+    assert CATALOGUE[name].name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a100-40", "a100-80", "h100-sxm", "h100-pcie", "h200", "b200", "gb200", "l40s", "rtx-4090", "mi300x", "cpu"],
+)
+def test_catalogue_is_whole(name: str) -> None:
+    assert device(name.upper().replace("-", "_")).name == name
+
+
+@pytest.mark.parametrize(("name", "near"), [("h100", "h100-sxm"), ("a100", "a100-80"), ("4090", "rtx-4090")])
+def test_unknown_device_names_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(PlanError, match=near):
+        device(name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"gpus": 12, "gpus_per_node": 8}, "use 8 or 16"),
+        ({"gpus": 0}, "--gpus=0"),
+        ({"gpus": 8, "gpus_per_node": -1}, "--gpus-per-node=-1"),
+        ({"gpus": 8, "slow_link": 0.0}, "slow_link"),
+    ],
+)
+def test_bad_clusters_are_named(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Cluster(device=device("h100-sxm"), **sizes)
+
+
+def test_fast_domain_is_the_node_or_the_rack() -> None:
+    assert Cluster(device=device("h100-sxm"), gpus=64, gpus_per_node=8).domain == 8
+    assert Cluster(device=device("h100-sxm"), gpus=4, gpus_per_node=8).domain == 4
+    assert Cluster(device=device("gb200"), gpus=144, gpus_per_node=4).domain == 72
+
+
+def test_profile_comes_back_as_saved(tmp_path: Path) -> None:
+    profile = HardwareProfile(name="mine", coefficients=Coefficients(matmul=0.5), band=0.1, rows=8, measured={"a": "b"})
+    profile.save(tmp_path / "p.json")
+    assert HardwareProfile.load(tmp_path / "p.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "not a hardware profile"),
+        ("{}", "no version"),
+        (json.dumps({"version": 99, "name": "x"}), "version 99"),
+        (json.dumps({"version": 1, "name": "x"}), "coefficients"),
+        (json.dumps({"version": 1, "name": "x", "coefficients": {"matmul": -1.0}}), "matmul=-1.0"),
+        (None, "no such profile"),
+    ],
+)
+def test_bad_profiles_are_named(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "p.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(PlanError, match=said):
+        HardwareProfile.load(path)

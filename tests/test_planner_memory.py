@@ -1,0 +1,71 @@
+"""Memory by part against the formulas it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.memory import in_flight, layer_activations, layer_checkpoint, peak_memory, stage_memory
+from meshwright.planner.shapes import ModelShape
+
+SEVEN = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
+EIGHT = dataclasses.replace(SEVEN, name="8B", kv_heads=8, ffn=14336, vocab=128256)
+JOB = Job(seq_len=2048, global_batch=8)
+
+
+@pytest.mark.parametrize(("shape", "expected"), [(SEVEN, 45.53), (EIGHT, 49.03)])
+def test_saved_activations_are_those_that_were_traced(shape: ModelShape, expected: float) -> None:
+    """Bytes for each position and channel, traced on transformers 5.23 with the fused attention kernel."""
+    assert layer_activations(shape, Candidate(), JOB) / (2048 * 4096) == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_by_zero_stage(stage: int) -> None:
+    """Rajbhandari et al. 2020, Table 1: 16 bytes a parameter, divided part by part."""
+    plan = Candidate(shard=8 if stage else 1, replicate=1 if stage else 8, zero_stage=stage)
+    memory = peak_memory(SEVEN, plan, JOB)
+    elements = SEVEN.parameters
+    assert memory.weights == 2 * elements / (8 if stage == 3 else 1)
+    assert memory.gradients == 2 * elements / (8 if stage >= 2 else 1)
+    assert memory.optimizer == 12 * elements / (8 if stage >= 1 else 1)
+    assert (memory.unsharded > 0) is (stage == 3)
+
+
+def test_all_stages_together_hold_every_parameter_once() -> None:
+    plan = Candidate(pp=4, accumulation=8)
+    held = sum(stage_memory(SEVEN, plan, JOB, stage).weights for stage in range(4)) / 2
+    assert held == pytest.approx(SEVEN.parameters, rel=1e-5)
+
+
+@pytest.mark.parametrize(("stages", "interleave", "first"), [(4, 1, 4), (8, 1, 8), (4, 2, 5.5)])
+def test_micro_batches_in_flight(stages: int, interleave: int, first: float) -> None:
+    """Korthikanti et al. 2022: p on the first stage, p (1 + (p - 1) / (p v)) interleaved."""
+    plan = Candidate(pp=stages, interleave=interleave, accumulation=64)
+    assert in_flight(plan, 0) == pytest.approx(first)
+    if interleave > 1:
+        assert in_flight(plan, 0) == pytest.approx(stages * (1 + (stages - 1) / (stages * interleave)))
+
+
+def test_sequence_parallel_divides_all_of_a_layer() -> None:
+    one = layer_activations(SEVEN, Candidate(), JOB)
+    tensor = layer_activations(SEVEN, Candidate(tp=4), JOB)
+    both = layer_activations(SEVEN, Candidate(tp=4, sequence_parallel=True), JOB)
+    assert both == pytest.approx(one / 4)
+    assert both < tensor < one
+
+
+def test_recompute_keeps_a_layers_input() -> None:
+    assert layer_checkpoint(SEVEN, Candidate(), JOB) == 2 * 2048 * 4096
+    plans = [Candidate(recompute="full", recomputed=count) for count in (8, 16, 24)]
+    plans = [Candidate(), *plans, Candidate(recompute="full")]
+    totals = [peak_memory(SEVEN, plan, Job(seq_len=8192, global_batch=1)).total for plan in plans]
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_parts_add_up() -> None:
+    for plan in (Candidate(), Candidate(shard=8, zero_stage=3), Candidate(tp=8, recompute="full")):
+        memory = peak_memory(EIGHT, plan, JOB)
+        assert memory.total == pytest.approx(sum(memory.parts.values()))
+        assert all(value >= 0 for value in memory.parts.values())

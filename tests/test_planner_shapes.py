@@ -1,0 +1,106 @@
+"""A decoder is described from its config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.planner.shapes import ModelShape, describe
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+def test_parameters_of_known_models() -> None:
+    """The published parameter counts, from the sizes alone."""
+    assert describe(LLAMA).parameters == 8_030_261_248
+    seventy = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672}
+    assert describe({**LLAMA, **seventy}).parameters == 70_553_706_496
+
+
+def test_roles_add_up() -> None:
+    shape = describe(LLAMA)
+    assert sum(shape.roles.values()) == shape.parameters
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "phi3"])
+def test_parameters_are_those_of_transformers(family: str) -> None:
+    """Every supported family, built on the meta device, has exactly the parameters that its config says."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model(family, **sizes, intermediate_size=160, vocab_size=96, pad_token_id=0)
+    if hasattr(config, "head_dim"):
+        config.head_dim = 16
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert describe(config).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_reads_dict_object_file_and_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return LLAMA
+
+    expected = describe(LLAMA, name="m")
+    for source in (Config(), tmp_path, tmp_path / "config.json", str(tmp_path)):
+        assert describe(source, name="m") == expected
+    assert describe(tmp_path).name == tmp_path.name
+
+
+def test_window_shortens_attention() -> None:
+    plain = describe(LLAMA)
+    windowed = describe({**LLAMA, "sliding_window": 1024})
+    mixed = describe({**LLAMA, "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 16})
+    assert plain.attended(8192) == 4096.5
+    assert windowed.attended(8192) < 1024 < mixed.attended(8192) < 4096
+    assert windowed.attended(512) == plain.attended(512)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "bert"}, "not a decoder"),
+        ({"is_encoder_decoder": True}, "not a decoder"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"hidden_size": -1}, "hidden_size=-1"),
+        ({"vocab_size": "many"}, "vocab_size='many'"),
+        ({"num_attention_heads": 24}, "num_attention_heads=24"),
+        ({"num_key_value_heads": 5}, "kv_heads=5"),
+        ({"num_local_experts": 8}, "mixture-of-experts"),
+        ({"intermediate_size": None}, "intermediate_size"),
+    ],
+)
+def test_bad_configs_are_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        describe({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("{", "not a JSON file"), ("[1]", "JSON object"), (None, "no such file")]
+)
+def test_bad_files_are_named(tmp_path: Path, content: str | None, said: str) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(PlanError, match=said):
+        describe(path)
+
+
+def test_sizes_are_checked_on_the_shape_too() -> None:
+    with pytest.raises(PlanError, match="layers=0"):
+        ModelShape(name="m", layers=0, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=8)
