@@ -100,3 +100,15 @@ def test_a_plan_for_thousands_of_ranks_is_traced_as_fast() -> None:
 def test_what_cannot_be_traced() -> None:
     with pytest.raises(ValueError, match="meta device"):
         trace_step(make("llama"), mw.ParallelPlan(), rows=1, length=8)
+
+
+def test_reduced_buckets_do_not_pile_up() -> None:
+    """At the end of backward there are the gradients, and the buffers of a few buckets: not of all 33 (825 MB)."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "vocab_size": 16000}
+    for plan, buffers in ({"dp": 2}, 1), ({"dp": 2, "zero_stage": 1}, 2):
+        with torch.device("meta"):
+            model = make("llama", **sizes)
+        trace = trace_step(model, mw.ParallelPlan(**plan), rows=1, length=64)
+        before = trace.parameters + trace.optimizer
+        largest = 16000 * 1024 * 4  # the embedding's own bucket
+        assert trace.peaks["backward"] - before <= trace.gradients + 2 * largest + 5 * buffers * 25 * 2**20 + 2**20

@@ -23,6 +23,8 @@ from meshwright.parallel.collectives import Axis, start_all_reduce
 from meshwright.parallel.guarded import LocalGradient
 from meshwright.parallel.layout import record_of
 
+IN_FLIGHT = 4  # buckets that are reduced at a time
+
 
 class Reduction(Protocol):
     """What happens to a bucket's gradients over the data-parallel axis."""
@@ -172,6 +174,9 @@ class GradientSync:
         if bucket.is_grad_partial:
             bucket.average_copies(flat, self.tp)
         self._finish.append(self.reduction.start(bucket, flat))
+        # A reduction keeps its buffers until it is finished: those of a large model must not all live at once.
+        if len(self._finish) > IN_FLIGHT:
+            self._finish.pop(0)()
 
     def _finalize(self) -> None:
         self._end_of_pass = _no_pass
