@@ -20,6 +20,7 @@ class Traits:
         fused_qkv: one projection makes q, k and v, and lives as long as v does.
         keeps_scores: attention computes its scores one by one, as it must to cap them.
         caps_logits: the head's logits are capped.
+        qkv_bias, output_bias, mlp_bias: which projections have biases.
 
     Example:
         >>> Traits().norms
@@ -34,6 +35,14 @@ class Traits:
     fused_qkv: bool = False
     keeps_scores: bool = False
     caps_logits: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether a block's output is normed before it joins the residual stream."""
+        return self.norms == 4 or self.query_norm == "whole"
 
 
 def traits_of(family: str, config: Mapping[str, Any]) -> Traits:
@@ -47,22 +56,25 @@ def traits_of(family: str, config: Mapping[str, Any]) -> Traits:
         >>> traits_of("qwen3", {}).query_norm
         'head'
     """
-    keeps_scores = config.get("_attn_implementation") == "eager" or config.get("attn_implementation") == "eager"
-    if family in ("qwen3", "qwen3_moe"):
-        return Traits(query_norm="head", keeps_scores=keeps_scores)
-    if family in ("olmo2", "olmo3"):
-        return Traits(
-            norms_in_float32=True, query_norm="whole", rotates_in_float32=True, keeps_scores=keeps_scores
-        )
-    if family in ("phi3", "glm4"):
-        return Traits(fused_qkv=family == "phi3", keeps_scores=keeps_scores)
+    common: dict[str, Any] = {
+        "keeps_scores": config.get("_attn_implementation") == "eager",
+        "qkv_bias": bool(config.get("attention_bias", family == "qwen2")),
+        "output_bias": bool(config.get("attention_bias")) and family != "qwen2",
+        "mlp_bias": bool(config.get("mlp_bias")),
+    }
+    if family == "qwen3":
+        return Traits(query_norm="head", **common)
+    if family == "olmo2":
+        return Traits(norms_in_float32=True, query_norm="whole", rotates_in_float32=True, **common)
+    if family == "phi3":
+        return Traits(fused_qkv=True, **common)
     if family.startswith("gemma"):
         return Traits(
             norms=2 if family == "gemma" else 4,
             norms_in_float32=True,
             norm_copies_weight=True,
             query_norm="head" if family.startswith("gemma3") else None,
-            keeps_scores=keeps_scores or config.get("attn_logit_softcapping") is not None,
             caps_logits=config.get("final_logit_softcapping") is not None,
+            **common,
         )
-    return Traits(keeps_scores=keeps_scores)
+    return Traits(**common)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.planner.families import Traits, traits_of
 
 _NOT_GATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"})
 _NOT_DECODERS = frozenset(
@@ -48,6 +49,7 @@ class ModelShape:
         biases: bias elements in one layer.
         norms: norm weights in one layer, in elements.
         positions: rows of a learned position table, 0 for rotary positions or ALiBi.
+        traits: what its family's code keeps for backward.
 
     Raises:
         PlanError: a size below one, or heads that do not divide into kv_heads.
@@ -74,6 +76,7 @@ class ModelShape:
     biases: int = 0
     norms: int | None = None
     positions: int = 0
+    traits: Traits = Traits()
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
@@ -249,6 +252,7 @@ def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str
         biases=biases,
         norms=norms.get(family, 2 * hidden if gated else 4 * hidden),
         positions=int(config.get("max_position_embeddings") or config.get("n_positions") or 0) if learned else 0,
+        traits=traits_of(family, config),
     )
 
 
@@ -260,7 +264,9 @@ def _config(source: Any) -> tuple[Mapping[str, Any], str]:
     if isinstance(source, Mapping):
         return source, str(source.get("_name_or_path") or source.get("model_type") or "model")
     if hasattr(source, "to_dict"):
-        return _config(source.to_dict())
+        config = source.to_dict()
+        attention = getattr(source, "_attn_implementation", None)  # which to_dict leaves out
+        return _config({**config, "_attn_implementation": attention} if attention else config)
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
