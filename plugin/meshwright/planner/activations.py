@@ -94,8 +94,8 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     norm = n * (sizes.hidden * (4 + normed) + 4 * share)
     norm += 4 * shape.hidden if traits.norm_copies_weight else 0
     inputs = 2 * n * sizes.hidden * b  # of the attention's and the MLP's first projections
-    layer = traits.norms * norm + inputs + n * _attention(shape, sizes, seq_len, b) + _query_norm(sizes, traits, n, b, tp)
-    layer += n * b * sizes.ffn * (4 if shape.gated else 2)
+    layer = traits.norms * norm + inputs + n * b * sizes.ffn * (4 if shape.gated else 2)
+    layer += n * _attention(shape, sizes, seq_len, b) + _query_norm(sizes, traits, n, b, tp)
 
     logits = 4.0 * n * sizes.words
     # The targets, and whose words they are; the head reads whole rows.
@@ -120,7 +120,7 @@ def _is_masked(shape: ModelShape, seq_len: int) -> bool:
 def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
     """Bytes of the masks, one for windowed layers and one for the others, as the layers are given them."""
     if shape.traits.keeps_scores:
-        kinds = (0 < shape.window_layers) + (shape.window_layers < shape.layers)
+        kinds = (shape.window_layers > 0) + (shape.window_layers < shape.layers)
         return n * seq_len * b * kinds
     return seq_len**2 if _is_masked(shape, seq_len) else 0
 

@@ -18,10 +18,12 @@ class Parameter:
     Args:
         numel: elements on this rank.
         full: elements of the whole parameter, where the ranks of tp hold parts of its gradient.
+        layer: which decoder layer it is in; -1 before the first, and the number of layers behind the last.
     """
 
     numel: int
     full: int = 0
+    layer: int = -1
 
     @property
     def is_grad_partial(self) -> bool:
@@ -40,69 +42,81 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
         >>> sum(parameter.numel for parameter in parameters(shape, Candidate())) == shape.parameters
         True
     """
-    tp, traits, hidden = plan.tp, shape.traits, shape.hidden
+    tp, hidden = plan.tp, shape.hidden
     words = -(-shape.vocab // tp)  # of the first rank
-    query, keys = shape.query_width // tp, shape.local_kv_width(tp)
-    copied = keys * tp > shape.kv_width  # several ranks hold the same key heads
-
-    def replicated(numel: int, *, by_rows: bool) -> Parameter:
-        """Seen by each rank for its own positions (with sequence parallelism) or its own heads."""
-        return Parameter(numel=numel, full=numel if tp > 1 and by_rows else 0)
-
-    def projection(rows: int, columns: int, *, key: bool = False) -> Parameter:
-        return Parameter(numel=rows * columns, full=shape.kv_width * columns if key and copied else 0)
-
     yield Parameter(numel=words * hidden)
     if shape.positions:
-        yield replicated(shape.positions * hidden, by_rows=plan.sequence_parallel)
-    for _ in range(shape.layers):
-        for width, key in [(query + 2 * keys, False)] if traits.fused_qkv else [(query, False), (keys, True), (keys, True)]:
-            yield projection(width, hidden, key=key)
-            if traits.qkv_bias:
-                yield projection(width, 1, key=key)
-        yield Parameter(numel=query * hidden)
-        if traits.output_bias:
-            yield replicated(hidden, by_rows=plan.sequence_parallel)
-        if traits.query_norm == "head":
-            yield from [replicated(shape.head_dim, by_rows=True)] * 2
-        elif traits.query_norm == "whole":
-            yield from (Parameter(numel=query), projection(keys, 1, key=True))
-        ups = 2 if shape.gated else 1
-        for _ in range(1 if traits.fused_qkv else ups):
-            yield Parameter(numel=shape.ffn // tp * hidden * (ups if traits.fused_qkv else 1))
-            if traits.mlp_bias:
-                yield Parameter(numel=shape.ffn // tp)
-        yield Parameter(numel=shape.ffn // tp * hidden)
-        if traits.mlp_bias:
-            yield replicated(hidden, by_rows=plan.sequence_parallel)
-        yield from [replicated(hidden, by_rows=plan.sequence_parallel)] * traits.norms
-    yield replicated(hidden, by_rows=plan.sequence_parallel)
+        yield _seen_in_part(shape.positions * hidden, tp, plan.sequence_parallel, -1)
+    for layer in range(shape.layers):
+        yield from _layer(shape, plan, layer)
+    yield _seen_in_part(hidden, tp, plan.sequence_parallel, shape.layers)
     if not shape.tied:
-        yield Parameter(numel=words * hidden)
+        yield Parameter(numel=words * hidden, layer=shape.layers)
 
 
-def buckets(members: list[Parameter], element_bytes: int) -> list[list[Parameter]]:
-    """Return the buckets in the order in which backward fills them; those of partial gradients come last.
+def _layer(shape: ModelShape, plan: Candidate, layer: int) -> Iterator[Parameter]:
+    tp, traits, hidden = plan.tp, shape.traits, shape.hidden
+    query, keys, ffn = shape.query_width // tp, shape.local_kv_width(tp), shape.ffn // tp
+    copied = shape.kv_width if keys * tp > shape.kv_width else 0  # several ranks hold the same key heads
+
+    def small(numel: int, by_part: bool = plan.sequence_parallel) -> Parameter:
+        return _seen_in_part(numel, tp, by_part, layer)
+
+    widths = [(query, 0), (keys, copied), (keys, copied)]
+    if traits.fused_qkv:
+        widths = [(query + 2 * keys, shape.query_width + 2 * copied if copied else 0)]
+    for width, full in widths:
+        yield Parameter(numel=width * hidden, full=full * hidden, layer=layer)
+        if traits.qkv_bias:
+            yield Parameter(numel=width, full=full, layer=layer)
+    yield Parameter(numel=query * hidden, layer=layer)
+    if traits.output_bias:
+        yield small(hidden)
+    if traits.query_norm == "head":
+        yield from [small(shape.head_dim, True)] * 2
+    elif traits.query_norm == "whole":
+        yield Parameter(numel=query, layer=layer)
+        yield Parameter(numel=keys, full=copied, layer=layer)
+    ups = 2 if shape.gated else 1
+    for width in [ups * ffn] if traits.fused_qkv else [ffn] * ups:
+        yield Parameter(numel=width * hidden, layer=layer)
+        if traits.mlp_bias:
+            yield Parameter(numel=width, layer=layer)
+    yield Parameter(numel=ffn * hidden, layer=layer)
+    if traits.mlp_bias:
+        yield small(hidden)
+    yield from [small(hidden)] * traits.norms
+
+
+def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:
+    """Whole on each rank, which computes its gradient from its own positions or heads."""
+    return Parameter(numel=numel, full=numel if tp > 1 and by_part else 0, layer=layer)
+
+
+def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
+    """Return the buckets, as positions of their members, in the order in which backward fills them.
+
+    Those of partial gradients come last.
 
     Args:
         members: in the order of the model.
         element_bytes: of the parameters.
     """
-    backwards = members[::-1]
-    whole = [parameter for parameter in backwards if not parameter.is_grad_partial]
-    partial = [parameter for parameter in backwards if parameter.is_grad_partial]
-    return [bucket for group in (whole, partial) for bucket in _fill(group, element_bytes)]
+    backwards = range(len(members) - 1, -1, -1)
+    whole = [index for index in backwards if not members[index].is_grad_partial]
+    partial = [index for index in backwards if members[index].is_grad_partial]
+    return [bucket for group in (whole, partial) for bucket in _fill(group, members, element_bytes)]
 
 
-def _fill(members: list[Parameter], element_bytes: int) -> Iterator[list[Parameter]]:
-    filling: list[Parameter] = []
+def _fill(group: list[int], members: list[Parameter], element_bytes: int) -> Iterator[list[int]]:
+    filling: list[int] = []
     filled = 0
-    for parameter in members:
-        size = parameter.numel * element_bytes
+    for index in group:
+        size = members[index].numel * element_bytes
         if filling and filled + size > BUCKET_BYTES:
             yield filling
             filling, filled = [], 0
-        filling.append(parameter)
+        filling.append(index)
         filled += size
     if filling:
         yield filling

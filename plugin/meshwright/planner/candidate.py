@@ -26,6 +26,8 @@ class Job:
         optimizer_bytes: bytes of optimizer state for one weight: 8 for Adam over 32-bit weights, 12 with a 32-bit
             master copy of 16-bit ones.
         fused_attention: the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
+        own_runtime: it runs on this library, whose memory is known tensor by tensor; else on one like Megatron-LM.
+        on_cpu: on CPU with gloo.
 
     Raises:
         PlanError: sizes below one.
@@ -42,6 +44,8 @@ class Job:
     gradient_bytes: int = 2
     optimizer_bytes: int = 12
     fused_attention: bool = True
+    own_runtime: bool = False
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):

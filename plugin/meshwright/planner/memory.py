@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.planner.candidate import Candidate, Job, layers_of
+from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
 
 _CONTEXT = 0.6e9  # the runtime's own context and kernels
 _GROUP = 0.15e9  # buffers of one communicator
 _BUCKET = 25 * 2**20  # ToDistributedConfig.bucket_size_mb
+_PROCESS = 0.4e9  # Python, torch and transformers
 _SLACK = 0.03  # of what is allocated: blocks that the allocator cannot fill
 
 
@@ -92,6 +94,28 @@ def in_flight(plan: Candidate, stage: int) -> float:
     return min(plan.accumulation * plan.interleave, warm) / plan.interleave
 
 
+def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
+    """Return the peak of a rank of this version's runtime, with what the process and the allocator add."""
+    held = footprint(shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu)
+    phase = max(held.peaks, key=lambda name: held.peaks[name])
+    rest = held.peak - held.parameters - held.optimizer
+    has_gradients = phase == "optimizer" or plan.accumulation > 1
+    gradients = min(rest, held.gradients) if has_gradients else 0.0
+    activations = 0.0 if phase == "optimizer" else min(rest - gradients, held.activations)
+    groups = sum(size > 1 for size in (plan.dp, plan.tp))
+    return Memory(
+        weights=held.parameters,
+        gradients=gradients,
+        optimizer=held.optimizer,
+        activations=activations,
+        logits=0.0,
+        unsharded=0.0,
+        working=rest - gradients - activations,
+        communication=0.0 if job.on_cpu else groups * _GROUP,
+        slack=_PROCESS if job.on_cpu else _CONTEXT + _SLACK * held.peak,
+    )
+
+
 def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Memory:
     """Return the peak of one rank of one pipeline stage."""
     t, layers = plan.tp, layers_of(plan, shape.layers)[stage]
@@ -105,7 +129,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     sharded = plan.shard * plan.cp if plan.zero_stage else 1
     weights = elements * job.weight_bytes / (sharded if plan.zero_stage >= 3 else 1)
     gradients = elements * job.gradient_bytes / (sharded if plan.zero_stage >= 2 else 1)
-    optimizer = elements * job.optimizer_bytes / sharded
+    optimizer = elements * _optimizer_bytes(plan, job) / sharded
 
     whole, kept = layer_activations(shape, plan, job), layer_checkpoint(shape, plan, job)
     again = 0 if plan.recompute != "full" else layers if plan.recomputed is None else min(layers, plan.recomputed)
@@ -153,5 +177,14 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
         >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
         True
     """
+    if job.own_runtime and plan.runs_today:
+        return runtime_memory(shape, plan, job)
     stages = range(plan.pp) if plan.pp <= 2 else (0, 1, plan.pp - 1)
     return max((stage_memory(shape, plan, job, stage) for stage in stages), key=lambda memory: memory.total)
+
+
+def _optimizer_bytes(plan: Candidate, job: Job) -> int:
+    """Bytes of optimizer state for one weight: on this runtime it is ZeRO that keeps 16-bit weights in 32 bits too."""
+    if not job.own_runtime:
+        return job.optimizer_bytes
+    return 2 * job.weight_bytes if plan.zero_stage == 0 else 8 if job.weight_bytes == 4 else 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,13 @@ class ModelShape:
     biases: int = 0
     norms: int | None = None
     positions: int = 0
-    traits: Traits = Traits()
+    traits: Traits = field(default_factory=Traits)
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
-            value = getattr(self, field)
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{self.name}: {field}={value!r} must be a positive integer; correct it in the config")
+                raise PlanError(f"{self.name}: {name}={value!r} must be a positive integer; correct it in the config")
         if self.heads % self.kv_heads:
             raise PlanError(
                 f"{self.name}: heads={self.heads} does not divide by kv_heads={self.kv_heads}; correct "
@@ -211,10 +211,10 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
             missing.append("intermediate_size")
     if missing:
         raise PlanError(f"{name}: the config has no {', '.join(missing)}; is it a decoder's config.json?")
-    for field in ("layers", "hidden", "heads", "vocab", "ffn"):
-        value = found[field]
+    for key in ("layers", "hidden", "heads", "vocab", "ffn"):
+        value = found[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(f"{name}: {_ALIASES[field][0]}={value!r} must be a positive integer; correct the config")
+            raise PlanError(f"{name}: {_ALIASES[key][0]}={value!r} must be a positive integer; correct the config")
     return _shape(name, family, config, found)
 
 

@@ -87,18 +87,20 @@ def _tensor(
     if traits.query_norm == "whole":
         forward.add("all-reduce", micro * blocks, rows * 4)
         backward.add("all-reduce", micro * blocks * (2 if plan.recompute == "full" else 1), rows * 4)
-    for bucket in buckets(list(parameters(shape, plan)), b):
-        if bucket[0].is_grad_partial:
+    members = list(parameters(shape, plan))
+    for bucket in buckets(members, b):
+        if members[bucket[0]].is_grad_partial:
             wide = 4 if plan.zero_stage else b
-            backward.add("all-reduce", 1, sum(parameter.full for parameter in bucket) * wide)
+            backward.add("all-reduce", 1, sum(members[index].full for index in bucket) * wide)
 
 
-def _data(
-    shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
-) -> None:
-    phases["forward"]["dp"].add("all-gather", 1, 24 * plan.dp)  # the numbers of tokens
-    for bucket in buckets(list(parameters(shape, plan)), b):
-        numel = sum(parameter.numel for parameter in bucket)
+def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
+    phases["forward"]["dp"].add("all-gather", plan.accumulation, 24 * plan.dp)  # the numbers of tokens
+    if plan.accumulation > 1:
+        phases["forward"]["dp"].add("all-reduce", 2, 8)  # of the batch's tokens, and of micro-batches
+    members = list(parameters(shape, plan))
+    for bucket in buckets(members, b):
+        numel = sum(members[index].numel for index in bucket)
         if plan.zero_stage:
             numel = math.ceil(numel / plan.dp) * plan.dp
             phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", 1, numel * 4)

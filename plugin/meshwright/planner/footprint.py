@@ -1,0 +1,179 @@
+"""The memory of one rank of this version's runtime through a step: what is held, and the moment that needs most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.planner.activations import Saved, saved_activations
+from meshwright.planner.buckets import Parameter, buckets, parameters
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.shapes import ModelShape
+
+IN_FLIGHT = 4  # parallel.gradients.IN_FLIGHT: buckets that are reduced at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of one rank.
+
+    Args:
+        parameters: the weights.
+        gradients: after backward.
+        optimizer: Adam's state, and ZeRO's 32-bit copy of 16-bit weights.
+        activations: that forward leaves for backward.
+        peaks: the most that is held at a time in forward, backward and the optimizer's step, all included.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    peaks: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return max(self.peaks.values())
+
+
+def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False) -> Footprint:
+    """Return what the first rank holds.
+
+    Args:
+        shape: the model.
+        plan: one that this version runs.
+        seq_len: tokens of a sequence.
+        element_bytes: of the model's dtype.
+        cpu: gloo's reductions and torch's optimizers on CPU, which work in other buffers.
+
+    Example:
+        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> held = footprint(shape, Candidate(), seq_len=16, element_bytes=4)
+        >>> held.optimizer == 2 * held.parameters
+        True
+    """
+    b = element_bytes
+    members = list(parameters(shape, plan))
+    elements = sum(member.numel for member in members)
+    saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b)
+    is_sharded = plan.zero_stage > 0 and plan.dp > 1
+    state = 4 if is_sharded else b
+    ranks = plan.dp if is_sharded else 1
+    optimizer = elements * (2 * state + (4 if is_sharded and b < 4 else 0)) / ranks
+    gradients = elements * state / ranks
+    weights = elements * b
+    held = weights + optimizer
+    if plan.accumulation > 1:
+        held += 4 * elements  # the sum of the micro-batches before, in 32 bits
+    recomputed = shape.layers if plan.recompute == "full" else 0
+    activations = saved.total(shape.layers, recomputed)
+    # On CPU it steps one parameter after the other, elsewhere all of them at once.
+    temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
+    return Footprint(
+        parameters=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        peaks={
+            "forward": held + _forward(shape, plan, saved, recomputed, seq_len, b),
+            "backward": held + _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu),
+            "optimizer": weights + optimizer + gradients + temporary,
+        },
+    )
+
+
+def _forward(shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, seq_len: int, b: int) -> float:
+    n = plan.micro_batch * seq_len
+    words = -(-shape.vocab // plan.tp)
+    # The loss reads 32-bit logits: a copy of 16-bit ones; sharded, they are overwritten in place.
+    loss = n * words * (b if b < 4 else 0) if plan.tp > 1 else n * words * (4 + (b if b < 4 else 0))
+    at_loss = saved.total(shape.layers, recomputed) + loss
+    # In the last layer, all it saves is there, its output and what tensor parallelism joins it from.
+    before = saved.total(shape.layers, recomputed) - saved.head
+    in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
+    return max(at_loss, in_layer)
+
+
+def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
+    """The whole rows of a block's output, before and after they are joined over tp."""
+    return n * shape.hidden * b * (2 if plan.tp > 1 else 1)
+
+
+def _backward(
+    shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, members: list[Parameter], seq_len: int, b: int,
+    cpu: bool,
+) -> float:  # fmt: skip
+    n = plan.micro_batch * seq_len
+    words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
+    total = saved.total(shape.layers, recomputed)
+    # The gradient of the logits in 32 bits: on one device beside what it comes from, sharded in its place.
+    at_loss = total + (8 * n * words if plan.tp == 1 else n * words * (b if b < 4 else 0))
+    at_head = total - saved.logits + n * words * b + words * shape.hidden * b + rows
+    kept = saved.kept if recomputed else saved.layer
+    norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six of its tensors, in 32 bits
+    mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
+    attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
+    counts = Counter(member.layer for member in members)
+    # The sum of the micro-batches before is scaled into copies first, which become gradients one by one.
+    scaled = 4 * sum(member.numel for member in members) if plan.accumulation > 1 else 0
+    peak, arrived = max(at_loss, at_head) + scaled, Counter[int]()
+    for member, gradients in _gradients(members, plan, b, cpu):
+        layer, rest = member.layer, saved.shared + rows
+        if 0 <= layer < shape.layers:
+            # Its activations go as its gradients come, the MLP's first.
+            left = 1 - arrived[layer] / counts[layer]
+            rest += layer * kept + left * saved.layer + (mlp if left > 0.5 else attention)
+        elif layer == shape.layers:
+            rest += shape.layers * kept
+        elif shape.tied:
+            rest += member.numel * b  # the embedding's gradient, which is then added to the head's
+        arrived[layer] += 1
+        scaled -= 4 * member.numel if scaled else 0
+        peak = max(peak, gradients + rest + scaled)
+    return peak
+
+
+def _gradients(members: list[Parameter], plan: Candidate, b: int, cpu: bool) -> Iterator[tuple[Parameter, float]]:
+    """Yield each parameter as its gradient arrives, and the most that gradients and their buffers hold by then."""
+    groups = [bucket for bucket in buckets(members, b) if plan.dp > 1 or members[bucket[0]].is_grad_partial]
+    bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}
+    missing = [len(bucket) for bucket in groups]
+    sizes = [sum(members[index].numel for index in bucket) for bucket in groups]
+    is_sharded = plan.zero_stage > 0
+    held, started, most = 0.0, 0, 0.0
+
+    def start(number: int) -> None:
+        """Begin to reduce a bucket, and finish the one that began before the last few."""
+        nonlocal held, most
+        wide = 4 if is_sharded else b
+        flat, raw = sizes[number] * wide, sizes[number] * b
+        held += flat
+        # Parts over tp are summed as whole parameters, and once more as one tensor.
+        most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
+        if is_sharded:
+            # gloo receives into a buffer of its own, and lets go of what it has sent.
+            most = max(most, held + flat / plan.dp + (flat if cpu else 0))
+            held += flat / plan.dp - raw
+        most = max(most, held)
+        if number >= IN_FLIGHT:
+            finish(number - IN_FLIGHT)
+
+    def finish(number: int) -> None:
+        nonlocal held
+        flat, raw = sizes[number] * (4 if is_sharded else b), sizes[number] * b
+        held -= flat if is_sharded else raw
+
+    for index in range(len(members) - 1, -1, -1):
+        held += members[index].numel * b
+        most = held
+        if groups:
+            if index in bucket_of:
+                missing[bucket_of[index]] -= 1
+            while started < len(groups) and not missing[started] and not members[groups[started][0]].is_grad_partial:
+                start(started)
+                started += 1
+            if index == 0:
+                for number in range(started, len(groups)):
+                    start(number)
+        yield members[index], most
