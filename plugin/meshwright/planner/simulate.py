@@ -88,10 +88,10 @@ def pipeline_time(
     short = stages * max(4, 12 // interleave)
     if micro_batches > short + stages:
         rest = micro_batches % stages
-        base = _simulate(tuple(forward), tuple(backward), short + rest, interleave, transfer)[0]
-        longer = _simulate(tuple(forward), tuple(backward), short + rest + stages, interleave, transfer)[0]
+        base = _simulate(tuple(forward), tuple(backward), short + rest, interleave, transfer)
+        longer = _simulate(tuple(forward), tuple(backward), short + rest + stages, interleave, transfer)
         return base + (micro_batches - short - rest) // stages * (longer - base)
-    return _simulate(tuple(forward), tuple(backward), micro_batches, interleave, transfer)[0]
+    return _simulate(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
 
 
 def pipeline_events(
@@ -113,7 +113,7 @@ def pipeline_events(
         (16, 15.0)
     """
     stages = len(forward)
-    _, ready_f, ready_b = _simulate(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
+    _, ready_f, ready_b = _run(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
     for stage in range(stages):
         now = 0.0
         for is_forward, chunk, micro in stage_order(stage, stages, micro_batches, interleave):
@@ -123,6 +123,12 @@ def pipeline_events(
 
 
 def _simulate(
+    forward: tuple[float, ...], backward: tuple[float, ...], micro_batches: int, interleave: int, transfer: float
+) -> float:
+    return _run(forward, backward, micro_batches, interleave, transfer)[0]
+
+
+def _run(
     forward: tuple[float, ...], backward: tuple[float, ...], micro_batches: int, interleave: int, transfer: float
 ) -> tuple[float, _Ready, _Ready]:
     stages = len(forward)

@@ -117,7 +117,8 @@ def _header(found: Search) -> str:
     measured = f"{profile.rows} measured runs" if profile.rows else "nothing measured here"
     low, high = seconds(total / (1 + profile.band)), seconds(total * (1 + profile.band))
     others = tied - 1
-    tie = f"{others} other plan{'s' if others > 1 else ''}" if others else "none"
+    least = "+" if tied == len(found.choices) < found.fitting else ""  # plans that were not kept may tie too
+    tie = f"{others}{least} other{'s' if others > 1 or least else ''}" if others or least else "none"
     tiles = [
         ("Step time", seconds(total), f"{low} to {high} (±{profile.band:.0%}; {measured})"),
         ("Tokens/s/GPU", f"{best.tokens_per_second:,.0f}", f"{best.tokens_per_second * cluster.gpus:,.0f} in all"),
@@ -129,9 +130,9 @@ def _header(found: Search) -> str:
     future = "" if best.plan.runs_today else '<span class="future">planned ahead: this version cannot run it yet</span>'
     return (
         f'<header class="card"><h1>{escape(found.shape.name)}</h1><p>{found.shape.parameters / 1e9:,.2f} B parameters '
-        f"on {cluster.gpus:,} × {escape(cluster.device.name)}{nodes}, {job_text}</p>"
+        f"on {cluster.gpus:,} &#215; {escape(cluster.device.name)}{nodes}, {job_text}</p>"
         f'<div class="chosen"><code>{escape(best.plan.label)}</code>{future}'
-        f"<span>{describe_plan(best.plan).replace(' x ', ' × ')}</span></div><dl>{cells}</dl></header>"
+        f"<span>{describe_plan(best.plan).replace(' x ', ' &#215; ')}</span></div><dl>{cells}</dl></header>"
     )
 
 
@@ -152,10 +153,10 @@ def _changes(found: Search, changed: Sequence[explain.Change]) -> str:
     rows = ""
     best = dataclasses.replace(found.choices[0].plan, accumulation=1)
     for change in changed:
-        plan, speed = "no plan fits", "–"
+        plan, speed = "no plan fits", "none"
         if change.plan is not None:
             same = dataclasses.replace(change.plan, accumulation=1) == best
-            plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}×"
+            plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}&#215;"
         rows += f'<tr><td>{escape(change.what)}</td><td>{escape(plan)}</td><td class="num">{speed}</td></tr>'
     head = '<tr><th>with</th><th>the best plan is</th><th class="num">tokens/s</th></tr>'
     return f'<section class="card"><h2>What would change the answer</h2><table>{head}{rows}</table></section>'
@@ -190,7 +191,7 @@ def _memory(found: Search) -> str:
     parts = {name: f"<b>{name}</b> {gib(value)}" for name, value in best.parts.items() if value > 0}
     groups = rank_groups(found)
     words = "Every rank holds the same." if len(groups) == 1 else (
-        "By pipeline stage; the first stages hold the activations of more micro-batches. The legend counts the stage "
+        "By pipeline stage; the first stages hold the activations of more micro-batches. The legend gives the stage "
         "that holds most."
     )  # fmt: skip
     picture = _picture(lambda width, ident: memory_bars(found, width, ident), "memory", _HALF)
@@ -200,9 +201,12 @@ def _memory(found: Search) -> str:
 def _time(found: Search) -> str:
     best = found.choices[0].time
     names = [name for name in best.parts if any(choice.time.parts[name] > 0 for choice in found.choices)]
-    parts = {name: f"<b>{name}</b> {seconds(best.parts[name])}" for name in names}
+    parts = {name: f"<b>{name}</b> {seconds(value) if (value := best.parts[name]) else 'none'}" for name in names}
     picture = _picture(lambda width, ident: time_bars(found, width, ident), "time", _HALF)
-    words = "Blue is compute, warm colours are communication that compute does not hide. The legend counts the first."
+    words = (
+        "Blue is compute, warm colours are communication that compute does not hide. A plan with = ties with the "
+        "first, whose parts the legend gives."
+    )
     return _section("Where the time of a step goes", words, picture, legend=_legend(parts))
 
 
@@ -210,14 +214,14 @@ def _timeline(found: Search) -> str:
     line, plan = timeline(found), found.choices[0].plan
     parts = {"forward": "forward (F)", "backward": "backward (B)"}
     if line.again:
-        parts["recompute"] = "recompute, the hatched start of a backward"
+        parts["recompute"] = "recompute, at the start of a backward"
     parts |= {name: f"{name} communication" for name in (*line.communication, "data")}
     parts |= {"bubble": "bubble"} if plan.pp > 1 else {}
     parts |= {"optimizer": "optimizer", "other": "fixed cost and stragglers"}
     lanes = "Compute above, communication below" + (", for one rank of each stage." if plan.pp > 1 else ".")
     words = (
         f"{lanes} Inside a micro-batch the two alternate layer by layer; each is drawn here in one piece. "
-        "Communication that compute hides is not drawn."
+        "Communication that compute hides is not drawn; the hatched end, time lost here and there, is cut short."
     )
     picture = _picture(lambda width, ident: timeline_picture(found, width, ident), "timeline", _FULL)
     return _section("One step", words, picture, legend=_legend(parts), wide=True)
@@ -233,11 +237,11 @@ def _ranks(found: Search) -> str:
 
 def _front(found: Search) -> str:
     points, front = pareto(found)
-    picture = _picture(
-        lambda width, ident: front_picture(found, points, front, width, ident), "front", _FULL
-    )  # fmt: skip
+    picture = _picture(lambda width, ident: front_picture(found, points, front, width, ident), "front", _FULL)
     words = (
         f"Each dot is one of {len(points):,} plans that fit; the line joins those that no other beats in both memory "
-        "and time. Pipeline plans far from the line stand at a lower bound of their time."
+        "and time."
     )
+    if not all(point.exact for point in points):
+        words += " Pipeline plans far from the line stand at a lower bound of their time."
     return _section("Memory against time", words, picture, wide=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.planner.explain import TIE, ties
+from meshwright.planner.explain import ties
 from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.page.draw import Svg, gib, seconds, span, text_width
 from meshwright.planner.search import Search
 
 _ROWS = 12  # bars at most; more are shortened in the middle
 _HEAD, _TAIL = 8, 3  # bars that stay
-_NOTE = 68  # width of the totals' column
+_NOTE = 62  # width of the totals' column
+_GIB = 2**30
 _SAME = 2**26  # bytes that no bar shows
 
 
@@ -67,8 +68,9 @@ def memory_bars(found: Search, width: float, ident: str) -> Svg:
         if group is None:
             totals = [memory.total for _, _, memory in left_out]
             stages = span(left_out[0][0] // ranks, left_out[-1][1] // ranks)
-            words = f"… stages {stages}, ranks {span(left_out[0][0], left_out[-1][1])}: "
-            bars.append(Bar(label=f"{words}{gib(min(totals))} to {gib(max(totals))}"))
+            words = f"… stages {stages}, ranks {span(left_out[0][0], left_out[-1][1])}"
+            low, high = (round(pick(totals) / _GIB) for pick in (min, max))
+            bars.append(Bar(label=words, note=f"{span(low, high)} GiB"))
             continue
         first, last, memory = group
         label = f"ranks {span(first, last)}" if last > first else f"rank {first}"
@@ -93,7 +95,7 @@ def time_bars(found: Search, width: float, ident: str) -> Svg:
     tied = ties(found)
     bars = [
         Bar(
-            label=f"{index + 1}  {choice.plan.label}" + (f"  (tie, within {TIE:.0%})" if 0 < index < tied else ""),
+            label=f"{'=' if 0 < index < tied else index + 1}  {choice.plan.label}",
             parts=choice.time.parts,
             note=seconds(choice.time.total),
             first=not index,
@@ -117,7 +119,7 @@ def stacked(
     width: float,
     ident: str,
     limit: float,
-    unit: object,
+    unit: Callable[[float], str],
     title: str,
     description: str,
     marks: Sequence[tuple[float, str]] = (),
@@ -133,17 +135,21 @@ def stacked(
         title, description: of the picture.
         marks: (value, label) of lines across all bars.
     """
-    assert callable(unit)
     thick = 34 if len(bars) <= 2 else 24 if len(bars) <= 6 else 14
     top = 18 * len(marks) + (8 if marks else 0)
     pitch = 20 + thick + (14 if thick > 14 else 8)
     heights = [pitch if bar.parts else 28 for bar in bars]
     svg = Svg(ident=ident, width=width, height=top + sum(heights) + 2, title=title, description=description)
-    scale = (width - 2) / limit
+    scale = (width - 2 - (_NOTE if marks else 0)) / limit  # lines must not cross the totals
+    for row, (value, label) in enumerate(marks):
+        x = value * scale
+        svg.line(x, 18 * row + 4, x, svg.height, "mark")
+        svg.text(x - 6, 18 * row + 13, label, "mark-label", anchor="end")
     y = float(top)
     for bar, height in zip(bars, heights, strict=True):
         if not bar.parts:
-            svg.text(0, y + 16, bar.label, "muted")
+            svg.text(0, y + 16, bar.label, "muted halo")
+            svg.text(width - 2, y + 16, bar.note, "muted num halo", anchor="end")
             y += height
             continue
         svg.text(0, y + 13, bar.label, "strong" if bar.first else "label")
@@ -161,10 +167,6 @@ def stacked(
             x += length
         svg.close()
         y += height
-    for row, (value, label) in enumerate(marks):
-        x = value * scale
-        svg.line(x, 18 * row + 4, x, svg.height, "mark")
-        svg.text(x - 6, 18 * row + 13, label, "mark-label", anchor="end")
     return svg
 
 

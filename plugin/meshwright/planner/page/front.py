@@ -53,8 +53,11 @@ def pareto(found: Search) -> tuple[list[Point], list[Point]]:
         if not point.exact:
             point = dataclasses.replace(point, time=model.step(point.plan, found.job).total, exact=True)
             points[point.plan] = point
-        if not front or point.time < front[-1].time:
-            front.append(point)
+        if front and point.time >= front[-1].time:
+            continue
+        if front and point.memory == front[-1].memory:
+            front.pop()  # a bound was lower, but this step is faster
+        front.append(point)
     return list(points.values()), front
 
 
@@ -83,7 +86,7 @@ def front_picture(
     capacity = found.cluster.device.memory
     limit = best.time.total * _SLOWEST
     drawn = [point for point in points if point.time <= limit]
-    slow = max([point.time for point in drawn] + [best.time.total * 1.5])
+    slow = max([point.time for point in drawn] + [best.time.total * 1.25])
     left, right, top, bottom = 58, 14, 16, 46
     low, high = math.log(best.time.total * 0.88), math.log(slow * 1.06)
     beyond = len(points) - len(drawn)
@@ -108,8 +111,10 @@ def front_picture(
     svg.text(width - right, height - 8, "memory of a device, GiB", "axis", anchor="end")
     for value in _log_ticks(math.exp(low), math.exp(high)):
         svg.line(left, at_y(value), width - right, at_y(value), "grid")
-        svg.text(left - 8, at_y(value) + 4, f"{value:g} s" if value >= 1 else f"{1e3 * value:g} ms", "axis", anchor="end")
-    svg.text(left, height - 8, "step time upwards, log scale", "axis")
+        svg.text(
+            left - 8, at_y(value) + 4, f"{value:g} s" if value >= 1 else f"{1e3 * value:g} ms", "axis", anchor="end"
+        )
+    svg.text(left, height - 8, "step time, log", "axis")
     x = at_x(found.budget)
     svg.line(x, top, x, base, "mark")
     svg.text(x - 6, top + 10, f"budget {gib(found.budget)}", "mark-label", anchor="end")
@@ -126,7 +131,9 @@ def front_picture(
 
     x, y = at_x(best.memory.total), at_y(best.time.total)
     diamond = f"M{number(x)} {number(y - 8)}l8 8l-8 8l-8 -8z"
-    svg.path(diamond, "choice", title=f"chosen: {best.plan.label}: {gib(best.memory.total)}, {seconds(best.time.total)}")
+    svg.path(
+        diamond, "choice", title=f"chosen: {best.plan.label}: {gib(best.memory.total)}, {seconds(best.time.total)}"
+    )
     words = f"chosen: {seconds(best.time.total)}, {gib(best.memory.total)}"
     svg.text(max(x - 13, left + text_width(words, 12)), y + 20, words, "strong halo", anchor="end")
     return svg
@@ -143,12 +150,16 @@ def _front_line(svg: Svg, places: list[tuple[float, float, Point]]) -> None:
         svg.circle(x, y, 4, "front-dot", title=f"{point.plan.label}: {gib(point.memory)}, {seconds(point.time)}")
     if len(places) > 2:
         x, y, point = places[0]
-        svg.text(x + 9, y - 5, f"leanest: {gib(point.memory)}", "label halo")
+        is_right = x > svg.width / 2
+        words = f"leanest: {gib(point.memory)}"
+        svg.text(x + (5 if is_right else -5), y - 12, words, "label halo", anchor="end" if is_right else "start")
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers that are about evenly far apart on a log scale."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    if high / low < 3:
+        return ticks(low, high, 5)
     dense = high / low < 12
     factors = (1, 1.5, 2, 3, 4, 5, 6, 8) if dense else (1, 2, 5)
     return [value for power in powers for f in factors if low <= (value := round(f * 10.0**power, 6)) <= high]

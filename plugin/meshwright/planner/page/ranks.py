@@ -76,7 +76,9 @@ def rank_picture(found: Search, width: float, ident: str) -> Svg:
     return svg
 
 
-def _cell(svg: Svg, plan: Candidate, rank: int, axes: list[str], x: float, y: float, width: float, height: float) -> None:
+def _cell(
+    svg: Svg, plan: Candidate, rank: int, axes: list[str], x: float, y: float, width: float, height: float
+) -> None:
     places = coordinates(plan, rank)
     title = f"rank {rank}: " + ", ".join(f"{axis}={places[axis]}" for axis in places)
     svg.open("rank", rank=rank)

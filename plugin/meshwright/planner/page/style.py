@@ -10,7 +10,8 @@ _BASE = """
 :root { color-scheme: light dark; --page: #f4f5f7; --card: #ffffff; --ink: #16202c; --soft: #556172; --line: #dfe3e9;
   --lane: #f1f3f6; --accent: #b3261e; --dot: #7d8fa6; --front: #0b5a94; --hatch: rgba(255,255,255,.42); }
 @media (prefers-color-scheme: dark) { :root { --page: #0f141a; --card: #171d25; --ink: #e8ecf1; --soft: #a3afbd;
-  --line: #2b3440; --lane: #1f2731; --accent: #ff8a80; --dot: #73859b; --front: #6cb8ee; --hatch: rgba(10,14,20,.34); } }
+  --line: #2b3440; --lane: #1f2731; --accent: #ff8a80; --dot: #73859b; --front: #6cb8ee;
+  --hatch: rgba(10,14,20,.34); } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 Inter, system-ui, -apple-system,
   "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; -webkit-text-size-adjust: 100%; }
@@ -20,7 +21,7 @@ header, .wide, footer { grid-column: 1 / -1; }
 h1 { font-size: 28px; line-height: 1.2; letter-spacing: -.015em; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 17px; line-height: 1.3; letter-spacing: -.005em; margin: 0; }
 p { margin: 4px 0 0; color: var(--soft); }
-section > p { margin-bottom: 16px; font-size: 13.5px; max-width: 84ch; }
+section > p { margin-bottom: 16px; font-size: 13.5px; max-width: 100ch; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 22px 24px; }
 .chosen { display: flex; flex-wrap: wrap; align-items: baseline; gap: 8px 14px; margin-top: 18px; }
 .chosen code { font: 600 16px/1.4 ui-monospace, "SF Mono", "Cascadia Mono", Menlo, "DejaVu Sans Mono", monospace;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.planner.candidate import recomputed_share
@@ -13,7 +14,11 @@ from meshwright.planner.time import StepModel
 
 _SHORT = 6  # micro-batches of a plan without a pipeline that are drawn one by one
 _STAGES = 8  # stages drawn at most; more are shortened in the middle
+_REST = 64  # pixels at most for what a step loses here and there, which has no place of its own
 _BREAK = 86  # pixels for the micro-batches left out
+
+
+Scale = Callable[[float], float]  # seconds to pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,7 @@ def timeline_picture(found: Search, width: float, ident: str) -> Svg:
     if plan.pp > _STAGES:
         stages = [*range(_STAGES // 2), None, *range(plan.pp - _STAGES // 2, plan.pp)]
     tall, thin = (40, 16) if plan.pp == 1 else (20, 7)
-    left = 106 if plan.pp == 1 and width > 480 else 66 if width > 480 else 42
+    left = (106 if plan.pp == 1 else 66) if width > 480 else 60 if plan.pp == 1 else 42
     gap = _BREAK if line.skipped else 0
     heights = [22 if stage is None else tall + thin + (6 if plan.pp == 1 else 9) for stage in stages]
     svg = Svg(
@@ -108,27 +113,36 @@ def timeline_picture(found: Search, width: float, ident: str) -> Svg:
         + ", ".join(f"{name} {seconds(value)}" for name, value in line.tail) + ".",
     )  # fmt: skip
     first, second = line.cut
-    scale = (width - left - gap - 4) / (line.total - (second - first))
+    room, rest = width - left - gap - 4, line.tail[-1][1]
+    shown = line.total - (second - first)
+    scale = room / shown
+    if rest * scale > _REST:
+        scale = (room - _REST) / (shown - rest)
+    done = line.total - rest
 
     def at(time: float) -> float:
-        return left + time * scale if time <= first else left + gap + (time - second + first) * scale
+        if time <= first:
+            return left + time * scale
+        if time > done:
+            return width - 4 - (line.total - time) / rest * (width - 4 - at(done))
+        return left + gap + (time - second + first) * scale
 
     y, base = 6.0, 6.0 + sum(heights)
     for stage, height in zip(stages, heights, strict=True):
         if stage is None:
-            svg.text(left, y + 15, f"… {plan.pp - _STAGES} more stages", "muted")
+            svg.text(0, y + 15, f"… {plan.pp - _STAGES} more stages", "muted")
         else:
             _lane(svg, line, stage, plan.pp, at, (left, y, tall, thin, width))
         y += height
     if line.skipped:
         _break(svg, left + first * scale, gap, base, line.skipped)
-    step = ticks(0, line.total - (second - first), 4 if width < 480 else 9)
+    step = ticks(0, (width - left - gap) / scale, 4 if width < 480 else 9)
     pace = step[1] - step[0] if len(step) > 1 else line.total
     marks = [pace * index for index in range(int(line.total / pace) + 1)]
-    for time in [time for time in marks if time <= first or time >= second]:
+    for time in [time for time in marks if time <= first or second <= time <= done]:
         x = at(time)
         svg.line(x, base, x, base + 5, "tick")
-        if x < width - 64 and not (gap and left + first * scale - 26 < x < left + first * scale + gap + 8):
+        if x < width - 50 and not (gap and left + first * scale - 26 < x < left + first * scale + gap + 8):
             svg.text(x, base + 19, f"{time:g}", "axis", anchor="middle")
     svg.line(left, base, width - 4, base, "tick")
     svg.text(width - 2, base + 19, seconds(line.total), "strong num", anchor="end")
@@ -136,7 +150,7 @@ def timeline_picture(found: Search, width: float, ident: str) -> Svg:
     return svg
 
 
-def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at, place: tuple[float, ...]) -> None:  # type: ignore[no-untyped-def]
+def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple[float, ...]) -> None:
     left, y, tall, thin, width = place
     low = y + tall + 2
     if pp == 1:
@@ -144,32 +158,41 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at, place: tuple[float,
         svg.text(0, low + thin / 2 + 4, "communication" if left > 100 else "comm.", "label")
     else:
         svg.text(0, y + tall / 2 + 5, f"stage {stage}" if left > 50 else f"st. {stage}", "label")
-    svg.part(left, y, at(line.piped) - left, tall, "bubble")
+    if pp > 1:
+        svg.part(left, y, at(line.piped) - left, tall, "bubble")
+    else:
+        svg.rect(left, y, at(line.piped) - left, tall, "lane")
     svg.rect(left, low, width - 4 - left, thin, "lane")
     moved = sum(line.communication.values())
     for event in line.events:
         if event.stage != stage:
             continue
         x, length = at(event.start), at(event.end) - at(event.start)
+        busy = length * (1 - moved)
         letter = "F" if event.is_forward else "B"
         name = "forward" if event.is_forward else "backward"
         chunk = f", chunk {event.chunk}" if event.chunk else ""
         title = f"{name} of micro-batch {event.micro_batch}{chunk}, stage {stage}: {seconds(event.end - event.start)}"
-        svg.rect(x, y, length * (1 - moved), tall, f"part f-{name}", title=title)
-        if not event.is_forward and line.again * length > 1.5:
-            svg.rect(x, y, length * line.again * (1 - moved), tall, "hatch")
+        edge = "part " if length > 6 else ""  # an edge would hide what is hardly wider
+        svg.rect(x, y, busy, tall, f"{edge}f-{name}", title=title)
+        again = 0.0 if event.is_forward else line.again * busy
+        if again > 1:
+            svg.part(x, y, again, tall, "recompute", title=f"recompute, {line.again:.0%} of the {title}")
         label = f"{letter}{event.micro_batch}"
-        if text_width(label, 11) + 5 < length * (1 - moved):
-            svg.text(x + length * (1 - moved) / 2, y + tall / 2 + 4, label, f"inside t-{name}", anchor="middle")
-        x += length * (1 - moved)
+        if text_width(label, 11) + 5 < busy - again:
+            svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, f"inside t-{name}", anchor="middle")
+        x += busy
+        if pp > 1 and length - busy > 1:
+            svg.rect(x, y, length - busy, tall, "lane")  # waiting for communication is no bubble
         for part, share in line.communication.items():
             if share * length > 0.2:
-                svg.part(x, low, share * length, thin, part, title=f"{part}: {share:.0%} of {label}")
+                kind = "part " if share * length > 6 else ""
+                svg.rect(x, low, share * length, thin, f"{kind}f-{part}", title=f"{part}: {share:.0%} of {label}")
             x += share * length
     start = line.piped
     for name, value in line.tail:
         top, height = (low, thin) if name == "data" else (y, tall)
-        x, length = at(start), value * (at(line.total) - at(line.piped)) / max(1e-12, line.total - line.piped)
+        x, length = at(start), at(start + value) - at(start)
         svg.part(x, top, length, height, name, title=f"{name}: {seconds(value)}")
         if pp == 1 and text_width(name, 11.5) + 8 < length:
             svg.text(x + 5, y + tall / 2 + 4, name, f"inside t-{name}")
