@@ -229,9 +229,16 @@ def test_a_failed_write_leaves_the_older_page(tmp_path: Path, monkeypatch: pytes
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
 # Where each picture lies is measured in the page itself, for the copy that the window's width shows.
 MEASURE = """<script>
 const shown = [...document.querySelectorAll('.picture > svg')].filter(svg => svg.getBoundingClientRect().width > 0);
