@@ -188,8 +188,12 @@ def _legend(parts: Mapping[str, str]) -> str:
 
 def _memory(found: Search) -> str:
     best = found.choices[0].memory
-    parts = {name: f"<b>{name}</b> {gib(value)}" for name, value in best.parts.items() if value > 0}
     groups = rank_groups(found)
+    parts: dict[str, str] = {}
+    for name, value in best.parts.items():
+        most = max(memory.parts[name] for _, _, memory in groups)
+        if most > 0:
+            parts[name] = f"<b>{name}</b> {gib(value)}" if value > 0 else f"<b>{name}</b> {gib(most)} elsewhere"
     words = "Every rank holds the same." if len(groups) == 1 else (
         "By pipeline stage; the first stages hold the activations of more micro-batches. The legend gives the stage "
         "that holds most."

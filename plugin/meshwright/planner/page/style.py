@@ -9,8 +9,8 @@ _SHADES = 8
 _BASE = """
 :root { color-scheme: light dark; --page: #f4f5f7; --card: #ffffff; --ink: #16202c; --soft: #556172; --line: #dfe3e9;
   --lane: #f1f3f6; --accent: #b3261e; --dot: #7d8fa6; --front: #0b5a94; --hatch: rgba(255,255,255,.42); }
-@media (prefers-color-scheme: dark) { :root { --page: #0f141a; --card: #171d25; --ink: #e8ecf1; --soft: #a3afbd;
-  --line: #2b3440; --lane: #1f2731; --accent: #ff8a80; --dot: #73859b; --front: #6cb8ee;
+@media screen and (prefers-color-scheme: dark) { :root { --page: #0f141a; --card: #171d25; --ink: #e8ecf1;
+  --soft: #a3afbd; --line: #2b3440; --lane: #1f2731; --accent: #ff8a80; --dot: #73859b; --front: #6cb8ee;
   --hatch: rgba(10,14,20,.34); } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 Inter, system-ui, -apple-system,
@@ -93,7 +93,7 @@ def style() -> str:
         for part in AXES.values()
         for shade in range(_SHADES)
     )
-    return f"{_BASE}{light}{chips}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
+    return f"{_BASE}{light}{chips}@media screen and (prefers-color-scheme: dark) {{\n{dark}}}\n"
 
 
 def _part(name: str, colour: str) -> str:
