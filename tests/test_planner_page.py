@@ -41,6 +41,17 @@ def find(shape: ModelShape, gpus: int, batch: int, *, seq: int = 8192, future: b
     return search(shape, cluster, Job(seq_len=seq, global_batch=batch), allow_future=future)
 
 
+@pytest.mark.parametrize(("gpus", "in_node"), [(1, 8), (16, 2), (144, 72), (96, 8), (128, 128)])
+@pytest.mark.parametrize("width", [336, 1150])
+def test_nodes_of_any_size_are_drawn_or_counted(gpus: int, in_node: int, width: int) -> None:
+    cluster = Cluster(device=device("b200"), gpus=gpus, gpus_per_node=in_node)
+    found = search(SEVEN, cluster, Job(seq_len=2048, global_batch=gpus))
+    picture = tree(rank_picture(found, width, "ranks"))
+    assert ranks_named(words(picture)) == set(range(gpus))
+    for rect in picture.iter(f"{SVG}rect"):
+        assert float(rect.get("x", 0)) + float(rect.get("width", 0)) <= width + 0.1
+
+
 @pytest.fixture(scope="module", params=["7B", "70B", "70B pipeline", "405B"])
 def found(request: pytest.FixtureRequest) -> Search:
     return {

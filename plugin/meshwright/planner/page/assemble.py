@@ -158,6 +158,7 @@ def _changes(found: Search, changed: Sequence[explain.Change]) -> str:
             same = dataclasses.replace(change.plan, accumulation=1) == best
             plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}&#215;"
         rows += f'<tr><td>{escape(change.what)}</td><td>{escape(plan)}</td><td class="num">{speed}</td></tr>'
+    rows = rows or "<tr><td>nothing</td><td>no other circumstances were looked at</td><td></td></tr>"
     head = '<tr><th>with</th><th>the best plan is</th><th class="num">tokens/s</th></tr>'
     return f'<section class="card"><h2>What would change the answer</h2><table>{head}{rows}</table></section>'
 
@@ -225,7 +226,7 @@ def _timeline(found: Search) -> str:
     lanes = "Compute above, communication below" + (", for one rank of each stage." if plan.pp > 1 else ".")
     words = (
         f"{lanes} Inside a micro-batch the two alternate layer by layer; each is drawn here in one piece. "
-        "Communication that compute hides is not drawn; the hatched end, time lost here and there, is cut short."
+        "Communication that compute hides is not drawn. The hatched end is time lost here and there, cut short if long."
     )
     picture = _picture(lambda width, ident: timeline_picture(found, width, ident), "timeline", _FULL)
     return _section("One step", words, picture, legend=_legend(parts), wide=True)
@@ -243,8 +244,8 @@ def _front(found: Search) -> str:
     points, front = pareto(found)
     picture = _picture(lambda width, ident: front_picture(found, points, front, width, ident), "front", _FULL)
     words = (
-        f"Each dot is one of {len(points):,} plans that fit; the line joins those that no other beats in both memory "
-        "and time."
+        f"Each dot is one of {len(points):,} plans that fit, also those that recompute more than they must; the line "
+        "joins those that no other beats in both memory and time."
     )
     if not all(point.exact for point in points):
         words += " Pipeline plans far from the line stand at a lower bound of their time."

@@ -16,6 +16,7 @@ from meshwright.planner.time import StepModel
 
 _GIB = 2**30
 _SLOWEST = 6.0  # times the best step: slower plans are counted, not drawn
+_LEFT = 58  # pixels for the labels of the time axis
 _CELL = 4  # pixels: one dot stands for all plans this near to each other
 
 
@@ -87,7 +88,7 @@ def front_picture(
     limit = best.time.total * _SLOWEST
     drawn = [point for point in points if point.time <= limit]
     slow = max([point.time for point in drawn] + [best.time.total * 1.25])
-    left, right, top, bottom = 58, 14, 16, 46
+    left, right, top, bottom = _LEFT, 14, 16, 46
     low, high = math.log(best.time.total * 0.88), math.log(slow * 1.06)
     beyond = len(points) - len(drawn)
 
@@ -150,9 +151,11 @@ def _front_line(svg: Svg, places: list[tuple[float, float, Point]]) -> None:
         svg.circle(x, y, 4, "front-dot", title=f"{point.plan.label}: {gib(point.memory)}, {seconds(point.time)}")
     if len(places) > 2:
         x, y, point = places[0]
-        is_right = x > svg.width / 2
         words = f"leanest: {gib(point.memory)}"
-        svg.text(x + (5 if is_right else -5), y - 12, words, "label halo", anchor="end" if is_right else "start")
+        if x - text_width(words, 12) > _LEFT + 10:  # nothing is drawn left of the leanest plan
+            svg.text(x - 9, y + 4, words, "label halo", anchor="end")
+        else:
+            svg.text(x - 5, y - 12, words, "label halo")
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

@@ -11,6 +11,8 @@ from meshwright.planner.search import Search
 _CELLS = 64  # ranks drawn in a wide picture; half of them in a narrow one
 _COLUMNS = 4  # ranks side by side in a node
 _SHADES = 8  # steps of lightness along an axis
+_WIDE_COLUMNS = 16  # the same for a node of many
+_CELL = 66  # pixels that a rank needs
 _GAP = 16
 
 
@@ -41,11 +43,13 @@ def rank_picture(found: Search, width: float, ident: str) -> Svg:
     in_box = min(in_node, cells)
     nodes = min(cluster.nodes, max(1, cells // in_box))
 
-    across = _COLUMNS if in_box >= _COLUMNS else in_box
-    boxes = max(1, min(nodes, int((width + _GAP) // (across * 66 + 8 + _GAP)))) if width > 480 else 1
-    if nodes > boxes:
-        nodes -= nodes % boxes
-    box = min(340.0, (width - _GAP * (boxes - 1)) / boxes)
+    is_wide = width > 480
+    across = min(in_box, _COLUMNS if in_box <= 2 * _COLUMNS or not is_wide else _WIDE_COLUMNS)
+    room = int((width + _GAP) // (across * _CELL + 8 + _GAP)) if is_wide else 1
+    if cluster.nodes > nodes > room > 0:
+        nodes -= nodes % room  # whole rows of nodes, where some are left out anyway
+    boxes = math.ceil(nodes / math.ceil(nodes / max(1, room)))
+    box = min(max(340.0, across * _CELL + 12), (width - _GAP * (boxes - 1)) / boxes)
     cell, tall = (box - 12) / across, 44
     deep = math.ceil(in_box / across)
     box_height = 26 + deep * tall + 8
@@ -66,14 +70,19 @@ def rank_picture(found: Search, width: float, ident: str) -> Svg:
         first = node * in_node
         svg.rect(left + 0.5, top, box - 1, box_height, "node", radius=6)
         svg.text(left + 10, top + 18, f"node {node}", "strong")
-        svg.text(left + box - 10, top + 18, f"ranks {span(first, first + in_node - 1)}", "muted num", anchor="end")
+        svg.text(left + box - 10, top + 18, _ranks(first, first + in_node - 1), "muted num", anchor="end")
         for index in range(in_box):
             x, y = left + 6 + index % across * cell, top + 26 + index // across * tall
             _cell(svg, plan, first + index, axes, x, y, cell, tall)
     if more or cut:
-        words = f"… {more:,} more node{'s' if more != 1 else ''}: ranks {span(nodes * in_node, gpus - 1)}"
-        svg.text(0, svg.height - 6, words if more else f"… {cut} more ranks in this node", "muted")
+        rest = f"{more:,} more node{'s' if more != 1 else ''}" if more else ""
+        where = " and ".join(words for words in ("the rest of this node" if cut else "", rest) if words)
+        svg.text(0, svg.height - 6, f"… {where}: ranks {span((nodes - 1) * in_node + in_box, gpus - 1)}", "muted")
     return svg
+
+
+def _ranks(first: int, last: int) -> str:
+    return f"rank{'s' if last > first else ''} {span(first, last)}"
 
 
 def _cell(

@@ -195,7 +195,7 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
         x, length = at(start), at(start + value) - at(start)
         svg.part(x, top, length, height, name, title=f"{name}: {seconds(value)}")
         if pp == 1 and text_width(name, 11.5) + 8 < length:
-            svg.text(x + 5, y + tall / 2 + 4, name, f"inside t-{name}")
+            svg.text(x + 5, top + height / 2 + 4, name, f"inside t-{name}")
         start += value
 
 
