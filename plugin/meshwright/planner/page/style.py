@@ -21,7 +21,7 @@ header, .wide, footer { grid-column: 1 / -1; }
 h1 { font-size: 28px; line-height: 1.2; letter-spacing: -.015em; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 17px; line-height: 1.3; letter-spacing: -.005em; margin: 0; }
 p { margin: 4px 0 0; color: var(--soft); }
-section > p { margin-bottom: 16px; font-size: 13.5px; max-width: 100ch; }
+section > p { margin-bottom: 16px; font-size: 13.5px; max-width: 112ch; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 22px 24px; }
 .chosen { display: flex; flex-wrap: wrap; align-items: baseline; gap: 8px 14px; margin-top: 18px; }
 .chosen code { font: 600 16px/1.4 ui-monospace, "SF Mono", "Cascadia Mono", Menlo, "DejaVu Sans Mono", monospace;
