@@ -10,29 +10,31 @@ KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum 
 INSTALLED := .venv/.installed-$(KEY)
 DEEPSPEED := .venv/.deepspeed-$(KEY)
 
-.PHONY: help setup demo test lint bench bench-data clean
+.PHONY: help setup browser demo test lint bench bench-data clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    train a Llama with 4 processes (dp=2 x tp=2) and prove it equal to one process; minutes'
-	@echo 'make test    run the whole test suite, the demo program included'
+	@echo 'make test    run the whole test suite, the demo program included; one test opens a page in chromium'
 	@echo 'make lint    style, types, and which package may import which'
 	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP; installs DeepSpeed'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make setup   only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make clean   delete .venv, caches and runs/'
 	@echo
+	@echo 'Chromium:                   installed by setup and test if it is missing, apt-get is there and you are root;'
+	@echo '                            without it that one test is skipped, with this reason'
 	@echo 'The demo takes flags:       make demo DEMO="--steps 300 --tp 4 --dp 1"; DEMO=--help lists them.'
 	@echo 'Another Python:             make setup PYTHON=python3.12'
 	@echo 'Another torch, e.g. CUDA:   export TORCH="torch==2.13.0+cu130 --extra-index-url' \
 		'https://download.pytorch.org/whl/cu130"'
 
-setup: $(INSTALLED)
+setup: $(INSTALLED) browser
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo $(DEMO)
 
-test: $(INSTALLED)
+test: $(INSTALLED) browser
 	$(BIN)/python -m pytest -q
 
 lint: $(INSTALLED)
@@ -60,6 +62,14 @@ $(INSTALLED):
 	$(PIP) --editable '.[hf,dev]'
 	rm -f .venv/.installed-* .venv/.deepspeed-*
 	touch $@
+
+# One test opens the planner's page in a browser. Where none can be installed it is skipped, the rest runs.
+browser:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null \
+		|| command -v google-chrome > /dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq \
+			&& apt-get install --yes --no-install-recommends chromium; } \
+		|| echo 'no chromium, and no way to install it here: the test that opens a page in a browser is skipped'
 
 $(DEEPSPEED): $(INSTALLED)
 	$(PIP) --editable '.[deepspeed]'

@@ -66,6 +66,7 @@ def plan(
     allow_future: Annotated[bool, typer.Option(help="Also plan what this version cannot run yet.")] = False,
     json: Annotated[bool, typer.Option(help="Print the whole answer as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the best plan to this YAML file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the answer as pictures to this HTML file.")] = None,
     validate: Annotated[
         Path | None, typer.Option(help="Instead of planning: compare the estimator with the measured runs of this CSV.")
     ] = None,
@@ -85,6 +86,8 @@ def plan(
 
       meshwright plan --model config.json --gpus 64 --gpu h100-sxm --seq-len 8192 --global-batch 512
 
+      meshwright plan --model config.json --gpus 64 --html plan.html
+
       meshwright plan --validate runs.csv --calibrate-rows 8 --leave-out model
     """
     try:
@@ -97,7 +100,7 @@ def plan(
             model, gpus, gpus_per_node, gpu, seq_len, global_batch, precision, interconnect, memory, profile, top,
             allow_future,
         )  # fmt: skip
-        _show(found, json, save)
+        _show(found, json, save, html)
     except ValueError as error:
         typer.echo(f"meshwright plan: {error}", err=True)
         sys.exit(2)
@@ -136,7 +139,7 @@ def _search(
     )
 
 
-def _show(found: Search, json: bool, save: Path | None) -> None:
+def _show(found: Search, json: bool, save: Path | None, html: Path | None) -> None:
     from meshwright.planner import explain
     from meshwright.planner.plan_file import save_plan
 
@@ -147,6 +150,10 @@ def _show(found: Search, json: bool, save: Path | None) -> None:
         _print_json(explain.as_dict(found, changed=changed))
     else:
         typer.echo(explain.text(found, changed=changed))
+    if html is not None:
+        from meshwright.planner.page import write_page
+
+        write_page(found, html, changed=changed)
     if save is not None:
         best = found.choices[0]
         comment = (

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 Op = tuple[bool, int, int]  # (is forward, chunk on this stage, micro-batch)
+_Ready = list[list[float]]  # when the input of a virtual stage's micro-batch has arrived
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One forward or backward of a schedule.
+
+    Args:
+        stage: the pipeline stage that runs it.
+        chunk: which of its chunks of layers.
+        micro_batch: of which micro-batch.
+        is_forward: forward, or backward.
+        start, end: seconds since the step began.
+    """
+
+    stage: int
+    chunk: int
+    micro_batch: int
+    is_forward: bool
+    start: float
+    end: float
 
 
 @lru_cache(maxsize=256)
@@ -72,9 +94,43 @@ def pipeline_time(
     return _simulate(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
 
 
+def pipeline_events(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    micro_batches: int,
+    *,
+    interleave: int = 1,
+    transfer: float = 0.0,
+) -> Iterator[Event]:
+    """Yield every forward and backward of a schedule, stage by stage, each stage's in order.
+
+    Args:
+        forward, backward, micro_batches, interleave, transfer: as in ``pipeline_time``.
+
+    Example:
+        >>> events = list(pipeline_events([1.0, 1.0], [2.0, 2.0], 4))
+        >>> len(events), max(event.end for event in events)
+        (16, 15.0)
+    """
+    stages = len(forward)
+    _, ready_f, ready_b = _run(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
+    for stage in range(stages):
+        now = 0.0
+        for is_forward, chunk, micro in stage_order(stage, stages, micro_batches, interleave):
+            start = max(now, (ready_f if is_forward else ready_b)[chunk * stages + stage][micro])
+            now = start + (forward if is_forward else backward)[stage] / interleave
+            yield Event(stage=stage, chunk=chunk, micro_batch=micro, is_forward=is_forward, start=start, end=now)
+
+
 def _simulate(
     forward: tuple[float, ...], backward: tuple[float, ...], micro_batches: int, interleave: int, transfer: float
 ) -> float:
+    return _run(forward, backward, micro_batches, interleave, transfer)[0]
+
+
+def _run(
+    forward: tuple[float, ...], backward: tuple[float, ...], micro_batches: int, interleave: int, transfer: float
+) -> tuple[float, _Ready, _Ready]:
     stages = len(forward)
     orders = [stage_order(stage, stages, micro_batches, interleave) for stage in range(stages)]
     last = stages * interleave - 1
@@ -110,4 +166,4 @@ def _simulate(
             cursor[stage], clock[stage] = at, now
         if left == before:
             raise AssertionError("the schedule waits for itself")
-    return max(clock)
+    return max(clock), ready_forward, ready_backward

@@ -1,0 +1,163 @@
+"""SVG by hand: shapes with a title to hover, one colour for each part in all pictures, and text that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+
+_GIB = 2**30
+_CHARACTER = 0.56  # mean width of a character over the font size
+
+# (light, dark) of each part: hues of Okabe and Ito and of Tol, which differ in lightness too. Compute is blue,
+# communication warm, idleness grey; an axis of the mesh has the colour of the communication over it.
+PALETTE: dict[str, tuple[str, str]] = {
+    "matmul": ("#0072b2", "#2b8fd0"),
+    "attention": ("#56b4e9", "#7cc8f2"),
+    "elementwise": ("#b5dcf3", "#c9e6f7"),
+    "recompute": ("#3f5f8a", "#5f82b3"),
+    "tensor": ("#d55e00", "#e8742a"),
+    "context": ("#e69f00", "#efb02e"),
+    "data": ("#f2d16b", "#f5dc8a"),
+    "bubble": ("#d9dde3", "#3c4450"),
+    "optimizer": ("#009e73", "#1fb58b"),
+    "other": ("#8d97a5", "#8d97a5"),
+    "weights": ("#4b3b8f", "#7a69c9"),
+    "gradients": ("#a99ce0", "#bdb2ec"),
+    "activations": ("#e3a9c6", "#ebb9d2"),
+    "logits": ("#882255", "#b8467f"),
+    "unsharded": ("#ddcc77", "#e5d78f"),
+    "working": ("#8a8a2e", "#a6a64a"),
+    "communication": ("#f09a66", "#f4ab7f"),
+    "slack": ("#aab3bf", "#6f7a88"),
+    "forward": ("#1f4e79", "#3f78ad"),
+    "backward": ("#8fb4d6", "#a9c8e4"),
+}
+AXES = {"pp": "weights", "dp": "data", "cp": "context", "tp": "tensor"}  # the part whose colour an axis has
+HATCHED = frozenset({"recompute", "bubble", "other", "slack"})
+
+
+def number(value: float) -> str:
+    """Return a coordinate in as few characters as will do."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def gib(value: float) -> str:
+    """Return bytes as text.
+
+    Example:
+        >>> gib(1.5 * 2**30)
+        '1.5 GiB'
+    """
+    return f"{value / _GIB:.1f} GiB"
+
+
+def seconds(value: float) -> str:
+    """Return a duration as text, of three digits.
+
+    Example:
+        >>> seconds(91.74), seconds(7.297), seconds(0.0213)
+        ('91.7 s', '7.30 s', '21 ms')
+    """
+    if value >= 1:
+        return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+    return f"{1e3 * value:.0f} ms" if value >= 0.01 else f"{1e3 * value:.1f} ms"
+
+
+def span(first: int, last: int) -> str:
+    """Return a range of numbers as text.
+
+    Example:
+        >>> span(0, 7), span(3, 3)
+        ('0\u20137', '3')
+    """
+    return str(first) if first == last else f"{first}\u2013{last}"
+
+
+def text_width(words: str, size: float) -> float:
+    """Return about how wide a text will be."""
+    return _CHARACTER * size * len(words)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Return about ``count`` round numbers from ``low`` to ``high``.
+
+    Example:
+        >>> ticks(0, 80, 4)
+        [0.0, 20.0, 40.0, 60.0, 80.0]
+    """
+    rough = (high - low) / count
+    power = 10.0 ** (len(str(int(rough))) - 1 if rough >= 1 else -len(f"{1 / rough:.0f}"))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20, 50, 100) if power * factor >= rough * 0.99)
+    first = -int(-low // step)
+    return [round(index * step, 9) for index in range(first, int(high / step * (1 + 1e-9)) + 1)]
+
+
+@dataclass(kw_only=True)
+class Svg:
+    """One picture.
+
+    Args:
+        ident: unique on the page; its title and description are found by it.
+        width, height: its size; the page may shrink it.
+        title, description: what it shows, for those who do not see it.
+    """
+
+    ident: str
+    width: float
+    height: float
+    title: str
+    description: str
+    parts: list[str] = field(default_factory=list)
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, kind: str, *, title: str = "", radius: float = 0
+    ) -> None:
+        """Add a rectangle of the CSS class ``kind``."""
+        size = f'x="{number(x)}" y="{number(y)}" width="{number(max(0, width))}" height="{number(height)}"'
+        corner = f' rx="{number(radius)}"' if radius else ""
+        self._add(f'<rect {size}{corner} class="{kind}"', "rect", title)
+
+    def part(self, x: float, y: float, width: float, height: float, name: str, *, title: str = "") -> None:
+        """Add a rectangle in a part's colour, hatched where the part is no useful work."""
+        self.rect(x, y, width, height, f"part f-{name}", title=title)
+        if name in HATCHED:
+            self.rect(x, y, width, height, "hatch")
+
+    def text(self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start") -> None:
+        """Add a text; the y is that of its baseline."""
+        where = "" if anchor == "start" else f' text-anchor="{anchor}"'
+        style = f' class="{kind}"' if kind else ""
+        self.parts.append(f'<text x="{number(x)}" y="{number(y)}"{where}{style}>{escape(words)}</text>')
+
+    def path(self, path: str, kind: str, *, title: str = "") -> None:
+        """Add a path."""
+        self._add(f'<path d="{path}" class="{kind}"', "path", title)
+
+    def circle(self, x: float, y: float, radius: float, kind: str, *, title: str = "") -> None:
+        """Add a disc."""
+        self._add(f'<circle cx="{number(x)}" cy="{number(y)}" r="{number(radius)}" class="{kind}"', "circle", title)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
+        """Add a line."""
+        self.path(f"M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}", kind)
+
+    def open(self, kind: str, **data: object) -> None:
+        """Begin a group."""
+        values = "".join(f' data-{key}="{escape(str(value))}"' for key, value in data.items())
+        self.parts.append(f'<g class="{kind}"{values}>')
+
+    def close(self) -> None:
+        """End the group that began last."""
+        self.parts.append("</g>")
+
+    def _add(self, start: str, tag: str, title: str) -> None:
+        self.parts.append(f"{start}><title>{escape(title)}</title></{tag}>" if title else f"{start}/>")
+
+    def __str__(self) -> str:
+        size = f'viewBox="0 0 {number(self.width)} {number(self.height)}" width="{number(self.width)}"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" id="{self.ident}" role="img" {size} '
+            f'aria-labelledby="{self.ident}-title {self.ident}-desc">'
+            f'<title id="{self.ident}-title">{escape(self.title)}</title>'
+            f'<desc id="{self.ident}-desc">{escape(self.description)}</desc>{"".join(self.parts)}</svg>'
+        )

@@ -1,0 +1,208 @@
+"""One step as a timeline: compute and communication of each pipeline stage, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.planner.candidate import recomputed_share
+from meshwright.planner.page.draw import Svg, number, seconds, text_width, ticks
+from meshwright.planner.search import Search
+from meshwright.planner.simulate import Event, pipeline_events
+from meshwright.planner.time import StepModel
+
+_SHORT = 6  # micro-batches of a plan without a pipeline that are drawn one by one
+_STAGES = 8  # stages drawn at most; more are shortened in the middle
+_REST = 64  # pixels at most for what a step loses here and there, which has no place of its own
+_BREAK = 86  # pixels for the micro-batches left out
+
+
+Scale = Callable[[float], float]  # seconds to pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step of a plan.
+
+    Args:
+        events: forwards and backwards; those after ``cut`` have the times and numbers of the whole step.
+        cut: (end of what is drawn first, start of what is drawn last), equal where nothing is left out.
+        skipped: micro-batches left out between them.
+        piped: seconds until the last backward; what follows is ``tail``: (part, seconds) each.
+        communication: share of a forward or backward that is communication, by part.
+        again: share of a backward that is recompute.
+    """
+
+    events: tuple[Event, ...]
+    cut: tuple[float, float]
+    skipped: int
+    piped: float
+    tail: tuple[tuple[str, float], ...]
+    communication: dict[str, float]
+    again: float
+
+    @property
+    def total(self) -> float:
+        return self.piped + sum(value for _, value in self.tail)
+
+
+def timeline(found: Search) -> Timeline:
+    """Return the step of the best plan; its schedule repeats itself in the middle, which is left out if it is long."""
+    best, job = found.choices[0], found.job
+    plan, parts = best.plan, best.time.parts
+    model = StepModel(found.shape, found.cluster, found.profile.coefficients)
+    forward, backward, layer, _ = model.stages(plan, job)
+    transfer = 0.0
+    if plan.pp > 1:
+        transfer = model.transfer(plan, job)
+        shared = (1 - model.k.overlap) * transfer * plan.interleave  # as in StepModel.step
+        forward, backward = [value + shared for value in forward], [value + shared for value in backward]
+    count = plan.accumulation
+    short = count
+    if plan.pp == 1:
+        short = min(count, _SHORT if count > _SHORT + 2 else count)
+    elif count > 3 * plan.pp:
+        short = 2 * plan.pp + count % plan.pp  # whole rounds of an interleaved schedule
+    events = list(pipeline_events(forward, backward, short, interleave=plan.interleave, transfer=transfer))
+    drawn = max(event.end for event in events)
+    tail = [(name, parts[name]) for name in ("data", "optimizer", "other")]
+    piped = best.time.total - sum(value for _, value in tail)
+    middle = (drawn / 2, drawn / 2)
+    if short < count:
+        if plan.pp == 1:
+            middle = (events[short - 1].end,) * 2  # between two micro-batches
+        events = [piece for event in events for piece in _moved(event, middle[0], piped - drawn, count - short)]
+        middle = (middle[0], middle[0] + piped - drawn)
+    busy = layer.forward + layer.backward
+    return Timeline(
+        events=tuple(events),
+        cut=middle,
+        skipped=count - short,
+        piped=piped,
+        tail=tuple(tail),
+        communication={name: getattr(layer, name) / busy for name in ("tensor", "context") if getattr(layer, name)},
+        again=layer.recompute * (recomputed_share(plan, found.shape.layers) if plan.recompute == "full" else 1)
+        / layer.backward,
+    )  # fmt: skip
+
+
+def _moved(event: Event, cut: float, by: float, micro_batches: int) -> list[Event]:
+    """Return an event in the times of the whole step; one that the cut goes through in two pieces."""
+    later = dataclasses.replace(
+        event, start=event.start + by, end=event.end + by, micro_batch=event.micro_batch + micro_batches
+    )
+    if event.start < cut < event.end:
+        return [dataclasses.replace(event, end=cut), dataclasses.replace(later, start=cut + by)]
+    return [event] if event.end <= cut else [later]
+
+
+def timeline_picture(found: Search, width: float, ident: str) -> Svg:
+    """Draw one step of the best plan."""
+    line, plan = timeline(found), found.choices[0].plan
+    stages: list[int | None] = list(range(plan.pp))
+    if plan.pp > _STAGES:
+        stages = [*range(_STAGES // 2), None, *range(plan.pp - _STAGES // 2, plan.pp)]
+    tall, thin = (40, 16) if plan.pp == 1 else (20, 7)
+    left = (106 if plan.pp == 1 else 66) if width > 480 else 60 if plan.pp == 1 else 42
+    gap = _BREAK if line.skipped else 0
+    heights = [22 if stage is None else tall + thin + (6 if plan.pp == 1 else 9) for stage in stages]
+    svg = Svg(
+        ident=ident, width=width, height=6 + sum(heights) + 44, title="One step",
+        description=f"{plan.accumulation} micro-batches on {plan.pp} pipeline stages take {seconds(line.piped)}; then "
+        + ", ".join(f"{name} {seconds(value)}" for name, value in line.tail) + ".",
+    )  # fmt: skip
+    first, second = line.cut
+    room, rest = width - left - gap - 4, line.tail[-1][1]
+    shown = line.total - (second - first)
+    scale = room / shown
+    if rest * scale > _REST:
+        scale = (room - _REST) / (shown - rest)
+    done = line.total - rest
+
+    def at(time: float) -> float:
+        if time <= first:
+            return left + time * scale
+        if time > done:
+            return width - 4 - (line.total - time) / rest * (width - 4 - at(done))
+        return left + gap + (time - second + first) * scale
+
+    y, base = 6.0, 6.0 + sum(heights)
+    for stage, height in zip(stages, heights, strict=True):
+        if stage is None:
+            svg.text(0, y + 15, f"… {plan.pp - _STAGES} more stages", "muted")
+        else:
+            _lane(svg, line, stage, plan.pp, at, (left, y, tall, thin, width))
+        y += height
+    if line.skipped:
+        _break(svg, left + first * scale, gap, base, line.skipped)
+    step = ticks(0, (width - left - gap) / scale, 4 if width < 480 else 9)
+    pace = step[1] - step[0] if len(step) > 1 else line.total
+    marks = [pace * index for index in range(int(line.total / pace) + 1)]
+    for time in [time for time in marks if time <= first or second <= time <= done]:
+        x = at(time)
+        svg.line(x, base, x, base + 5, "tick")
+        if x < width - 50 and not (gap and left + first * scale - 26 < x < left + first * scale + gap + 8):
+            svg.text(x, base + 19, f"{time:g}", "axis", anchor="middle")
+    svg.line(left, base, width - 4, base, "tick")
+    svg.text(width - 2, base + 19, seconds(line.total), "strong num", anchor="end")
+    svg.text(left, base + 38, "seconds since the step began", "axis")
+    return svg
+
+
+def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple[float, ...]) -> None:
+    left, y, tall, thin, width = place
+    low = y + tall + 2
+    if pp == 1:
+        svg.text(0, y + tall / 2 + 4, "compute", "label")
+        svg.text(0, low + thin / 2 + 4, "communication" if left > 100 else "comm.", "label")
+    else:
+        svg.text(0, y + tall / 2 + 5, f"stage {stage}" if left > 50 else f"st. {stage}", "label")
+    if pp > 1:
+        svg.part(left, y, at(line.piped) - left, tall, "bubble")
+    else:
+        svg.rect(left, y, at(line.piped) - left, tall, "lane")
+    svg.rect(left, low, width - 4 - left, thin, "lane")
+    moved = sum(line.communication.values())
+    for event in line.events:
+        if event.stage != stage:
+            continue
+        x, length = at(event.start), at(event.end) - at(event.start)
+        busy = length * (1 - moved)
+        letter = "F" if event.is_forward else "B"
+        name = "forward" if event.is_forward else "backward"
+        chunk = f", chunk {event.chunk}" if event.chunk else ""
+        title = f"{name} of micro-batch {event.micro_batch}{chunk}, stage {stage}: {seconds(event.end - event.start)}"
+        edge = "part " if length > 6 else ""  # an edge would hide what is hardly wider
+        svg.rect(x, y, busy, tall, f"{edge}f-{name}", title=title)
+        again = 0.0 if event.is_forward else line.again * busy
+        if again > 1:
+            svg.part(x, y, again, tall, "recompute", title=f"recompute, {line.again:.0%} of the {title}")
+        label = f"{letter}{event.micro_batch}"
+        if text_width(label, 11) + 5 < busy - again:
+            svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, f"inside t-{name}", anchor="middle")
+        x += busy
+        if pp > 1 and length - busy > 1:
+            svg.rect(x, y, length - busy, tall, "lane")  # waiting for communication is no bubble
+        for part, share in line.communication.items():
+            if share * length > 0.2:
+                kind = "part " if share * length > 6 else ""
+                svg.rect(x, low, share * length, thin, f"{kind}f-{part}", title=f"{part}: {share:.0%} of {label}")
+            x += share * length
+    start = line.piped
+    for name, value in line.tail:
+        top, height = (low, thin) if name == "data" else (y, tall)
+        x, length = at(start), at(start + value) - at(start)
+        svg.part(x, top, length, height, name, title=f"{name}: {seconds(value)}")
+        if pp == 1 and text_width(name, 11.5) + 8 < length:
+            svg.text(x + 5, top + height / 2 + 4, name, f"inside t-{name}")
+        start += value
+
+
+def _break(svg: Svg, x: float, gap: float, base: float, skipped: int) -> None:
+    """Cover the middle that is left out with a torn strip."""
+    pairs = max(1, round((base - 2) / 20))
+    high = number((base - 2) / pairs / 2)
+    svg.path(f"M{number(x)} 2{f'l5 {high}l-5 {high}' * pairs}h{number(gap)}{f'l5 -{high}l-5 -{high}' * pairs}z", "torn")
+    svg.text(x + gap / 2, base / 2 - 2, "…", "strong", anchor="middle")
+    svg.text(x + gap / 2, base / 2 + 13, f"{skipped} more", "label", anchor="middle")
