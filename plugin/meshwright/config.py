@@ -132,11 +132,17 @@ class ToDistributedConfig:
     """Options of ``to_distributed``.
 
     Args:
-        plan: the parallel plan. Choosing one automatically (None or "auto") is not available yet.
+        plan: the parallel plan; the path of one that ``meshwright plan --save`` wrote; or None or "auto", to have
+            the planner pick the fastest one that fits, which it logs.
+        memory_budget: what a picked plan may fill of a device: bytes, or up to 1 a share of it; 0.9 by default.
+        prefer: what a picked plan is best at: "throughput", or the least "memory".
+        hardware_profile: a profile that ``meshwright calibrate`` measured, for picking a plan; the catalogue's
+            figures by default.
         sequence_parallel: overrides ``plan.sequence_parallel``; None lets the plan say.
         weights: a checkpoint to read the weights from, each rank its own shard: a .safetensors file, a
             .safetensors.index.json, or a directory with either. They are converted to the model's dtype.
-        input_spec: name -> (shape, dtype) of one sample batch; reserved for the planner.
+        input_spec: name -> (shape, dtype) of one global batch, for picking a plan where the dataloader does not
+            tell its size.
         sharding_plan: which module plays which role, instead of the registered or inferred plan.
         gather_logits: gather ``outputs.logits`` in training with labels too. They stay sharded
             otherwise, since nobody but the loss needs them and they are a step's largest tensor.
@@ -152,7 +158,10 @@ class ToDistributedConfig:
             that names it; the timeout of every process group.
     """
 
-    plan: ParallelPlan | Literal["auto"] | None = None
+    plan: ParallelPlan | str | os.PathLike[str] | None = None
+    memory_budget: float | None = None
+    prefer: Literal["throughput", "memory"] = "throughput"
+    hardware_profile: str | os.PathLike[str] | None = None
     sequence_parallel: bool | None = None
     weights: str | os.PathLike[str] | None = None
     input_spec: Mapping[str, Any] | None = None
@@ -170,6 +179,10 @@ class ToDistributedConfig:
                 f"ToDistributedConfig.num_items_in_batch={self.num_items_in_batch!r} must be 'auto', 'global' or "
                 "'local'"
             )
+        if self.prefer not in ("throughput", "memory"):
+            raise PlanError(f"ToDistributedConfig.prefer={self.prefer!r} must be 'throughput' or 'memory'")
+        if self.memory_budget is not None and not self.memory_budget > 0:
+            raise PlanError(f"ToDistributedConfig.memory_budget={self.memory_budget!r} must be above zero")
         for name in ("bucket_size_mb", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"ToDistributedConfig.{name}={getattr(self, name)!r} must be above zero")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.automatic import choose_plan, given_plan
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights
@@ -19,7 +19,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
-from meshwright.launch import build_axes, check_launch, device_for, start_process_group
+from meshwright.launch import build_axes, check_devices, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
@@ -48,6 +48,7 @@ def to_distributed(
 ) -> tuple[Any, Any, Any]:
     """Turn a one-device program into a distributed one; its training loop stays as it is.
 
+    Without a plan in the config, the planner picks the fastest that fits, and logs it.
     Every launched process calls it with the same arguments. The model and the optimizer stay the
     user's objects, changed in place. If the call raises, nothing was changed.
 
@@ -65,7 +66,7 @@ def to_distributed(
         The model, the optimizer and a loader of this rank's rows. What was None stays None.
 
     Raises:
-        PlanError: for a plan that the model, the launch or this version cannot run.
+        PlanError: for a plan that the model, the launch or this version cannot run, or where none fits.
         AlreadyDistributedError: for a model that DDP, FSDP, DeepSpeed or an earlier call distributed.
         OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
         CheckpointError: for ``config.weights`` that are unsound or not this model's.
@@ -79,21 +80,28 @@ def to_distributed(
         )
     """
     config = config or ToDistributedConfig()
-    plan = _explicit_plan(config)
     _check_model(model)
-    check_launch(plan, device_num, node_num)
     if optimizer is not None:
         check_ownership(model, optimizer)
-        if plan.tp > 1 or plan.zero_stage > 0:
-            check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+    has_own_loss = _uses_causal_lm_loss(model)
+    device = device_for(_starting_device(model))
+    check_devices(device_num, node_num)
+    plan = given_plan(config)
+    if plan is None:
+        start_process_group(device, config.timeout_s)
+        plan = choose_plan(
+            model, optimizer, dataloader, node_num, config, device,
+            splits_batches=has_own_loss, recomputes=_recompute_switch(model) is not None,
+        )  # fmt: skip
+    check_launch(plan)
+    if optimizer is not None and (plan.tp > 1 or plan.zero_stage > 0):
+        check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
     structure = None
     if plan.tp > 1:
         sharding_plan = config.sharding_plan or plan_for(model)
         structure = describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-    has_own_loss = _uses_causal_lm_loss(model)
     _check_micro_batches(plan, has_own_loss, model)
 
-    device = device_for(_starting_device(model))
     start_process_group(device, config.timeout_s)
     tp, dp = build_axes(plan, device)
     guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
@@ -119,20 +127,6 @@ def _make_loader(
         return Claim(loader, loader.describe())
 
     return agreed(make)[0].agree() if tp.size * dp.size > 1 else make().result
-
-
-def _explicit_plan(config: ToDistributedConfig) -> ParallelPlan:
-    plan = config.plan
-    if plan is None or plan == "auto":
-        raise PlanError(
-            f"ToDistributedConfig.plan={plan!r}: choosing a plan automatically is not available in this version; "
-            "pass one, e.g. ToDistributedConfig(plan=meshwright.ParallelPlan(dp=2, tp=2, sequence_parallel=True))"
-        )
-    if not isinstance(plan, ParallelPlan):
-        raise PlanError(f"ToDistributedConfig.plan must be a meshwright.ParallelPlan, not {type(plan).__name__}")
-    if config.sequence_parallel is not None:
-        plan = dataclasses.replace(plan, sequence_parallel=config.sequence_parallel)
-    return dataclasses.replace(plan, sequence_parallel=plan.sequence_parallel and plan.tp > 1)
 
 
 def _check_model(model: nn.Module) -> None:

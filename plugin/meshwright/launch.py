@@ -19,8 +19,8 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_launch(plan: ParallelPlan, device_num: int | None, node_num: int | None) -> None:
-    """Compare the plan with what was launched.
+def check_devices(device_num: int | None, node_num: int | None) -> None:
+    """Compare the devices that the program names with what was launched.
 
     Raises:
         PlanError: naming the two numbers that differ and how to change either.
@@ -35,6 +35,15 @@ def check_launch(plan: ParallelPlan, device_num: int | None, node_num: int | Non
             f"device_num={device_num} x node_num={nodes} = {device_num * nodes} devices, but {world} process(es) "
             f"were launched; launch with: torchrun --nnodes {nodes} --nproc-per-node {device_num} SCRIPT"
         )
+
+
+def check_launch(plan: ParallelPlan) -> None:
+    """Compare the plan with what was launched.
+
+    Raises:
+        PlanError: naming the two numbers that differ and how to change either.
+    """
+    world = world_size()
     if plan.world_size != world:
         raise PlanError(
             f"the plan dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} needs {plan.world_size} processes, "

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.interpose import own_collectives
 
 T = TypeVar("T")
@@ -49,6 +49,35 @@ def on_first_rank(step: Callable[[], T]) -> T:
     dist.broadcast_object_list(message, src=0)
     _raise_first([message[1]], error)
     return message[0]
+
+
+def text_from_first(make: Callable[[], str], device: torch.device) -> str:
+    """Run a step on rank 0 alone, and give every rank the text that it makes; if it fails, all raise.
+
+    Args:
+        make: raises a PlanError where it fails.
+        device: one that the process group reaches.
+
+    Raises:
+        PlanError: rank 0's, on every rank.
+    """
+    if not dist.is_initialized():
+        return make()
+    text, failure = "", None
+    if dist.get_rank() == 0:
+        try:
+            text = make()
+        except PlanError as error:
+            text, failure = str(error), error
+    head = torch.tensor([len(text.encode()), failure is not None], device=device)
+    take_from_first(head, device)
+    size, has_failed = head.tolist()
+    body = torch.tensor(list(text.encode()) or [0] * size, dtype=torch.uint8, device=device)
+    take_from_first(body, device)
+    text = bytes(body.tolist()[:size]).decode()
+    if has_failed:
+        raise failure or PlanError(text)
+    return text
 
 
 def take_from_first(tensor: Tensor, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.search import Choice, Search, search
+from meshwright.planner.units import gib, seconds
 
 TIE = 0.03  # runs of one plan differ by this much from each other
 _GIB = 2**30
@@ -71,10 +72,10 @@ def no_fit(found: Search) -> PlanError:
     """Return the error for a search in which no plan fits: what is missing, and the smallest change that helps."""
     plan, memory = found.smallest
     largest = sorted(memory.parts.items(), key=lambda item: -item[1])[:2]
-    where = " and ".join(f"{name} {_gib(value)}" for name, value in largest)
+    where = " and ".join(f"{name} {gib(value)}" for name, value in largest)
     return PlanError(
-        f"no plan fits: the leanest, {plan.label}, needs {_gib(memory.total)} of the {_gib(found.budget)} that a "
-        f"{found.cluster.device.name} may hold, {_gib(memory.total - found.budget)} too much ({where}). "
+        f"no plan fits: the leanest, {plan.label}, needs {gib(memory.total)} of the {gib(found.budget)} that a "
+        f"{found.cluster.device.name} may hold, {gib(memory.total - found.budget)} too much ({where}). "
         f"What would make one fit: {'; '.join(_remedies(found))}"
     )
 
@@ -109,7 +110,7 @@ def _remedies(found: Search) -> Iterator[str]:
             yield f"--seq-len {shorter}"
             break
     short = found.smallest[1].total - found.budget
-    yield f"devices with {_gib(found.cluster.device.memory + short / 0.9)} of memory"
+    yield f"devices with {gib(found.cluster.device.memory + short / 0.9)} of memory"
 
 
 def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:
@@ -144,7 +145,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
         "",
         f"Time of the first: {_shares(best.time.parts, best.time.total, 'ms')}",
         f"Memory of a device: {_shares(best.memory.parts, best.memory.total, 'GiB')}",
-        f"Budget {_gib(found.budget)}; {found.considered} legal plans, {found.fitting} fit, "
+        f"Budget {gib(found.budget)}; {found.considered} legal plans, {found.fitting} fit, "
         f"{found.simulated} simulated.",
         "",
         "Not chosen:",
@@ -161,7 +162,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
 def reasons(found: Search) -> Iterator[tuple[str, str]]:
     """Yield (axis values, what rejected them), the legal ones that do not fit first."""
     for name, (plan, memory) in found.binding.items():
-        yield name, f"does not fit: its leanest plan, {plan.label}, needs {_gib(memory.total)}"
+        yield name, f"does not fit: its leanest plan, {plan.label}, needs {gib(memory.total)}"
     same: dict[tuple[str, str], list[str]] = {}
     for name, reason in found.pruned.items():
         axis, _, value = name.partition("=")
@@ -178,7 +179,7 @@ def error_band(found: Search) -> str:
     )
     low, high = first / (1 + profile.band), first * (1 + profile.band)
     return (
-        f"Error band: nine of ten runs should take {_seconds(low)} to {_seconds(high)} (±{profile.band:.0%}; "
+        f"Error band: nine of ten runs should take {seconds(low)} to {seconds(high)} (±{profile.band:.0%}; "
         f"{source}). Plans within {TIE:.0%} of each other are ties."
     )
 
@@ -233,10 +234,10 @@ def _table(choices: Sequence[Choice], tied: int) -> str:
             (
                 "=" if 0 < index < tied else str(index + 1),
                 choice.plan.label,
-                _seconds(total),
+                seconds(total),
                 f"{choice.tokens_per_second:,.0f}",
                 f"{choice.mfu:.1%}",
-                _gib(choice.memory.total),
+                gib(choice.memory.total),
                 *(f"{value / total:.0%}" for value in (compute, moved, parts["bubble"])),
                 f"{(total - compute - moved - parts['bubble']) / total:.0%}",
             )
@@ -277,11 +278,3 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> str:
     scale = 1e-3 if unit == "ms" else _GIB
     shown = sorted(((name, value) for name, value in parts.items() if value > 0.005 * total), key=lambda p: -p[1])
     return ", ".join(f"{name} {value / scale:,.{0 if unit == 'ms' else 1}f} {unit}" for name, value in shown)
-
-
-def _gib(value: float) -> str:
-    return f"{value / _GIB:.1f} GiB"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms"

@@ -118,6 +118,8 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
 
 def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Memory:
     """Return the peak of one rank of one pipeline stage."""
+    if job.own_runtime and plan.runs_today:
+        return runtime_memory(shape, plan, job)
     t, layers = plan.tp, layers_of(plan, shape.layers)[stage]
     replicated = layers * shape.norm_parameters + shape.hidden
     split = layers * (shape.layer_parameters - shape.norm_parameters)
@@ -177,8 +179,6 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
         >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
         True
     """
-    if job.own_runtime and plan.runs_today:
-        return runtime_memory(shape, plan, job)
     stages = range(plan.pp) if plan.pp <= 2 else (0, 1, plan.pp - 1)
     return max((stage_memory(shape, plan, job, stage) for stage in stages), key=lambda memory: memory.total)
 

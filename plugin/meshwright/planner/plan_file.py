@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def plan_fields(plan: Candidate) -> dict[str, Any]:
     return fields
 
 
+def runnable_fields(plan: Candidate) -> dict[str, Any]:
+    """Return the arguments of ``ParallelPlan`` for a candidate that this version runs.
+
+    Example:
+        >>> runnable_fields(Candidate(replicate=2, micro_batch=4))["micro_batch_size"] is None
+        True
+    """
+    assert plan.runs_today
+    return {**plan_fields(plan), "micro_batch_size": plan.micro_batch if plan.accumulation > 1 else None}
+
+
 def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
     """Write a plan.
 
@@ -56,7 +68,7 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
     Path(path).write_text("\n".join(lines) + "\n")
 
 
-def read_plan(path: str | Path) -> dict[str, Any]:
+def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a plan file, its version checked and left out.
 
     Raises:

@@ -13,12 +13,13 @@ from meshwright.errors import PlanError
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.page.bars import memory_bars, rank_groups, time_bars
-from meshwright.planner.page.draw import AXES, HATCHED, Svg, gib, seconds
+from meshwright.planner.page.draw import AXES, HATCHED, Svg
 from meshwright.planner.page.front import front_picture, pareto
 from meshwright.planner.page.ranks import rank_picture, sizes
 from meshwright.planner.page.style import style
 from meshwright.planner.page.timeline import timeline, timeline_picture
 from meshwright.planner.search import Search
+from meshwright.planner.units import gib, seconds
 
 _HALF, _FULL, _NARROW = 538, 1150, 336  # widths of pictures: half a page of 1280 pixels, all of it, a phone's
 _REASONS = 5  # rows before the fold

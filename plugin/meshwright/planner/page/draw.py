@@ -41,28 +41,6 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def gib(value: float) -> str:
-    """Return bytes as text.
-
-    Example:
-        >>> gib(1.5 * 2**30)
-        '1.5 GiB'
-    """
-    return f"{value / _GIB:.1f} GiB"
-
-
-def seconds(value: float) -> str:
-    """Return a duration as text, of three digits.
-
-    Example:
-        >>> seconds(91.74), seconds(7.297), seconds(0.0213)
-        ('91.7 s', '7.30 s', '21 ms')
-    """
-    if value >= 1:
-        return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
-    return f"{1e3 * value:.0f} ms" if value >= 0.01 else f"{1e3 * value:.1f} ms"
-
-
 def span(first: int, last: int) -> str:
     """Return a range of numbers as text.
 

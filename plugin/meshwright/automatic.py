@@ -1,0 +1,260 @@
+"""The plan of ``to_distributed``: the one it is given, or the best for this model, batch and machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import OptimizerMismatchError, PlanError
+from meshwright.launch import world_size
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.parallel.outcome import text_from_first
+from meshwright.parallel.structure import describe as describe_structure
+from meshwright.planner import explain
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.hardware import CATALOGUE, Cluster, Device, HardwareProfile
+from meshwright.planner.plan_file import read_plan, runnable_fields
+from meshwright.planner.search import Choice, Search, search
+from meshwright.planner.shapes import describe
+from meshwright.planner.units import gib, seconds
+from meshwright.plans import plan_for
+
+logger = logging.getLogger(__name__)
+
+_ROWS_TO_MEASURE = 8  # samples that say how long a row is
+_CHOICES = 64  # plans to try on the model, which may have its own reasons against some
+
+
+def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
+    """Return the plan that the user gave; None where the planner shall pick.
+
+    Raises:
+        PlanError: neither a plan nor the path of one, or of one that this version cannot run.
+    """
+    plan = config.plan
+    if plan is None or plan == "auto":
+        return None
+    if isinstance(plan, str | os.PathLike):
+        fields = read_plan(plan)
+        known = {field.name for field in dataclasses.fields(ParallelPlan)}
+        if unknown := sorted(set(fields) - known):
+            raise PlanError(f"{plan}: {', '.join(unknown)} is not available in this version; plan again")
+        plan = ParallelPlan(**fields)
+    if not isinstance(plan, ParallelPlan):
+        raise PlanError(
+            f"ToDistributedConfig.plan must be a meshwright.ParallelPlan, 'auto', or the path of a plan file, not "
+            f"{type(plan).__name__}"
+        )
+    return _with_sequence_parallel(plan, config)
+
+
+def _with_sequence_parallel(plan: ParallelPlan, config: ToDistributedConfig) -> ParallelPlan:
+    wanted = plan.sequence_parallel if config.sequence_parallel is None else config.sequence_parallel
+    return dataclasses.replace(plan, sequence_parallel=wanted and plan.tp > 1)
+
+
+def choose_plan(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    dataloader: Iterable[Any] | None,
+    node_num: int | None,
+    config: ToDistributedConfig,
+    device: torch.device,
+    *,
+    splits_batches: bool,
+    recomputes: bool,
+) -> ParallelPlan:
+    """Return the plan that the planner thinks best, the same on every rank: rank 0's.
+
+    Args:
+        model: with a transformers config.
+        optimizer: decides whether its state may be sharded.
+        dataloader: says the batch, unless ``config.input_spec`` does.
+        node_num: nodes that were launched; one by default.
+        config: ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec``.
+        device: this process's.
+        splits_batches: whether the model can run micro-batches.
+        recomputes: whether its layers can be computed again in backward.
+
+    Raises:
+        PlanError: a model that the planner cannot describe, a batch that nothing tells the size of, or no
+            plan that fits; the same on every rank.
+    """
+
+    def pick() -> str:
+        rows, length = _batch(dataloader, config)
+        found = _search(model, rows, length, node_num or 1, config, device)
+        choice = _first_runnable(found, model, optimizer, config, splits_batches, recomputes)
+        logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is dropped by default
+        return json.dumps(runnable_fields(choice.plan))
+
+    return _with_sequence_parallel(ParallelPlan(**json.loads(text_from_first(pick, device))), config)
+
+
+def _search(
+    model: Any, rows: int, length: int, nodes: int, config: ToDistributedConfig, device: torch.device
+) -> Search:
+    if not hasattr(model, "config"):
+        raise PlanError(
+            f"a plan is picked by the model's transformers config, and {type(model).__name__} has none; pass a plan: "
+            "ToDistributedConfig(plan=meshwright.ParallelPlan(...))"
+        )
+    profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
+    cluster = _cluster(device, nodes, profile)
+    job = Job(
+        seq_len=length,
+        global_batch=rows,
+        weight_bytes=next(model.parameters()).element_size(),
+        own_runtime=True,
+        on_cpu=device.type == "cpu",
+    )
+    budget = config.memory_budget
+    if budget is not None and budget <= 1:
+        budget *= cluster.device.memory
+    shape = describe(model.config, name=type(model).__name__)
+    found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
+    if config.prefer == "memory" and found.choices:
+        leanest = found.smallest[1].total
+        found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest)
+    if not found.choices:
+        raise explain.no_fit(found)
+    return found
+
+
+def _first_runnable(
+    found: Search, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig, splits_batches: bool,
+    recomputes: bool,
+) -> Choice:  # fmt: skip
+    """The fastest plan that this model and this optimizer have nothing against."""
+    refusals: dict[str, str] = {}
+    for choice in found.choices:
+        refusal = next(_refusals(choice.plan, model, optimizer, config, splits_batches, recomputes), None)
+        if refusal is None:
+            return choice
+        refusals[choice.plan.label] = refusal
+    reasons = "; ".join(f"{label}: {reason}" for label, reason in list(refusals.items())[:3])
+    raise PlanError(f"none of the plans that fit can run {type(model).__name__}: {reasons}")
+
+
+def _refusals(
+    plan: Candidate, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig, splits_batches: bool,
+    recomputes: bool,
+) -> Iterator[str]:  # fmt: skip
+    if plan.accumulation > 1 and not splits_batches:
+        yield "the model has a loss of its own, so a batch cannot be split into micro-batches"
+    if plan.recompute == "full" and not recomputes:
+        yield "the model cannot compute its layers again"
+    try:
+        if optimizer is not None and (plan.tp > 1 or plan.zero_stage):
+            check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+        if plan.tp > 1:
+            sharding = config.sharding_plan or plan_for(model)
+            describe_structure(model, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    except (PlanError, OptimizerMismatchError) as error:
+        yield str(error)
+
+
+def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tuple[int, int]:
+    """Rows and tokens a row of one device's batch."""
+    if config.input_spec is not None:
+        shapes = [tuple(spec[0]) for spec in config.input_spec.values()]
+        for shape in shapes:
+            if len(shape) == 2:
+                return shape
+        raise PlanError(f"ToDistributedConfig.input_spec has no entry of shape (rows, tokens), only {shapes}")
+    if isinstance(dataloader, DataLoader) and hasattr(dataloader.dataset, "__getitem__"):
+        rows = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
+        if rows and len(dataloader.dataset):  # type: ignore[arg-type]
+            return rows, _length(dataloader)
+    raise PlanError(
+        "picking a plan needs the size of a batch, which this dataloader does not tell; say it, e.g. "
+        'ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)}), or pass a plan'
+    )
+
+
+def _length(dataloader: DataLoader[Any]) -> int:
+    """Tokens of the longest of the first rows, as they are collated."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):  # rank 0 alone reads: it must stay where the others are
+        count = min(_ROWS_TO_MEASURE, len(dataloader.dataset))  # type: ignore[arg-type]
+        batch = dataloader.collate_fn([dataloader.dataset[index] for index in range(count)])
+    random.setstate(state)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    for tensor in [ids, *_leaves(batch)]:
+        if isinstance(tensor, Tensor) and tensor.ndim == 2:
+            return tensor.shape[1]
+    raise PlanError(
+        "picking a plan needs the length of a row, and the dataloader's batches have no tensor of shape (rows, "
+        'tokens); say it, e.g. ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)})'
+    )
+
+
+def _leaves(batch: Any) -> list[Any]:
+    return (
+        list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, tuple | list) else []
+    )
+
+
+def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
+    world = world_size()
+    per_node = max(1, world // nodes)
+    kind = _device(device, per_node)
+    return Cluster(device=kind, gpus=world, gpus_per_node=per_node)
+
+
+def _device(device: torch.device, per_node: int) -> Device:
+    """The catalogue's entry for this machine, with the memory that is really there."""
+    if device.type == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _with_memory(CATALOGUE["cpu"], free / per_node)
+    properties = torch.cuda.get_device_properties(device)
+    return _with_memory(CATALOGUE[_nearest(properties.name, properties.total_memory)], properties.total_memory)
+
+
+def _with_memory(kind: Device, memory: float) -> Device:
+    return Device(**{**vars(kind), "memory": memory})
+
+
+def _nearest(name: str, memory: int) -> str:
+    """The catalogue's name of a GPU; for one it lacks, the A100, whose ratios are usual."""
+    name = name.lower()
+    for part, entry in (("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"), ("4090", "rtx-4090"),
+                        ("mi300x", "mi300x")):  # fmt: skip
+        if part in name:
+            return entry
+    if "h100" in name:
+        return "h100-pcie" if "pcie" in name else "h100-sxm"
+    size = memory / 2**30
+    if "v100" in name:
+        return "v100-32" if size > 20 else "v100-16"
+    return "a100-40" if size < 48 else "a100-80"
+
+
+def _lines(found: Search, choice: Choice, name: str) -> list[str]:
+    """What was picked, what it costs, and why not another."""
+    job, cluster = found.job, found.cluster
+    slower = ""
+    for other in found.choices:
+        if other is not choice:
+            slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
+            break
+    against = "; ".join(f"{axis}: {reason}" for axis, reason in list(explain.reasons(found))[:2])
+    return [
+        f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e9:.2f} B parameters), "
+        f"{job.global_batch} x {job.seq_len} tokens a step on {cluster.gpus} x {cluster.device.name}",
+        f"  estimated {seconds(choice.time.total)} a step (±{found.profile.band:.0%}), "
+        f"{gib(choice.memory.total)} of {gib(found.budget)} a device; {found.fitting} of "
+        f"{found.considered} plans fit",
+        f"  {slower}{against or 'nothing was ruled out'}. Your own: ToDistributedConfig(plan=ParallelPlan(...))",
+    ]

@@ -1,0 +1,27 @@
+"""Sizes and durations as people read them."""
+
+from __future__ import annotations
+
+_GIB = 2**30
+
+
+def gib(value: float) -> str:
+    """Return bytes as text.
+
+    Example:
+        >>> gib(1.5 * 2**30)
+        '1.5 GiB'
+    """
+    return f"{value / _GIB:.1f} GiB"
+
+
+def seconds(value: float) -> str:
+    """Return a duration as text, of three digits.
+
+    Example:
+        >>> seconds(91.74), seconds(7.297), seconds(0.0213)
+        ('91.7 s', '7.30 s', '21 ms')
+    """
+    if value >= 1:
+        return f"{value:.0f} s" if value >= 100 else f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
+    return f"{1e3 * value:.0f} ms" if value >= 0.01 else f"{1e3 * value:.1f} ms"
