@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -49,34 +50,34 @@ def compute_probes(device: torch.device, dtype: torch.dtype, *, rate: float, lon
     most = rate * longest
     for rows, (inner, columns) in _bearable(most):
         sizes = {"rows": rows, "inner": inner, "columns": columns}
-        yield Probe(kind="matmul", make=lambda s=(rows, inner, columns): _forward(new, *s), sizes=sizes)
-        yield Probe(kind="matmul backward", make=lambda s=(rows, inner, columns): _backward(new, *s), sizes=sizes)
+        yield Probe(kind="matmul", make=partial(_forward, new, rows, inner, columns), sizes=sizes)
+        yield Probe(kind="matmul backward", make=partial(_backward, new, rows, inner, columns), sizes=sizes)
     for length in (128, 256, 512, 1024, 2048, 4096):
         if 7 * _HEADS * _HEAD_DIM * length**2 <= most / 3:
             sizes = {"length": length, "heads": _HEADS, "head_dim": _HEAD_DIM}
-            yield Probe(kind="attention", make=lambda n=length: _attention(new, n), sizes=sizes)
+            yield Probe(kind="attention", make=partial(_attention, new, length), sizes=sizes)
     for rows, width in ((512, 512), (2048, 512), (2048, 2048), (8192, 4096)):
         if rows * width * 3000 <= most or rows * width <= 2**18:
             sizes = {"rows": rows, "width": width}
             for kind, make in _ELEMENTWISE.items():
-                yield Probe(kind=kind, make=lambda m=make, s=(rows, width): m(new, *s), sizes=sizes)
+                yield Probe(kind=kind, make=partial(make, new, rows, width), sizes=sizes)
     for length, hidden in ((256, 256), (256, 512), (512, 512), (512, 1024), (2048, 1024), (2048, 4096)):
         if _layer_flops(length, hidden) <= most:
             sizes = {"length": length, "hidden": hidden, "ffn": 4 * hidden}
-            yield Probe(kind="layer", make=lambda s=(length, hidden): _layer(device, dtype, *s), sizes=sizes)
-    yield Probe(kind="launch", make=lambda: _layer(device, dtype, 4, 64))
+            yield Probe(kind="layer", make=partial(_layer, device, dtype, length, hidden), sizes=sizes)
+    yield Probe(kind="launch", make=partial(_layer, device, dtype, 4, 64))
     elements = 2**26 if device.type == "cuda" else 2**23
-    yield Probe(kind="stream", make=lambda: _stream(new, elements), sizes={"elements": elements})
+    yield Probe(kind="stream", make=partial(_stream, new, elements), sizes={"elements": elements})
     for count, each in ((64, _TINY), (8, 2**24 if device.type == "cuda" else 2**18)):
         sizes = {"parameters": count, "elements": count * each}
-        yield Probe(kind="adamw", make=lambda s=(count, each): _adamw(new, *s), sizes=sizes)
+        yield Probe(kind="adamw", make=partial(_adamw, new, count, each), sizes=sizes)
 
 
 def _bearable(most: float) -> list[tuple[int, tuple[int, int]]]:
     table = [
         (rows, weight)
         for rows, weight in itertools.product(_ROWS, _WEIGHTS)
-        if 4 * rows * weight[0] * weight[1] <= most or rows == _ROWS[0] and weight[0] <= 512
+        if 4 * rows * weight[0] * weight[1] <= most or (rows == _ROWS[0] and weight[0] <= 512)
     ]
     table.sort(key=lambda size: size[0] * size[1][0] * size[1][1])
     step = max(1.0, len(table) / _MATMULS)
@@ -101,7 +102,8 @@ def _attention(new: New, length: int) -> Run:
     grad = new(1, _HEADS, length, _HEAD_DIM)
 
     def run() -> object:
-        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), is_causal=True)
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.autograd.grad(out, qkv, grad)
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ def copy_probes(device: torch.device) -> Iterator[Probe]:
     """Yield what to measure."""
     for size in _SIZES:
         for kind in ("host to device", "device to host") if device.type == "cuda" else ("memory to memory",):
-            yield Probe(kind=kind, make=lambda k=kind, s=size: _copy(device, k, s), sizes={"bytes": size})
+            yield Probe(kind=kind, make=partial(_copy, device, kind, size), sizes={"bytes": size})
 
 
 def _copy(device: torch.device, kind: str, size: int) -> Run:

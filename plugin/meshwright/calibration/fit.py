@@ -19,9 +19,10 @@ from meshwright.planner.time import StepModel
 
 Array = NDArray[np.float64]
 
-_TILE = 128
-_REMOTE = 5.0  # latency between nodes over that inside one, as StepModel has it
+_TILE, _REMOTE = 128, 5.0  # StepModel's tile, and its latency between nodes over that inside one
 _LEAST = 1e-3
+_REWEIGHTED = 10
+_SMALL = 2**13  # bytes up to which a collective is all latency: the fastest time says what it is without waiting
 _NARROWEST = 0.10  # of a band: a training step holds more than was measured
 _NINE_OF_TEN = 1.645
 _LARGE = 2**18  # bytes from which a collective says something about rates
@@ -37,7 +38,8 @@ class Fitted:
     Args:
         device: the machine, by its best measured rates.
         coefficients: what is reached of them.
-        band: relative error that nine of ten measured layers and large collectives stay within; 10 % at least.
+        band: relative error that nine of ten steps should stay within, from those of layers and of large collectives;
+            10 % at least.
         residuals: by kind, the root mean square of log(estimated / measured).
     """
 
@@ -106,12 +108,13 @@ def fit(
         shares_host=shares_host,
         source="measured by meshwright calibrate",
     )
-    errors = _errors(by_kind, collectives, device, coefficients, itemsize)
-    deciding = [*errors.get("layer", ()), *errors.get("large collective", ())] or errors["matmul"]
+    errors, share = _errors(by_kind, collectives, device, coefficients, itemsize)
+    compute = _rms(errors["layer"] or errors["matmul"])
+    deviation = math.hypot((1 - share) * compute, share * _rms(errors["large collective"]))
     return Fitted(
         device=device,
         coefficients=coefficients,
-        band=max(_NARROWEST, math.expm1(_NINE_OF_TEN * _rms(deciding))),
+        band=max(_NARROWEST, math.expm1(_NINE_OF_TEN * deviation)),
         residuals={kind: _rms(values) for kind, values in errors.items() if values},
     )
 
@@ -119,23 +122,29 @@ def fit(
 def nonnegative(columns: Array, seconds: Array) -> Array:
     """Return the nonnegative weights of the columns that give the seconds with the least relative errors.
 
-    Args:
-        columns: [points, columns], few of them: every subset is tried.
-        seconds: [points].
+    Args: columns: [points, columns], few of them: every subset is tried; seconds: [points].
 
     Example:
         >>> nonnegative(np.array([[1.0, 1.0], [1.0, 3.0]]), np.array([3.0, 7.0])).round(6).tolist()
         [1.0, 2.0]
     """
-    scaled, ones = columns / seconds[:, None], np.ones(len(seconds))
+    scale = seconds
+    weights = _least_squares(columns / scale[:, None], seconds / scale)
+    for _ in range(_REWEIGHTED):
+        # (a - b)^2 / (a b) is log(a / b)^2 nearly: what is too small counts as what is too large.
+        scale = np.sqrt(np.maximum(columns @ weights, seconds * 1e-3) * seconds)
+        weights = _least_squares(columns / scale[:, None], seconds / scale)
+    return weights
+
+
+def _least_squares(columns: Array, wanted: Array) -> Array:
     best, least = np.zeros(columns.shape[1]), math.inf
     for count in range(1, columns.shape[1] + 1):
         for chosen in itertools.combinations(range(columns.shape[1]), count):
-            part = scaled[:, chosen]
-            weights = np.linalg.lstsq(part, ones, rcond=None)[0]
-            error = float(((part @ weights - ones) ** 2).sum())
-            # A column more must earn its place: without this, noise would give every column some weight.
-            if (weights >= 0).all() and error < least * (1 - 1e-9):
+            part = columns[:, chosen]
+            weights = np.linalg.lstsq(part, wanted, rcond=None)[0]
+            error = float(((part @ weights - wanted) ** 2).sum())
+            if (weights >= 0).all() and error < least:
                 best, least = np.zeros(columns.shape[1]), error
                 best[list(chosen)] = weights
     return best
@@ -158,7 +167,7 @@ def _matmul(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
     ideal = np.array([_flops(point) / flops for point in points])
     columns = np.stack([ideal, ideal * np.array([_tail(point) for point in points])], axis=1)
     full, tail = nonnegative(columns, _seconds(points))
-    if not full:  # sizes that are all small: the rate of a large one is not known, the best one stands for it
+    if not full:  # all sizes are small: the best one stands for a large one
         return 1.0, max(_LEAST, float(tail))
     return 1 / float(full), max(_LEAST, float(tail / full))
 
@@ -209,7 +218,8 @@ def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, f
         row[0] = passes * math.log2(size) * (_REMOTE if is_remote else 1)
         volume = passes * point.sizes["bytes"] * (size - 1) / size
         row[2 if is_remote else 1] = volume / (max(1, per_node // stride) if is_remote else 1)
-    latency, inside, across = (float(value) or None for value in nonnegative(columns, _seconds(points)))
+    seconds = np.array([point.fastest if point.sizes["bytes"] <= _SMALL else point.seconds for point in points])
+    latency, inside, across = (float(value) or None for value in nonnegative(columns, seconds))
     return latency, inside and 1 / inside, across and 1 / across
 
 
@@ -228,8 +238,11 @@ def _errors(
     device: Device,
     coefficients: Coefficients,
     itemsize: int,
-) -> dict[str, list[float]]:
-    """Return log(estimated / measured) by kind, by the planner's own model; no layer took part in the fit."""
+) -> tuple[dict[str, list[float]], float]:
+    """Return log(estimated / measured) by kind, by the planner's own model, and communication's share of a step.
+
+    No layer took part in the fit. The share is that of the largest measured layer if two ranks divided it.
+    """
     model = StepModel(_layer_shape(256, 1024), Cluster(device=device, gpus=1, gpus_per_node=1), coefficients)
 
     def matmul(point: Measurement) -> float:
@@ -238,12 +251,15 @@ def _errors(
             sizes["rows"], sizes["inner"], sizes["columns"]
         )
 
-    def layer(point: Measurement) -> float:
+    def work(point: Measurement, plan: Candidate, cluster: Cluster) -> tuple[float, float]:
         shape = _layer_shape(point.sizes["hidden"], point.sizes["ffn"])
         job = Job(seq_len=point.sizes["length"], global_batch=1)
         job = job.in_32_bits() if itemsize == 4 else job
-        work = StepModel(shape, model.cluster, coefficients).layer(Candidate(), job)
-        return work.forward + work.backward
+        found = StepModel(shape, cluster, coefficients).layer(plan, job)
+        return found.forward + found.backward, found.tensor
+
+    def layer(point: Measurement) -> float:
+        return work(point, Candidate(), model.cluster)[0]
 
     def collective(point: Measurement) -> float:
         size, stride, per_node = (point.sizes[name] for name in ("group", "stride", "per_node"))
@@ -259,7 +275,12 @@ def _errors(
         ("collective", collectives, collective),
         ("large collective", [point for point in collectives if point.sizes["bytes"] >= _LARGE], collective),
     )  # fmt: skip
-    return {kind: [math.log(estimate(point) / point.seconds) for point in points] for kind, points, estimate in groups}
+    share = 0.0
+    if collectives and (layers := by_kind.get("layer")):
+        total, sent = work(layers[-1], Candidate(tp=2), Cluster(device=device, gpus=2, gpus_per_node=2))
+        share = sent / total
+    logs = {kind: [math.log(estimate(point) / point.seconds) for point in points] for kind, points, estimate in groups}
+    return logs, share
 
 
 def _layer_shape(hidden: int, ffn: int) -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,13 @@ def measure(
 
 def _measurement(probe: Probe, samples: Sequence[float]) -> Measurement:
     low, middle, high = statistics.quantiles(samples, n=4)
-    return Measurement(kind=probe.kind, sizes=probe.sizes, seconds=middle, spread=(high - low) / 2 / middle)
+    return Measurement(
+        kind=probe.kind,
+        sizes=probe.sizes,
+        seconds=middle,
+        fastest=min(samples),
+        spread=(high - low) / 2 / middle,
+    )
 
 
 def _is_time_left(start: float, seconds: float, rounds: int) -> bool:
@@ -111,4 +118,4 @@ def _pooled(samples: list[list[float]]) -> list[list[float]]:
         return samples
     gathered: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, samples)
-    return [sum(columns, []) for columns in zip(*gathered, strict=True)]
+    return [list(itertools.chain(*columns)) for columns in zip(*gathered, strict=True)]

@@ -1,4 +1,4 @@
-"""What a cluster can do: its devices and links, the efficiencies that calibration fits, and the file that keeps them."""
+"""What a cluster can do: its devices and links, the efficiencies that calibration fits, and their file."""
 
 from __future__ import annotations
 
@@ -125,12 +125,14 @@ class Measurement:
         kind: what ran, e.g. "matmul" or "all_gather".
         sizes: its sizes by name.
         seconds: its median time, on all processes.
+        fastest: its shortest time.
         spread: half the distance between the quartiles, over the median: how far to trust it.
     """
 
     kind: str
     sizes: Mapping[str, int]
     seconds: float
+    fastest: float
     spread: float = 0.0
 
 
