@@ -12,6 +12,7 @@ from meshwright.calibration.timing import Probe, Run
 from meshwright.parallel.collectives import Axis, all_gather, all_reduce, reduce_scatter, start_all_reduce
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))  # 1 KiB to 64 MiB
+_ALWAYS, _SLOW = 2**20, 2**28  # bytes that are measured in any case, and a second on a slow link
 _BESIDE = 2**24  # bytes of a gradient bucket that is reduced beside compute
 _OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "all_reduce": all_reduce,
@@ -62,6 +63,8 @@ def communication_probes(device: torch.device, per_node: int, *, longest: float,
         sizes = {"group": axis.size, "stride": stride, "per_node": per_node}
         for kind, operation in _OPERATIONS.items():
             for total in _SIZES:
+                if total > max(_ALWAYS, _SLOW * longest):
+                    break
                 make = _collective(operation, axis, total, device, divided=kind == "all_gather")
                 yield Probe(kind=kind, make=make, sizes={"bytes": total, **sizes})
     widest = groups[-1][1]

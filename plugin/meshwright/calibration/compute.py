@@ -62,7 +62,7 @@ def compute_probes(device: torch.device, dtype: torch.dtype, *, rate: float, lon
             for kind, make in _ELEMENTWISE.items():
                 yield Probe(kind=kind, make=partial(make, new, rows, width), sizes=sizes)
     for length, hidden in ((256, 256), (256, 512), (512, 512), (512, 1024), (2048, 1024), (2048, 4096)):
-        if _layer_flops(length, hidden) <= most:
+        if hidden == 256 or _layer_flops(length, hidden) <= most:  # one layer at least, to hold the fit against
             sizes = {"length": length, "hidden": hidden, "ffn": 4 * hidden}
             yield Probe(kind="layer", make=partial(_layer, device, dtype, length, hidden), sizes=sizes)
     yield Probe(kind="launch", make=partial(_layer, device, dtype, 4, 64))
