@@ -224,9 +224,9 @@ def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, f
 
 
 def _overlap(by_kind: dict[str, list[Measurement]]) -> float:
-    """Return how much of a transfer hides behind compute, of what could."""
+    """Return how much of a transfer hides behind compute, of what could; by the fastest times, which compare."""
     try:
-        transfer, compute, both = (by_kind[kind][0].seconds for kind in ("transfer alone", "compute alone", "both"))
+        transfer, compute, both = (by_kind[kind][0].fastest for kind in ("transfer alone", "compute alone", "both"))
     except KeyError:
         return Coefficients().overlap
     return min(0.98, max(0.02, (transfer + compute - both) / min(transfer, compute)))

@@ -196,7 +196,8 @@ class HardwareProfile:
         if gpus > per_node and self.nodes == 1 and slow_link is None:
             raise PlanError(
                 f"profile {self.name!r} measured one node, and --gpus {gpus} need {math.ceil(gpus / per_node)}; give "
-                "--interconnect, or launch meshwright calibrate with torchrun on two nodes"
+                f"--interconnect, launch meshwright calibrate with torchrun on two nodes or, where one node has all "
+                f"{gpus}, use meshwright calibrate --processes {gpus}"
             )
         return Cluster(device=self.device, gpus=gpus, gpus_per_node=per_node, slow_link=slow_link)
 
