@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import PlanError
-from meshwright.planner.hardware import CATALOGUE, Cluster, Coefficients, HardwareProfile, device
+from meshwright.planner.hardware import CATALOGUE, PROFILE_VERSION, Cluster, Coefficients, HardwareProfile, device
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -64,8 +64,8 @@ def test_profile_comes_back_as_saved(tmp_path: Path) -> None:
         ("{", "not a hardware profile"),
         ("{}", "no version"),
         (json.dumps({"version": 99, "name": "x"}), "version 99"),
-        (json.dumps({"version": 1, "name": "x"}), "coefficients"),
-        (json.dumps({"version": 1, "name": "x", "coefficients": {"matmul": -1.0}}), "matmul=-1.0"),
+        (json.dumps({"version": PROFILE_VERSION, "name": "x"}), "coefficients"),
+        (json.dumps({"version": PROFILE_VERSION, "name": "x", "coefficients": {"matmul": -1.0}}), "matmul=-1.0"),
         (None, "no such profile"),
     ],
 )

@@ -23,7 +23,7 @@ from meshwright.parallel.outcome import text_from_first
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import CATALOGUE, Cluster, Device, HardwareProfile
+from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.plan_file import read_plan, runnable_fields
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import describe
@@ -112,13 +112,9 @@ def _search(
         )
     profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
     cluster = _cluster(device, nodes, profile)
-    job = Job(
-        seq_len=length,
-        global_batch=rows,
-        weight_bytes=next(model.parameters()).element_size(),
-        own_runtime=True,
-        on_cpu=device.type == "cpu",
-    )
+    job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu")
+    if next(model.parameters()).element_size() == 4:
+        job = job.in_32_bits()
     budget = config.memory_budget
     if budget is not None and budget <= 1:
         budget *= cluster.device.memory
@@ -207,26 +203,23 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
+    """What was launched, with the memory that is really there."""
     world = world_size()
     per_node = max(1, world // nodes)
-    kind = _device(device, per_node)
-    return Cluster(device=kind, gpus=world, gpus_per_node=per_node)
-
-
-def _device(device: torch.device, per_node: int) -> Device:
-    """The catalogue's entry for this machine, with the memory that is really there."""
     if device.type == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return _with_memory(CATALOGUE["cpu"], free / per_node)
-    properties = torch.cuda.get_device_properties(device)
-    return _with_memory(CATALOGUE[_nearest(properties.name, properties.total_memory)], properties.total_memory)
+        kind, memory = "cpu", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_node
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        memory = properties.total_memory
+        kind = _nearest(properties.name, memory)
+    if profile is not None and profile.device is not None:
+        cluster = profile.cluster(gpus=world, gpus_per_node=per_node)
+    else:
+        cluster = Cluster(device=CATALOGUE[kind], gpus=world, gpus_per_node=per_node)
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
 
 
-def _with_memory(kind: Device, memory: float) -> Device:
-    return Device(**{**vars(kind), "memory": memory})
-
-
-def _nearest(name: str, memory: int) -> str:
+def _nearest(name: str, memory: float) -> str:
     """The catalogue's name of a GPU; for one it lacks, the A100, whose ratios are usual."""
     name = name.lower()
     for part, entry in (("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"), ("4090", "rtx-4090"),

@@ -1,8 +1,9 @@
-"""The command line: ``meshwright plan``."""
+"""The command line: ``meshwright plan`` and ``meshwright calibrate``."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,11 +48,16 @@ def plan(
         Path | None,
         typer.Option(help="A transformers config.json, or a directory that holds one. No weights are read."),
     ] = None,
-    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 8,
-    gpus_per_node: Annotated[int, typer.Option(help="Devices in one node.")] = 8,
+    gpus: Annotated[int | None, typer.Option(help="Devices in all; 8, or those that --profile measured.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Devices in one node; 8, or those that --profile measured.")
+    ] = None,
     gpu: Annotated[
-        str, typer.Option(help="Their name, e.g. a100-80, h100-sxm, h200, b200, rtx-4090, cpu.")
-    ] = "h100-sxm",
+        str | None,
+        typer.Option(
+            help="Their name, e.g. a100-80, h100-sxm, h200, b200, rtx-4090, cpu; h100-sxm, or what --profile measured."
+        ),
+    ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 4096,
     global_batch: Annotated[int, typer.Option(help="Sequences of one optimizer step, over all devices.")] = 64,
     precision: Annotated[Precision, typer.Option(help="Of the layers' matmuls.")] = Precision.bf16,
@@ -60,7 +66,7 @@ def plan(
     ] = None,
     memory: Annotated[float, typer.Option(help="Share of the device's memory that a plan may fill.")] = 0.9,
     profile: Annotated[
-        Path | None, typer.Option(help="A hardware profile; the catalogue's figures by default.")
+        Path | None, typer.Option(help="What meshwright calibrate wrote; the catalogue's figures by default.")
     ] = None,
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
     allow_future: Annotated[bool, typer.Option(help="Also plan what this version cannot run yet.")] = False,
@@ -106,9 +112,53 @@ def plan(
         sys.exit(2)
 
 
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.json"),
+    processes: Annotated[
+        int | None, typer.Option(help="To measure with at once; one for each GPU by default, or 2 on CPU.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="To compute in: float32, bfloat16 or float16; bfloat16 on GPUs, float32 on CPU.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="To spend measuring, about.")] = 100.0,
+) -> None:
+    """Measure this machine, so that plan's estimates are its own rather than the catalogue's.
+
+    Measured are matmuls, attention and elementwise work by size, whole layers, the optimizer, collectives by size and
+    group, and copies, on all processes at once, as in training. Train nothing else meanwhile: what runs beside it is
+    measured too. On CPU each process has as many threads as OMP_NUM_THREADS says, one if it says nothing.
+
+    For example:
+
+      meshwright calibrate --output profile.json
+
+      torchrun --nproc-per-node 8 --nnodes 2 ... -m meshwright.cli calibrate --output profile.json
+
+      meshwright plan --model config.json --profile profile.json
+    """
+    try:
+        from meshwright.calibration.measure import calibrate as measure
+        from meshwright.calibration.report import report
+
+        if not output.parent.is_dir():
+            raise ValueError(f"--output {output}: there is no directory {output.parent}")
+        profile = measure(processes=processes, dtype=dtype, seconds=seconds)
+        if profile is not None:
+            profile.save(output)
+            typer.echo(report(profile, output))
+    except ValueError as error:
+        typer.echo(f"meshwright calibrate: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("meshwright calibrate: interrupted, nothing was written", err=True)
+        sys.exit(130)
+
+
 def _search(
-    model: Path, gpus: int, gpus_per_node: int, gpu: str, seq_len: int, global_batch: int, precision: Precision,
-    interconnect: float | None, memory: float, profile: Path | None, top: int, allow_future: bool,
+    model: Path, gpus: int | None, gpus_per_node: int | None, gpu: str | None, seq_len: int, global_batch: int,
+    precision: Precision, interconnect: float | None, memory: float, profile: Path | None, top: int,
+    allow_future: bool,
 ) -> Search:  # fmt: skip
     # Imported here: --help need not wait for them.
     from meshwright.planner.candidate import Job
@@ -122,27 +172,30 @@ def _search(
         raise ValueError(f"--top={top} must be at least 1")
     if interconnect is not None and not interconnect > 0:
         raise ValueError(f"--interconnect={interconnect} must be above zero Gb/s")
-    kind = device(gpu)
+    measured = HardwareProfile.load(profile) if profile else None
+    slow_link = interconnect and interconnect / 8 * 1e9
+    job = Job(seq_len=seq_len, global_batch=global_batch, precision=precision.value, own_runtime=True)
+    if measured is not None and measured.device is not None:
+        if gpu is not None:
+            raise ValueError(f"--gpu {gpu}, but {profile} measured {measured.device.name!r}; leave out one of them")
+        cluster = measured.cluster(gpus=gpus, gpus_per_node=gpus_per_node, slow_link=slow_link)
+    else:
+        cluster = Cluster(
+            device=device(gpu or "h100-sxm"), gpus=8 if gpus is None else gpus,
+            gpus_per_node=8 if gpus_per_node is None else gpus_per_node, slow_link=slow_link,
+        )  # fmt: skip
+    if cluster.device.shares_host:
+        job = replace(job, on_cpu=True)
+    if (measured.dtype if measured and measured.dtype else "float32" if job.on_cpu else "bfloat16") == "float32":
+        job = job.in_32_bits()
     return search(
         describe(model),
-        Cluster(
-            device=kind,
-            gpus=gpus,
-            gpus_per_node=gpus_per_node,
-            slow_link=interconnect and interconnect / 8 * 1e9,
-        ),
-        Job(
-            seq_len=seq_len,
-            global_batch=global_batch,
-            precision=precision.value,
-            own_runtime=True,
-            on_cpu=kind.name == "cpu",
-            weight_bytes=4 if kind.name == "cpu" else 2,
-        ),
-        HardwareProfile.load(profile) if profile else None,
+        cluster,
+        job,
+        measured,
         allow_future=allow_future,
         top=top,
-        budget=memory * kind.memory,
+        budget=memory * cluster.device.memory,
     )
 
 

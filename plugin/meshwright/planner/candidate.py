@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -25,6 +25,7 @@ class Job:
         gradient_bytes: bytes of one gradient.
         optimizer_bytes: bytes of optimizer state for one weight: 8 for Adam over 32-bit weights, 12 with a 32-bit
             master copy of 16-bit ones.
+        activation_bytes: bytes of one activation: 2, or 4 where everything is computed in 32 bits.
         fused_attention: the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
         own_runtime: it runs on this library, whose memory is known tensor by tensor; else on one like Megatron-LM.
         on_cpu: on CPU with gloo.
@@ -43,6 +44,7 @@ class Job:
     weight_bytes: int = 2
     gradient_bytes: int = 2
     optimizer_bytes: int = 12
+    activation_bytes: int = 2
     fused_attention: bool = True
     own_runtime: bool = False
     on_cpu: bool = False
@@ -54,6 +56,15 @@ class Job:
                 raise PlanError(f"--{name.replace('_', '-')}={value!r} must be a positive integer")
         if self.precision not in ("bf16", "fp8"):
             raise PlanError(f"--precision={self.precision!r} must be 'bf16' or 'fp8'")
+
+    def in_32_bits(self) -> Job:
+        """Return the same job with everything in 32 bits, as Adam trains a float32 model.
+
+        Example:
+            >>> Job(seq_len=8, global_batch=2).in_32_bits().activation_bytes
+            4
+        """
+        return replace(self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4)
 
     @property
     def tokens(self) -> int:

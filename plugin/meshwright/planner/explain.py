@@ -174,8 +174,9 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
 def error_band(found: Search) -> str:
     """Return how far to trust the estimates."""
     profile, first = found.profile, found.choices[0].time.total
+    kind = "points" if profile.points else "runs"
     source = (
-        f"{profile.rows} measured runs" if profile.rows else "the catalogue alone, nothing measured on this cluster"
+        f"{profile.rows} measured {kind}" if profile.rows else "the catalogue alone, nothing measured on this cluster"
     )
     low, high = first / (1 + profile.band), first * (1 + profile.band)
     return (

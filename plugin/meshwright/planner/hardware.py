@@ -1,144 +1,22 @@
-"""What a cluster can do: devices by name, links, and the efficiencies that calibration fits."""
+"""What a cluster can do: its devices and links, the efficiencies that calibration fits, and their file."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.planner.devices import CATALOGUE, Device, device
 
-PROFILE_VERSION = 1
+__all__ = ["CATALOGUE", "Cluster", "Coefficients", "Device", "HardwareProfile", "Measurement", "device"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """One accelerator, by its data sheet.
-
-    Args:
-        name: its name in the catalogue.
-        memory: bytes of device memory.
-        flops: dense 16-bit matrix operations a second; ``flops_8bit`` the same for 8 bits, where it has them.
-        bandwidth: bytes a second between the device and its memory.
-        fast_link: bytes a second that one device sends to others in its fast domain (NVLink, xGMI, PCIe).
-        fast_domain: devices that the fast link joins.
-        slow_link: bytes a second that one device sends to other nodes, in the systems it is usually sold in.
-        sustained: fraction of ``flops`` that the best matmul of all shapes reaches; ``sustained_8bit`` likewise.
-        source: where these figures come from.
-    """
-
-    name: str
-    memory: float
-    flops: float
-    bandwidth: float
-    fast_link: float
-    slow_link: float
-    fast_domain: int = 8
-    flops_8bit: float | None = None
-    sustained: float = 0.80
-    sustained_8bit: float = 0.72
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("memory", "flops", "bandwidth", "fast_link", "slow_link", "fast_domain"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"Device {self.name}: {name}={getattr(self, name)!r} must be above zero")
-
-
-_GB, _T = 1e9, 1e12
-_GIB = 2**30
-_NVIDIA = "NVIDIA data sheet, dense figures; "
-
-# ``sustained``: "Maximum achievable matmul FLOPS", measured by the ml-engineering book (github:stas00/ml-engineering,
-# compute/accelerator); devices that its table lacks keep the default.
-CATALOGUE: Mapping[str, Device] = {
-    device.name: device
-    for device in (
-        Device(
-            name="a100-40", memory=40 * _GIB, flops=312 * _T, bandwidth=1555 * _GB, fast_link=300 * _GB,
-            slow_link=25 * _GB, sustained=0.869,
-            source=_NVIDIA + "A100 SXM 40 GB; HGX: 8 x 200 Gb/s",
-        ),
-        Device(
-            name="a100-80", memory=80 * _GIB, flops=312 * _T, bandwidth=2039 * _GB, fast_link=300 * _GB,
-            slow_link=25 * _GB, sustained=0.869,
-            source=_NVIDIA + "A100 SXM 80 GB; HGX: 8 x 200 Gb/s",
-        ),
-        Device(
-            name="h100-sxm", memory=80 * _GIB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=3350 * _GB,
-            fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
-            source=_NVIDIA + "H100 SXM; HGX: 8 x 400 Gb/s",
-        ),
-        Device(
-            name="h100-pcie", memory=80 * _GIB, flops=756 * _T, flops_8bit=1513 * _T, bandwidth=2000 * _GB,
-            fast_link=50 * _GB, slow_link=25 * _GB, source=_NVIDIA + "H100 PCIe; PCIe 5 x16 between devices",
-        ),
-        Device(
-            name="h200", memory=141 * _GB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=4800 * _GB,
-            fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.734,
-            source=_NVIDIA + "H200 SXM; HGX: 8 x 400 Gb/s",
-        ),
-        Device(
-            name="b200", memory=180 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, bandwidth=7700 * _GB,
-            fast_link=900 * _GB, slow_link=50 * _GB, sustained=0.776, sustained_8bit=0.763,
-            source=_NVIDIA + "HGX B200, per device; 8 x 400 Gb/s",
-        ),
-        Device(
-            name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, bandwidth=8000 * _GB,
-            fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729, sustained_8bit=0.723,
-            source=_NVIDIA + "GB200 NVL72, per device",
-        ),
-        Device(
-            name="l40s", memory=48 * _GIB, flops=362 * _T, flops_8bit=733 * _T, bandwidth=864 * _GB,
-            fast_link=25 * _GB, slow_link=12.5 * _GB, source=_NVIDIA + "L40S; PCIe 4 x16 between devices",
-        ),
-        Device(
-            name="rtx-4090", memory=24 * _GIB, flops=165 * _T, flops_8bit=330 * _T, bandwidth=1008 * _GB,
-            fast_link=20 * _GB, slow_link=12.5 * _GB,
-            source=_NVIDIA + "Ada white paper, 16 bits with fp32 sums; PCIe 4 through the host, no peer access",
-        ),
-        Device(
-            name="v100-16", memory=16 * _GIB, flops=125 * _T, bandwidth=900 * _GB, fast_link=150 * _GB,
-            slow_link=12.5 * _GB, source=_NVIDIA + "V100 SXM2 16 GB",
-        ),
-        Device(
-            name="v100-32", memory=32 * _GIB, flops=125 * _T, bandwidth=900 * _GB, fast_link=150 * _GB,
-            slow_link=12.5 * _GB, source=_NVIDIA + "V100 SXM2 32 GB",
-        ),
-        Device(
-            name="mi300x", memory=192 * _GIB, flops=1307 * _T, flops_8bit=2615 * _T, bandwidth=5300 * _GB,
-            fast_link=448 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
-            source="AMD data sheet MI300X, dense; 7 xGMI links of 64 GB/s",
-        ),
-        Device(
-            name="cpu", memory=16 * _GIB, flops=0.1 * _T, bandwidth=20 * _GB, fast_link=2 * _GB, slow_link=1 * _GB,
-            fast_domain=1024, source="a guess for one process of a generic CPU; measure yours",
-        ),
-    )
-}  # fmt: skip
-
-
-def device(name: str) -> Device:
-    """Return a device of the catalogue.
-
-    Raises:
-        PlanError: no such name; the nearest ones are named.
-
-    Example:
-        >>> device("h100-sxm").flops / 1e12
-        989.0
-    """
-    key = name.lower().replace("_", "-").replace(" ", "-")
-    if key in CATALOGUE:
-        return CATALOGUE[key]
-    near = difflib.get_close_matches(key, CATALOGUE, n=3, cutoff=0.3) or sorted(CATALOGUE)
-    near += [known for known in CATALOGUE if known.startswith(key) and known not in near]
-    raise PlanError(f"--gpu {name!r} is not in the catalogue; nearest: {', '.join(near)}. All: {', '.join(CATALOGUE)}")
+PROFILE_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +119,25 @@ class Coefficients:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The time of one thing that was measured.
+
+    Args:
+        kind: what ran, e.g. "matmul" or "all_gather".
+        sizes: its sizes by name.
+        seconds: its median time, on all processes.
+        fastest: its shortest time.
+        spread: half the distance between the quartiles, over the median: how far to trust it.
+    """
+
+    kind: str
+    sizes: Mapping[str, int]
+    seconds: float
+    fastest: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
     """The coefficients of a cluster and how far to trust them.
 
@@ -250,6 +147,11 @@ class HardwareProfile:
         band: relative error that nine of ten estimates stay within.
         rows: measured rows behind the coefficients, 0 for the catalogue's.
         measured: software versions and the date, as free text by key.
+        device: the machine itself as measured; None where the coefficients go with a device of the catalogue.
+        dtype: that was measured, "float32" or "bfloat16"; with ``device``.
+        processes: on each node that ran at once; processes of one host share its cores, so others differ.
+        nodes: that were measured; the links between nodes are known from two on.
+        points: the raw measurements.
 
     Example:
         >>> HardwareProfile(name="catalogue").rows
@@ -261,13 +163,51 @@ class HardwareProfile:
     band: float = 0.35
     rows: int = 0
     measured: Mapping[str, str] = field(default_factory=dict)
+    device: Device | None = None
+    dtype: str | None = None
+    processes: int = 1
+    nodes: int = 1
+    points: tuple[Measurement, ...] = ()
+
+    def cluster(
+        self, *, gpus: int | None = None, gpus_per_node: int | None = None, slow_link: float | None = None
+    ) -> Cluster:
+        """Return a cluster of the measured device, by default the one that was measured.
+
+        Args:
+            gpus: devices in all.
+            gpus_per_node: devices in one node.
+            slow_link: bytes a second of one device between nodes, where that was not measured.
+
+        Raises:
+            PlanError: a size that the measurements say nothing about.
+        """
+        if self.device is None:
+            raise PlanError(f"profile {self.name!r} measured no device; name one with --gpu")
+        per_node = gpus_per_node or min(gpus or self.processes, self.processes)
+        gpus = gpus or self.processes * self.nodes
+        busy = min(gpus, per_node)
+        is_shared = self.device.shares_host and busy != self.processes
+        if is_shared or busy > self.processes:
+            why = "they share its cores" if is_shared else "its links to more are not known"
+            raise PlanError(
+                f"profile {self.name!r} holds for {self.processes} process(es) on a host, not {busy}: {why}; use "
+                f"--gpus-per-node {self.processes}, or meshwright calibrate --processes {busy}"
+            )
+        if gpus > per_node and self.nodes == 1 and slow_link is None:
+            raise PlanError(
+                f"profile {self.name!r} measured one node, and --gpus {gpus} need {math.ceil(gpus / per_node)}; give "
+                f"--interconnect, launch meshwright calibrate with torchrun on two nodes or, where one node has all "
+                f"{gpus}, use meshwright calibrate --processes {gpus}"
+            )
+        return Cluster(device=self.device, gpus=gpus, gpus_per_node=per_node, slow_link=slow_link)
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         Path(path).write_text(json.dumps({"version": PROFILE_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> HardwareProfile:
+    def load(cls, path: str | os.PathLike[str]) -> HardwareProfile:
         """Read a profile that ``save`` wrote.
 
         Raises:
@@ -276,7 +216,7 @@ class HardwareProfile:
         try:
             content: Any = json.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise PlanError(f"{path}: no such profile") from None
+            raise PlanError(f"{path}: no such profile; write one with meshwright calibrate --output {path}") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"{path}: not a hardware profile ({error})") from None
         if not isinstance(content, dict) or "version" not in content:
@@ -288,6 +228,9 @@ class HardwareProfile:
             )
         try:
             content["coefficients"] = Coefficients(**content["coefficients"])
+            if content.get("device") is not None:
+                content["device"] = Device(**content["device"])
+            content["points"] = tuple(Measurement(**point) for point in content.get("points", ()))
             return cls(**content)
         except (KeyError, TypeError) as error:
             raise PlanError(f"{path}: not a hardware profile ({error})") from None

@@ -70,15 +70,18 @@ def layer_activations(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """
     rows = plan.micro_batch * job.seq_len / plan.cp
     split = plan.tp if plan.sequence_parallel else 1
-    attention = 4 * shape.query_width + 4 * shape.local_kv_width(plan.tp) * plan.tp
-    mlp = (8 if shape.gated else 4) * shape.ffn
-    return rows * (16 * shape.hidden / split + (attention + mlp + 4 * shape.heads) / plan.tp)
+    width = job.activation_bytes
+    attention = 2 * width * (shape.query_width + shape.local_kv_width(plan.tp) * plan.tp)
+    mlp = width * (4 if shape.gated else 2) * shape.ffn
+    # In 32 bits the norms need no copy of their input.
+    norms = (8 if width == 2 else 0) + 4 * width
+    return rows * (norms * shape.hidden / split + (attention + mlp + 4 * shape.heads) / plan.tp)
 
 
 def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes of a layer's input, all that full recompute saves."""
     split = plan.tp if plan.sequence_parallel else 1
-    return 2 * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / split
+    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / split
 
 
 def in_flight(plan: Candidate, stage: int) -> float:
@@ -141,7 +144,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     rows = plan.micro_batch * job.seq_len / plan.cp
     if last:
         # 16-bit logits kept, a 32-bit copy saved, two 32-bit temporaries in backward.
-        logits = 14 * rows * shape.vocab / t
+        logits = (12 + job.activation_bytes) * rows * shape.vocab / t
     unsharded = 0.0
     if plan.zero_stage >= 3 and sharded > 1:
         unit = max(shape.layer_parameters, shape.vocab * shape.hidden if first or last else 0) / t

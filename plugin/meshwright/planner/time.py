@@ -151,18 +151,20 @@ class StepModel:
         # Two norms read and write, two residual sums read twice and write; rotation of q and k; the MLP's product.
         split = t if plan.sequence_parallel else 1
         traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
+        traffic *= job.activation_bytes / 2
         elementwise = k.elementwise * traffic / self.memory_rate
         cast = 0.0
         if eight and self.cluster.device.flops_8bit:
             # The weights' casts are kept for all micro-batches of a step.
             cast = k.elementwise * _CAST_BYTES * rows * (2 * h + q + f) / self.memory_rate
         elementwise += cast
-        reduce = 2 * self.ring(2 * rows * h, t, 1)
-        exchange = self._context(plan, rows, attention)
+        reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
+        exchange = self._context(plan, job, rows, attention)
 
         busy = matmul + attention + elementwise
-        forward = _at_least(busy + 2 * reduce + exchange, k.launch)
-        backward = _at_least(2 * matmul + 2.5 * attention + 2 * elementwise + 2 * reduce + 2 * exchange, 2 * k.launch)
+        forward = self._launched(busy + 2 * reduce + exchange, k.launch)
+        back = 2 * matmul + 2.5 * attention + 2 * elementwise
+        backward = self._launched(back + 2 * reduce + 2 * exchange, 2 * k.launch)
         again = 0.0
         if plan.recompute == "selective":
             again = attention + k.elementwise * scores / self.memory_rate
@@ -180,15 +182,19 @@ class StepModel:
             backward=backward + again,
         )
 
-    def _context(self, plan: Candidate, rows: float, attention: float) -> float:
+    def _launched(self, busy: float, launches: float) -> float:
+        """Return the time of kernels with their launches, which a host that computes itself cannot hide."""
+        return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
+
+    def _context(self, plan: Candidate, job: Job, rows: float, attention: float) -> float:
         if plan.cp == 1:
             return 0.0
         shape, t = self.shape, plan.tp
         if plan.ring:
-            hop = 2 * rows * 2 * shape.kv_width / t
+            hop = job.activation_bytes * rows * 2 * shape.kv_width / t
             sent = self.ring(hop * plan.cp, plan.cp, t)
             return max(0.0, sent - self.k.overlap * attention) + 0.1 * sent
-        volume = 2 * rows * (2 * shape.query_width + 2 * shape.kv_width) / t
+        volume = job.activation_bytes * rows * (2 * shape.query_width + 2 * shape.kv_width) / t
         return self.ring(volume, plan.cp, t)
 
     def head(self, plan: Candidate, job: Job) -> _Work:
@@ -196,7 +202,7 @@ class StepModel:
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         matmul = self.matmul(rows, self.shape.hidden, columns)
         # Logits in 16 bits, then the loss over 32: 14 bytes a logit are touched about twice.
-        loss = self.k.elementwise * 28 * rows * columns / self.memory_rate
+        loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
         return _Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -267,7 +273,7 @@ class StepModel:
 
     def transfer(self, plan: Candidate, job: Job) -> float:
         """Return the seconds to hand one micro-batch's activations to the next stage."""
-        volume = 2 * plan.micro_batch * job.seq_len / plan.cp * self.shape.hidden
+        volume = job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * self.shape.hidden
         if plan.sequence_parallel:
             volume /= plan.tp
         inside = self.cluster.gpus <= self.cluster.domain

@@ -1,0 +1,1 @@
+"""Measure this machine for the planner: compute, collectives and copies, and the coefficients that explain them."""

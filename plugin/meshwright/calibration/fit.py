@@ -1,0 +1,300 @@
+"""From measurements to the device and the coefficients with which the planner's step model reproduces them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.hardware import Cluster, Coefficients, Device, Measurement
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.time import StepModel
+
+Array = NDArray[np.float64]
+
+_TILE, _REMOTE = 128, 5.0  # StepModel's tile, and its latency between nodes over that inside one
+_LEAST = 1e-3
+_REWEIGHTED = 10
+_SMALL = 2**13  # bytes up to which a collective is all latency: the fastest time says what it is without waiting
+_NARROWEST = 0.10  # of a band: a training step holds more than was measured
+_NINE_OF_TEN = 1.645
+_LARGE = 2**18  # bytes from which a collective says something about rates
+# Elements that one element of the residual stream, of q and k, or of the MLP's width moves, forward and backward.
+_MOVED = {"norm": 6, "residual": 6, "gate": 9, "rotary": 12}
+_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What explains the measurements.
+
+    Args:
+        device: the machine, by its best measured rates.
+        coefficients: what is reached of them.
+        band: relative error that nine of ten steps should stay within, from those of layers and of large collectives;
+            10 % at least.
+        residuals: by kind, the root mean square of log(estimated / measured).
+    """
+
+    device: Device
+    coefficients: Coefficients
+    band: float
+    residuals: dict[str, float]
+
+
+def fit(
+    points: Sequence[Measurement], *, name: str, memory: float, processes: int, itemsize: int, shares_host: bool
+) -> Fitted:
+    """Return the device and coefficients that explain measurements.
+
+    Args:
+        points: of ``compute_probes`` and, for several processes, ``communication_probes``.
+        name: of the device.
+        memory: bytes of one process.
+        processes: on a node.
+        itemsize: bytes of the measured dtype.
+        shares_host: the device is the host's processor.
+
+    Raises:
+        PlanError: a kind of measurement that every fit needs is missing.
+    """
+    by_kind: dict[str, list[Measurement]] = {}
+    for point in points:
+        by_kind.setdefault(point.kind, []).append(point)
+    if missing := sorted({"matmul", "attention", "norm", "launch", "stream", "adamw"} - set(by_kind)):
+        raise PlanError(f"no measurement of {', '.join(missing)}; give calibrate more --seconds")
+
+    flops = max(_flops(point) / point.seconds for point in _matmuls(by_kind))
+    large = by_kind["stream"][0]
+    bandwidth = 3 * itemsize * large.sizes["elements"] / large.seconds
+    matmul, saturation = _matmul(_matmuls(by_kind), flops)
+    attention = _mean([_attention_flops(point) / (flops * point.seconds) for point in by_kind["attention"]])
+    elementwise = _mean([seconds * bandwidth / traffic for traffic, seconds in _traffic(by_kind, itemsize)])
+    fixed, optimizer = _optimizer(by_kind["adamw"], itemsize, bandwidth)
+    launch = by_kind["launch"][0].seconds / 3
+    collectives = [point for kind in _PASSES for point in by_kind.get(kind, ())]
+    latency, fast, slow = _links(collectives)
+    coefficients = replace(
+        Coefficients(),
+        matmul=matmul,
+        saturation=saturation,
+        attention=attention,
+        elementwise=elementwise,
+        launch=launch,
+        latency=latency or Coefficients().latency,
+        # The links' own rates are what collectives reach of them already.
+        fast_link=1.0,
+        slow_link=1.0,
+        overlap=_overlap(by_kind),
+        optimizer=optimizer,
+        step=fixed,
+    )
+    device = Device(
+        name=name,
+        memory=memory,
+        flops=flops,
+        bandwidth=bandwidth,
+        fast_link=fast or bandwidth,
+        slow_link=slow or fast or bandwidth,
+        fast_domain=processes,
+        sustained=1.0,
+        shares_host=shares_host,
+        source="measured by meshwright calibrate",
+    )
+    errors, share = _errors(by_kind, collectives, device, coefficients, itemsize)
+    compute = _rms(errors["layer"] or errors["matmul"])
+    deviation = math.hypot((1 - share) * compute, share * _rms(errors["large collective"]))
+    return Fitted(
+        device=device,
+        coefficients=coefficients,
+        band=max(_NARROWEST, math.expm1(_NINE_OF_TEN * deviation)),
+        residuals={kind: _rms(values) for kind, values in errors.items() if values},
+    )
+
+
+def nonnegative(columns: Array, seconds: Array) -> Array:
+    """Return the nonnegative weights of the columns that give the seconds with the least relative errors.
+
+    Args: columns: [points, columns], few of them: every subset is tried; seconds: [points].
+
+    Example:
+        >>> nonnegative(np.array([[1.0, 1.0], [1.0, 3.0]]), np.array([3.0, 7.0])).round(6).tolist()
+        [1.0, 2.0]
+    """
+    scale = seconds
+    weights = _least_squares(columns / scale[:, None], seconds / scale)
+    for _ in range(_REWEIGHTED):
+        # (a - b)^2 / (a b) is log(a / b)^2 nearly: what is too small counts as what is too large.
+        scale = np.sqrt(np.maximum(columns @ weights, seconds * 1e-3) * seconds)
+        weights = _least_squares(columns / scale[:, None], seconds / scale)
+    return weights
+
+
+def _least_squares(columns: Array, wanted: Array) -> Array:
+    best, least = np.zeros(columns.shape[1]), math.inf
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in itertools.combinations(range(columns.shape[1]), count):
+            part = columns[:, chosen]
+            weights = np.linalg.lstsq(part, wanted, rcond=None)[0]
+            error = float(((part @ weights - wanted) ** 2).sum())
+            if (weights >= 0).all() and error < least:
+                best, least = np.zeros(columns.shape[1]), error
+                best[list(chosen)] = weights
+    return best
+
+
+def _matmuls(by_kind: dict[str, list[Measurement]]) -> list[Measurement]:
+    return by_kind["matmul"] + by_kind.get("matmul backward", [])
+
+
+def _flops(point: Measurement) -> float:
+    sizes = point.sizes
+    return (2 if point.kind == "matmul" else 4) * sizes["rows"] * sizes["inner"] * sizes["columns"]
+
+
+def _tail(point: Measurement) -> float:
+    return _TILE * sum(1 / point.sizes[name] for name in ("rows", "inner", "columns"))
+
+
+def _matmul(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
+    ideal = np.array([_flops(point) / flops for point in points])
+    columns = np.stack([ideal, ideal * np.array([_tail(point) for point in points])], axis=1)
+    full, tail = nonnegative(columns, _seconds(points))
+    if not full:  # all sizes are small: the best one stands for a large one
+        return 1.0, max(_LEAST, float(tail))
+    return 1 / float(full), max(_LEAST, float(tail / full))
+
+
+def _attention_flops(point: Measurement) -> float:
+    length, width = point.sizes["length"], point.sizes["heads"] * point.sizes["head_dim"]
+    return 3.5 * 4 * length * width * (length + 1) / 2
+
+
+def _traffic(by_kind: dict[str, list[Measurement]], itemsize: int) -> Iterator[tuple[float, float]]:
+    """Yield the textbook's bytes and the measured seconds of a layer's and a loss's elementwise work, by size.
+
+    A layer has two norms and two residual sums over its hidden width, rotates q and k, and a gate four times as wide.
+    """
+    weights = {"norm": 2, "residual": 2, "rotary": 2, "gate": 4}
+    for sizes in {tuple(point.sizes.items()): point.sizes for point in by_kind["norm"]}.values():
+        found = {kind: _at(by_kind.get(kind, ()), sizes) for kind in weights}
+        area = sizes["rows"] * sizes["width"]
+        if all(found.values()):
+            moved = sum(weight * _MOVED[kind] for kind, weight in weights.items())
+            yield itemsize * area * moved, sum(weight * (found[kind] or 0.0) for kind, weight in weights.items())
+        if loss := _at(by_kind.get("loss", ()), sizes):
+            yield 2 * (12 + itemsize) * area, loss
+
+
+def _at(points: Sequence[Measurement], sizes: object) -> float | None:
+    return next((point.seconds for point in points if point.sizes == sizes), None)
+
+
+def _optimizer(points: Sequence[Measurement], itemsize: int, bandwidth: float) -> tuple[float, float]:
+    """Return the fixed seconds of a step and its traffic's multiple; Adam's two moments are read and written."""
+    many, few = sorted(points, key=lambda point: point.sizes["elements"])
+    each = many.seconds / many.sizes["parameters"]
+    moving = max(few.seconds - each * few.sizes["parameters"], few.seconds / 10)
+    traffic = few.sizes["elements"] * 6 * itemsize
+    return many.seconds, moving * bandwidth / traffic
+
+
+def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, float | None]:
+    """Return the latency of a step and the rates inside a node and between nodes; None for what was not measured."""
+    if not points:
+        return None, None, None
+    columns = np.zeros((len(points), 3))
+    for row, point in zip(columns, points, strict=True):
+        size, stride, per_node = (point.sizes[name] for name in ("group", "stride", "per_node"))
+        is_remote = size * stride > per_node
+        passes = _PASSES[point.kind]
+        row[0] = passes * math.log2(size) * (_REMOTE if is_remote else 1)
+        volume = passes * point.sizes["bytes"] * (size - 1) / size
+        row[2 if is_remote else 1] = volume / (max(1, per_node // stride) if is_remote else 1)
+    seconds = np.array([point.fastest if point.sizes["bytes"] <= _SMALL else point.seconds for point in points])
+    latency, inside, across = (float(value) or None for value in nonnegative(columns, seconds))
+    return latency, inside and 1 / inside, across and 1 / across
+
+
+def _overlap(by_kind: dict[str, list[Measurement]]) -> float:
+    """Return how much of a transfer hides behind compute, of what could; by the fastest times, which compare."""
+    try:
+        transfer, compute, both = (by_kind[kind][0].fastest for kind in ("transfer alone", "compute alone", "both"))
+    except KeyError:
+        return Coefficients().overlap
+    return min(0.98, max(0.02, (transfer + compute - both) / min(transfer, compute)))
+
+
+def _errors(
+    by_kind: dict[str, list[Measurement]],
+    collectives: Sequence[Measurement],
+    device: Device,
+    coefficients: Coefficients,
+    itemsize: int,
+) -> tuple[dict[str, list[float]], float]:
+    """Return log(estimated / measured) by kind, by the planner's own model, and communication's share of a step.
+
+    No layer took part in the fit. The share is that of the largest measured layer if two ranks divided it.
+    """
+    model = StepModel(_layer_shape(256, 1024), Cluster(device=device, gpus=1, gpus_per_node=1), coefficients)
+
+    def matmul(point: Measurement) -> float:
+        sizes = point.sizes
+        return (_flops(point) / (2 * sizes["rows"] * sizes["inner"] * sizes["columns"])) * model.matmul(
+            sizes["rows"], sizes["inner"], sizes["columns"]
+        )
+
+    def work(point: Measurement, plan: Candidate, cluster: Cluster) -> tuple[float, float]:
+        shape = _layer_shape(point.sizes["hidden"], point.sizes["ffn"])
+        job = Job(seq_len=point.sizes["length"], global_batch=1)
+        job = job.in_32_bits() if itemsize == 4 else job
+        found = StepModel(shape, cluster, coefficients).layer(plan, job)
+        return found.forward + found.backward, found.tensor
+
+    def layer(point: Measurement) -> float:
+        return work(point, Candidate(), model.cluster)[0]
+
+    def collective(point: Measurement) -> float:
+        size, stride, per_node = (point.sizes[name] for name in ("group", "stride", "per_node"))
+        whole = Cluster(device=device, gpus=max(size * stride, per_node), gpus_per_node=per_node)
+        ring = StepModel(model.shape, whole, coefficients).ring(point.sizes["bytes"], size, stride)
+        return _PASSES[point.kind] * ring
+
+    groups: tuple[tuple[str, Sequence[Measurement], Callable[[Measurement], float]], ...] = (
+        ("matmul", _matmuls(by_kind), matmul),
+        ("attention", by_kind["attention"],
+         lambda point: _attention_flops(point) / device.flops / coefficients.attention),
+        ("layer", by_kind.get("layer", ()), layer),
+        ("collective", collectives, collective),
+        ("large collective", [point for point in collectives if point.sizes["bytes"] >= _LARGE], collective),
+    )  # fmt: skip
+    share = 0.0
+    if collectives and (layers := by_kind.get("layer")):
+        total, sent = work(layers[-1], Candidate(tp=2), Cluster(device=device, gpus=2, gpus_per_node=2))
+        share = sent / total
+    logs = {kind: [math.log(estimate(point) / point.seconds) for point in points] for kind, points, estimate in groups}
+    return logs, share
+
+
+def _layer_shape(hidden: int, ffn: int) -> ModelShape:
+    heads = hidden // 64
+    return ModelShape(name="layer", layers=1, hidden=hidden, heads=heads, kv_heads=heads, head_dim=64, ffn=ffn, vocab=1)
+
+
+def _seconds(points: Sequence[Measurement]) -> Array:
+    return np.array([point.seconds for point in points])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.geometric_mean(values)
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(statistics.fmean(value**2 for value in values)) if values else 0.0

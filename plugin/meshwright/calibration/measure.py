@@ -1,0 +1,197 @@
+"""Measure this machine: processes, time and the profile that comes out."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.calibration.communication import communication_probes
+from meshwright.calibration.compute import compute_probes, rough_rate
+from meshwright.calibration.copies import copy_probes
+from meshwright.calibration.fit import fit
+from meshwright.calibration.timing import Probe, measure
+from meshwright.errors import PlanError
+from meshwright.launch import device_for, start_process_group, world_size
+from meshwright.planner.hardware import HardwareProfile, Measurement
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_TIMEOUT = 300.0  # seconds until a process that another waits for is given up
+_SHARE = 0.01  # of the time that one run of one probe may take: each runs at least ten times
+_COMPUTE = 0.65  # share of the time for compute and copies, the rest is for the collectives
+
+
+def calibrate(
+    *, processes: int | None = None, dtype: str | None = None, seconds: float = 100.0
+) -> HardwareProfile | None:
+    """Measure this machine and return its profile.
+
+    In a program that torchrun started, its processes measure together and only rank 0 gets the profile. Otherwise so
+    many processes are started here. All compute at the same time, as they do in training.
+
+    Args:
+        processes: to start; by default one for each GPU, or 2 on CPU.
+        dtype: to compute in: "float32", "bfloat16" or "float16"; by default bfloat16 on GPUs, float32 on CPU.
+        seconds: to spend measuring, about; starting the processes comes on top.
+
+    Raises:
+        PlanError: numbers below one, an unknown dtype, more processes than GPUs, or ``processes`` under torchrun.
+
+    Example::
+
+        calibrate(processes=2, seconds=30).save("profile.json")
+    """
+    is_cuda = torch.cuda.is_available()
+    dtype = dtype or ("bfloat16" if is_cuda else "float32")
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if not seconds > 0:
+        raise PlanError(f"--seconds={seconds!r} must be above zero")
+    if "WORLD_SIZE" in os.environ:
+        if processes is not None and processes != world_size():
+            raise PlanError(
+                f"--processes={processes}, but torchrun launched {world_size()}; leave out --processes, or torchrun"
+            )
+        return _measured(dtype, seconds)
+    count = (torch.cuda.device_count() if is_cuda else 2) if processes is None else processes
+    if count < 1:
+        raise PlanError(f"--processes={count} must be at least 1")
+    if is_cuda and count > torch.cuda.device_count():
+        raise PlanError(f"--processes={count}, but this machine has {torch.cuda.device_count()} GPU(s)")
+    # As torchrun does: processes that each start a thread for every core get in each other's way.
+    threads = os.environ.get("OMP_NUM_THREADS") or ("1" if count > 1 else str(torch.get_num_threads()))
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, OMP_NUM_THREADS=threads):
+        mp.start_processes(_process, (count, dtype, seconds, folder), count, daemon=True, start_method="spawn")
+        return HardwareProfile.load(Path(folder) / "profile.json")
+
+
+def _process(rank: int, count: int, dtype: str, seconds: float, folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if count > 1:
+        device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=f"file://{folder}/meet", rank=rank, world_size=count,
+            timeout=datetime.timedelta(seconds=_TIMEOUT),
+        )  # fmt: skip
+    try:
+        profile = _measured(dtype, seconds)
+        if profile is not None:
+            profile.save(Path(folder) / "profile.json")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _measured(dtype: str, seconds: float) -> HardwareProfile | None:
+    """Measure together with the other processes; the profile is rank 0's."""
+    device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    start_process_group(device, _TIMEOUT)
+    world = world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % per_node:
+        raise PlanError(f"{world} processes do not fill nodes of {per_node}; launch as many on every node")
+    rate = _slowest(rough_rate(device, DTYPES[dtype]))
+    points: list[Measurement] = []
+    with _bar() as tick:
+        compute = [
+            *compute_probes(device, DTYPES[dtype], rate=rate, longest=_SHARE * seconds),
+            *copy_probes(device),
+        ]
+        points += measure(compute, device, seconds=seconds * (_COMPUTE if world > 1 else 1.0), tick=tick)
+        if world > 1:
+            links: list[Probe] = list(communication_probes(device, per_node, longest=_SHARE * seconds, rate=rate))
+            points += measure(links, device, seconds=seconds * (1 - _COMPUTE), tick=tick)
+    if dist.is_initialized() and dist.get_rank():
+        return None
+    return _profile(points, device, dtype, per_node, world // per_node)
+
+
+def _profile(points: list[Measurement], device: torch.device, dtype: str, per_node: int, nodes: int) -> HardwareProfile:
+    threads = torch.get_num_threads()
+    is_cuda = device.type == "cuda"
+    model = torch.cuda.get_device_name(device) if is_cuda else _processor()
+    kind = model if is_cuda else f"cpu ({per_node} process(es) x {threads} thread(s))"
+    found = fit(
+        points,
+        name=kind,
+        memory=_memory(device, per_node),
+        processes=per_node,
+        itemsize=DTYPES[dtype].itemsize,
+        shares_host=not is_cuda,
+    )
+    return HardwareProfile(
+        name=f"{model}, {nodes} node(s) x {per_node}",
+        coefficients=found.coefficients,
+        band=found.band,
+        rows=len(points),
+        measured={
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "host": platform.node(),
+            "processor": model,
+            "cores": str(os.cpu_count()),
+            "threads": str(threads),
+            **{f"residual of {kind}": f"{value:.3f}" for kind, value in found.residuals.items()},
+        },
+        device=found.device,
+        dtype=dtype,
+        processes=per_node,
+        nodes=nodes,
+        points=tuple(points),
+    )
+
+
+def _slowest(rate: float) -> float:
+    """The same sizes are measured everywhere, those that the slowest process can bear."""
+    if dist.is_initialized():
+        value = torch.tensor([rate], dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MIN)
+        rate = value.item()
+    return rate
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    is_shown = console.is_terminal and not (dist.is_initialized() and dist.get_rank())
+    columns = (TextColumn("measuring {task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not is_shown, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda kind: progress.update(task, description=kind)
+
+
+def _memory(device: torch.device, per_node: int) -> float:
+    """Bytes that one process may use."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path, key in (("/proc/meminfo", "MemAvailable:"), ("/sys/fs/cgroup/memory.max", "")):
+        try:
+            line = next(line for line in Path(path).read_text().splitlines() if line.startswith(key))
+            available = min(available, float(line.split()[1]) * 1024 if key else float(line))
+        except (OSError, StopIteration, ValueError):  # not Linux, or no limit
+            continue
+    return available / per_node
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

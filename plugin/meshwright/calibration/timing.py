@@ -1,0 +1,121 @@
+"""Time many small pieces of work on all processes at once, in turn, until the time is used up."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from meshwright.planner.hardware import Measurement
+
+Run = Callable[[], object]
+
+_SAMPLE = 0.01  # seconds that one sample lasts at least: shorter ones measure the clock and the scheduler
+_REPEATS = 200
+_ROUNDS = 3  # at least, however little time there is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One thing to measure.
+
+    Args:
+        kind: what runs.
+        make: allocates what it needs and returns the work itself; memory is held for one sample only.
+        sizes: its sizes by name.
+    """
+
+    kind: str
+    make: Callable[[], Run]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Run, device: torch.device, repeats: int = 1) -> float:
+    """Return the seconds of one run."""
+    synchronise(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    synchronise(device)
+    return (time.perf_counter() - start) / repeats
+
+
+def measure(
+    probes: Sequence[Probe], device: torch.device, *, seconds: float, tick: Callable[[str], None] = lambda _: None
+) -> list[Measurement]:
+    """Time every probe on all processes at once and return the medians, the same on every process.
+
+    The probes take turns, round after round, so that a busy spell of the machine hits all of them a little rather
+    than one of them fully.
+
+    Args:
+        probes: the same on every process.
+        device: they run on.
+        seconds: to spend; three rounds are done in any case.
+        tick: called before each sample with what comes next.
+    """
+    start, rounds = time.perf_counter(), 0
+    samples: list[list[float]] = [[] for _ in probes]
+    repeats = [0] * len(probes)
+    while _agreed(float(rounds < _ROUNDS or _is_time_left(start, seconds, rounds))) > 0:
+        for index, probe in enumerate(probes):
+            tick(probe.kind)
+            run = probe.make()
+            run()
+            if not repeats[index]:
+                once = _agreed(seconds_of(run, device))
+                repeats[index] = max(1, min(_REPEATS, int(_SAMPLE / max(once, 1e-7))))
+            _meet()
+            samples[index].append(seconds_of(run, device, repeats[index]))
+            del run
+        rounds += 1
+    return [_measurement(probe, pooled) for probe, pooled in zip(probes, _pooled(samples), strict=True)]
+
+
+def _measurement(probe: Probe, samples: Sequence[float]) -> Measurement:
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return Measurement(
+        kind=probe.kind,
+        sizes=probe.sizes,
+        seconds=middle,
+        fastest=min(samples),
+        spread=(high - low) / 2 / middle,
+    )
+
+
+def _is_time_left(start: float, seconds: float, rounds: int) -> bool:
+    used = time.perf_counter() - start
+    return used + used / rounds <= seconds
+
+
+def _agreed(value: float) -> float:
+    """Return the largest value of all processes, so that none leaves a round that the others are in."""
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        _agreed(0.0)
+
+
+def _pooled(samples: list[list[float]]) -> list[list[float]]:
+    if not dist.is_initialized():
+        return samples
+    gathered: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, samples)
+    return [list(itertools.chain(*columns)) for columns in zip(*gathered, strict=True)]

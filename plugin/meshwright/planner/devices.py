@@ -1,0 +1,137 @@
+"""Accelerators by name, with the figures of their data sheets."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, by its data sheet.
+
+    Args:
+        name: its name in the catalogue.
+        memory: bytes of device memory.
+        flops: dense 16-bit matrix operations a second; ``flops_8bit`` the same for 8 bits, where it has them.
+        bandwidth: bytes a second between the device and its memory.
+        fast_link: bytes a second that one device sends to others in its fast domain (NVLink, xGMI, PCIe).
+        fast_domain: devices that the fast link joins.
+        slow_link: bytes a second that one device sends to other nodes, in the systems it is usually sold in.
+        sustained: fraction of ``flops`` that the best matmul of all shapes reaches; ``sustained_8bit`` likewise.
+        shares_host: it is the host's processor: its processes share cores, nothing runs behind the program's back,
+            so launches add to the compute that they start.
+        source: where these figures come from.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    bandwidth: float
+    fast_link: float
+    slow_link: float
+    fast_domain: int = 8
+    flops_8bit: float | None = None
+    sustained: float = 0.80
+    sustained_8bit: float = 0.72
+    shares_host: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "flops", "bandwidth", "fast_link", "slow_link", "fast_domain"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"Device {self.name}: {name}={getattr(self, name)!r} must be above zero")
+
+
+_GB, _T = 1e9, 1e12
+_GIB = 2**30
+_NVIDIA = "NVIDIA data sheet, dense figures; "
+
+# ``sustained``: "Maximum achievable matmul FLOPS", measured by the ml-engineering book (github:stas00/ml-engineering,
+# compute/accelerator); devices that its table lacks keep the default.
+CATALOGUE: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device(
+            name="a100-40", memory=40 * _GIB, flops=312 * _T, bandwidth=1555 * _GB, fast_link=300 * _GB,
+            slow_link=25 * _GB, sustained=0.869,
+            source=_NVIDIA + "A100 SXM 40 GB; HGX: 8 x 200 Gb/s",
+        ),
+        Device(
+            name="a100-80", memory=80 * _GIB, flops=312 * _T, bandwidth=2039 * _GB, fast_link=300 * _GB,
+            slow_link=25 * _GB, sustained=0.869,
+            source=_NVIDIA + "A100 SXM 80 GB; HGX: 8 x 200 Gb/s",
+        ),
+        Device(
+            name="h100-sxm", memory=80 * _GIB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=3350 * _GB,
+            fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.709,
+            source=_NVIDIA + "H100 SXM; HGX: 8 x 400 Gb/s",
+        ),
+        Device(
+            name="h100-pcie", memory=80 * _GIB, flops=756 * _T, flops_8bit=1513 * _T, bandwidth=2000 * _GB,
+            fast_link=50 * _GB, slow_link=25 * _GB, source=_NVIDIA + "H100 PCIe; PCIe 5 x16 between devices",
+        ),
+        Device(
+            name="h200", memory=141 * _GB, flops=989 * _T, flops_8bit=1979 * _T, bandwidth=4800 * _GB,
+            fast_link=450 * _GB, slow_link=50 * _GB, sustained=0.803, sustained_8bit=0.734,
+            source=_NVIDIA + "H200 SXM; HGX: 8 x 400 Gb/s",
+        ),
+        Device(
+            name="b200", memory=180 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, bandwidth=7700 * _GB,
+            fast_link=900 * _GB, slow_link=50 * _GB, sustained=0.776, sustained_8bit=0.763,
+            source=_NVIDIA + "HGX B200, per device; 8 x 400 Gb/s",
+        ),
+        Device(
+            name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, bandwidth=8000 * _GB,
+            fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729, sustained_8bit=0.723,
+            source=_NVIDIA + "GB200 NVL72, per device",
+        ),
+        Device(
+            name="l40s", memory=48 * _GIB, flops=362 * _T, flops_8bit=733 * _T, bandwidth=864 * _GB,
+            fast_link=25 * _GB, slow_link=12.5 * _GB, source=_NVIDIA + "L40S; PCIe 4 x16 between devices",
+        ),
+        Device(
+            name="rtx-4090", memory=24 * _GIB, flops=165 * _T, flops_8bit=330 * _T, bandwidth=1008 * _GB,
+            fast_link=20 * _GB, slow_link=12.5 * _GB,
+            source=_NVIDIA + "Ada white paper, 16 bits with fp32 sums; PCIe 4 through the host, no peer access",
+        ),
+        Device(
+            name="v100-16", memory=16 * _GIB, flops=125 * _T, bandwidth=900 * _GB, fast_link=150 * _GB,
+            slow_link=12.5 * _GB, source=_NVIDIA + "V100 SXM2 16 GB",
+        ),
+        Device(
+            name="v100-32", memory=32 * _GIB, flops=125 * _T, bandwidth=900 * _GB, fast_link=150 * _GB,
+            slow_link=12.5 * _GB, source=_NVIDIA + "V100 SXM2 32 GB",
+        ),
+        Device(
+            name="mi300x", memory=192 * _GIB, flops=1307 * _T, flops_8bit=2615 * _T, bandwidth=5300 * _GB,
+            fast_link=448 * _GB, slow_link=50 * _GB, sustained=0.514, sustained_8bit=0.5,
+            source="AMD data sheet MI300X, dense; 7 xGMI links of 64 GB/s",
+        ),
+        Device(
+            name="cpu", memory=16 * _GIB, flops=0.1 * _T, bandwidth=20 * _GB, fast_link=2 * _GB, slow_link=1 * _GB,
+            fast_domain=1024, source="a guess for one process of a generic CPU; measure yours",
+        ),
+    )
+}  # fmt: skip
+
+
+def device(name: str) -> Device:
+    """Return a device of the catalogue.
+
+    Raises:
+        PlanError: no such name; the nearest ones are named.
+
+    Example:
+        >>> device("h100-sxm").flops / 1e12
+        989.0
+    """
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    if key in CATALOGUE:
+        return CATALOGUE[key]
+    near = difflib.get_close_matches(key, CATALOGUE, n=3, cutoff=0.3) or sorted(CATALOGUE)
+    near += [known for known in CATALOGUE if known.startswith(key) and known not in near]
+    raise PlanError(f"--gpu {name!r} is not in the catalogue; nearest: {', '.join(near)}. All: {', '.join(CATALOGUE)}")
