@@ -27,6 +27,7 @@ from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.plan_file import read_plan, runnable_fields
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import describe
+from meshwright.planner.space import FUTURE
 from meshwright.planner.units import gib, seconds
 from meshwright.plans import plan_for
 
@@ -242,9 +243,9 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         if other is not choice:
             slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
             break
-    against = "; ".join(f"{axis}: {reason}" for axis, reason in list(explain.reasons(found))[:2])
+    against = "; ".join(f"{axis} {reason}" for axis, reason in explain.reasons(found) if reason != FUTURE)
     return [
-        f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e9:.2f} B parameters), "
+        f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "
         f"{job.global_batch} x {job.seq_len} tokens a step on {cluster.gpus} x {cluster.device.name}",
         f"  estimated {seconds(choice.time.total)} a step (±{found.profile.band:.0%}), "
         f"{gib(choice.memory.total)} of {gib(found.budget)} a device; {found.fitting} of "

@@ -73,6 +73,10 @@ def plan(
     json: Annotated[bool, typer.Option(help="Print the whole answer as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the best plan to this YAML file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the answer as pictures to this HTML file.")] = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Run the best plan on fake tensors and ranks, and set what it needs beside this."),
+    ] = False,
     validate: Annotated[
         Path | None, typer.Option(help="Instead of planning: compare the estimator with the measured runs of this CSV.")
     ] = None,
@@ -107,6 +111,8 @@ def plan(
             allow_future,
         )  # fmt: skip
         _show(found, json, save, html)
+        if trace:
+            _trace(model, found)
     except ValueError as error:
         typer.echo(f"meshwright plan: {error}", err=True)
         sys.exit(2)
@@ -221,6 +227,17 @@ def _show(found: Search, json: bool, save: Path | None, html: Path | None) -> No
             f"{best.time.total:.3g} s a step estimated"
         )
         save_plan(best.plan, save, comment=comment)
+
+
+def _trace(model: Path, found: Search) -> None:
+    import torch
+
+    from meshwright.tracing.compare import model_on_meta, trace_and_compare
+
+    plan = found.choices[0].plan
+    typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
+    dtype = torch.bfloat16 if found.job.weight_bytes == 2 else torch.float32
+    typer.echo("\n" + trace_and_compare(model_on_meta(model, dtype), found.shape, plan, found.job))
 
 
 def _validate(

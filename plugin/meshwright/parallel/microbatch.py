@@ -131,4 +131,8 @@ class _AddGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad, None, None, *[None if g is None else g.mul(grad) for g in ctx.gradients]
+        # In place, and let go: they are as large as all gradients of the model.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("backward ran a second time through a batch that the plan splits into micro-batches")
+        return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]

@@ -64,9 +64,11 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     gradients = elements * state / ranks
     weights = elements * b
     held = weights + optimizer
-    if plan.accumulation > 1:
-        held += 4 * elements  # the sum of the micro-batches before, in 32 bits
     recomputed = shape.layers if plan.recompute == "full" else 0
+    # All but the last of several micro-batches run backward within the model's call, into a sum in 32 bits.
+    forward = _forward(shape, plan, saved, recomputed, seq_len, b)
+    if plan.accumulation > 1:
+        forward = 4 * elements + max(forward, weights)
     activations = saved.total(shape.layers, recomputed)
     # On CPU it steps one parameter after the other, elsewhere all of them at once.
     temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
@@ -76,7 +78,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
         optimizer=optimizer,
         activations=activations,
         peaks={
-            "forward": held + _forward(shape, plan, saved, recomputed, seq_len, b),
+            "forward": held + forward,
             "backward": held + _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu),
             "optimizer": weights + optimizer + gradients + temporary,
         },
@@ -115,9 +117,10 @@ def _backward(
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
     counts = Counter(member.layer for member in members)
-    # The sum of the micro-batches before is scaled into copies first, which become gradients one by one.
-    scaled = 4 * sum(member.numel for member in members) if plan.accumulation > 1 else 0
-    peak, arrived = max(at_loss, at_head) + scaled, Counter[int]()
+    # The sum of the micro-batches before takes the gradients' dtype first, and becomes them one by one.
+    before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 else 0
+    left_over = before * b / 4
+    peak, arrived = max(total + before, max(at_loss, at_head) + left_over), Counter[int]()
     for member, gradients in _gradients(members, plan, b, cpu):
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:
@@ -129,8 +132,8 @@ def _backward(
         elif shape.tied:
             rest += member.numel * b  # the embedding's gradient, which is then added to the head's
         arrived[layer] += 1
-        scaled -= 4 * member.numel if scaled else 0
-        peak = max(peak, gradients + rest + scaled)
+        left_over -= b * member.numel if before else 0
+        peak = max(peak, gradients + rest + left_over)
     return peak
 
 

@@ -9,7 +9,7 @@ from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
-_FUTURE = "this version cannot run it; --allow-future plans it all the same"
+FUTURE = "this version cannot run it; --allow-future plans it all the same"
 _CHUNKS = 8  # interleaved chunks on a stage at most; more only adds transfers
 _CONTEXT = 64  # context-parallel ranks at most
 
@@ -102,7 +102,7 @@ class Space:
         if dp * cp > 1:
             ways.append((1, 1, dp))
             if not self.allow_future:
-                self.pruned.setdefault("zero>=2", _FUTURE)
+                self.pruned.setdefault("zero>=2", FUTURE)
                 return ways
             if region.pp == 1:
                 ways += [(2, 1, dp), (3, 1, dp)]
@@ -165,7 +165,7 @@ class Space:
         if cp == 1:
             return None
         if not self.allow_future:
-            return _FUTURE
+            return FUTURE
         if cp > _CONTEXT:
             return f"more than {_CONTEXT} context-parallel ranks"
         if self.job.seq_len % (2 * cp * tp):
@@ -178,7 +178,7 @@ class Space:
         if pp == 1:
             return None
         if not self.allow_future:
-            return _FUTURE
+            return FUTURE
         if pp > self.shape.layers:
             return f"more stages than the {self.shape.layers} layers"
         # Uneven stages are legal, but the longest one decides; allow those that idle little.

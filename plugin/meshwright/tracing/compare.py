@@ -1,0 +1,93 @@
+"""A plan's estimate beside what a traced step of it holds and sends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.explain import grid
+from meshwright.planner.footprint import footprint
+from meshwright.planner.plan_file import runnable_fields
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.traffic import step_traffic
+from meshwright.tracing.trace import Trace, trace_step
+
+MICRO_BATCHES = 2  # that are traced of many, which are all alike
+
+
+def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
+    """Return the model of a config.json, without weights.
+
+    Args:
+        path: the file, or a directory that holds it.
+        dtype: of its parameters.
+
+    Raises:
+        PlanError: transformers is not installed, or does not know the config.
+    """
+    try:
+        # By name: the core works without transformers, and no import of it may creep in.
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise PlanError(
+            "--trace runs the model's own code, so it needs transformers: pip install transformers"
+        ) from None
+    path = Path(path)
+    fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    try:
+        config = transformers.AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    except (OSError, ValueError, KeyError) as error:
+        raise PlanError(f"--trace: transformers makes no causal LM of {path}: {str(error).splitlines()[0]}") from error
+
+
+def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job) -> str:
+    """Return a table: each size and each kind of collective, estimated and traced.
+
+    Args:
+        model: on the meta device.
+        shape: of the same model.
+        plan: one that this version runs.
+        job: what is trained.
+    """
+    if not plan.runs_today:
+        raise PlanError(f"--trace runs the plan, and this version cannot run {plan.label}; leave out --allow-future")
+    count = min(plan.accumulation, MICRO_BATCHES)
+    plan = Candidate(**{**vars(plan), "accumulation": count})
+    trace = trace_step(model, ParallelPlan(**runnable_fields(plan)), rows=plan.micro_batch * count, length=job.seq_len)
+    sizes = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes}
+    held = footprint(shape, plan, cpu=True, **sizes)
+    rows: list[tuple[str, ...]] = [("bytes of rank 0", "estimated", "traced", "ratio")]
+    for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
+        if name != "activations" or count == 1:
+            rows.append(_row(name, getattr(held, name), getattr(trace, name)))
+    lines = [f"Traced {plan.label} on {plan.world_size} fake ranks, {count} of its micro-batches, as on CPU with gloo:"]
+    lines += ["", grid(rows), "", grid(_traffic_rows(shape, plan, trace, sizes), left=3)]
+    return "\n".join(lines)
+
+
+def _row(name: str, estimated: float, traced: float) -> tuple[str, ...]:
+    return name, f"{estimated:,.0f}", f"{traced:,.0f}", f"{estimated / traced:.3f}" if traced else "-"
+
+
+def _traffic_rows(shape: ModelShape, plan: Candidate, trace: Trace, sizes: dict[str, int]) -> list[tuple[str, ...]]:
+    estimated = step_traffic(shape, plan, gloo=True, **sizes)
+    rows: list[tuple[str, ...]] = [("axis", "collective", "", "estimated", "traced")]
+    for axis in estimated["forward"]:
+        phases = [(estimated[name][axis], trace.traffic[name][axis]) for name in estimated]
+        kinds = sorted({kind for ours, theirs in phases for kind in (*ours.counts, *theirs.counts)})
+        for kind in kinds:
+            counts = [f"{sum(side.counts[kind] for side in sides):,}" for sides in zip(*phases, strict=True)]
+            rows.append((axis, kind, "calls", *counts))
+        rows.append(
+            (axis, "all", "bytes", *(f"{sum(side.bytes for side in sides):,}" for sides in zip(*phases, strict=True)))
+        )
+    return rows
