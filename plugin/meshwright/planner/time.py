@@ -12,6 +12,8 @@ from meshwright.planner.simulate import pipeline_time
 
 _TILE = 128  # a matmul's tile in each of its three sizes
 _SCORE_BYTES = 13  # of one attention score in forward: product, softmax and dropout in 16 bits, and the mask
+_ALIGNED = 8  # 16-bit elements: without a fused kernel, heads of no multiple of it leave the matrix units idle
+_MISALIGNED = 8  # times slower then: the rate of a device's 32-bit units, about a sixteenth, but nearly reached
 _CAST_BYTES = 4  # of an element that becomes 8 bits: read, written, and written transposed for backward
 _REMOTE = 5.0  # a message to another node starts this much later than one inside it
 
@@ -119,12 +121,13 @@ class StepModel:
             return 0.0
         domain = self.cluster.domain
         k = self.k
-        rate, latency = self.cluster.fast * k.fast_link, k.latency
+        rate, inside = self.cluster.fast * k.fast_link, size
         if size * stride > domain:
             inside = max(1, domain // stride)
             rate = min(rate, self.cluster.slow * k.slow_link * inside)
-            latency *= _REMOTE
-        return volume * (size - 1) / size / rate + latency * math.log2(size)
+        # Inside a domain a ring goes from neighbour to neighbour; between domains the libraries use trees.
+        hops = inside - 1 + _REMOTE * math.log2(size / inside)
+        return volume * (size - 1) / size / rate + k.latency * hops
 
     def layer(self, plan: Candidate, job: Job) -> _Work:
         """Return the work of one layer."""
@@ -147,6 +150,8 @@ class StepModel:
         # Without a fused kernel all scores are computed, causal or not, and pass through memory several times.
         seen = shape.attended(job.seq_len) if job.fused_attention else job.seq_len
         attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
+        if not job.fused_attention and shape.head_dim % _ALIGNED:
+            attention *= _MISALIGNED
         scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * shape.heads / t * job.seq_len
         # Two norms read and write, two residual sums read twice and write; rotation of q and k; the MLP's product.
         split = t if plan.sequence_parallel else 1
