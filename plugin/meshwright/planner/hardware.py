@@ -248,7 +248,7 @@ class HardwareProfile:
     Args:
         name: what was measured.
         coefficients: the efficiencies.
-        band: relative error that nine of ten estimates stay within.
+        band: nine of ten runs take between the estimate divided by, and times, one plus this.
         rows: measured rows behind the coefficients, 0 for the catalogue's.
         measured: software versions and the date, as free text by key.
 
@@ -259,7 +259,7 @@ class HardwareProfile:
 
     name: str
     coefficients: Coefficients = field(default_factory=Coefficients)
-    band: float = 0.35
+    band: float = 0.40
     rows: int = 0
     measured: Mapping[str, str] = field(default_factory=dict)
 

@@ -27,8 +27,6 @@ _DEVICES = (
 )  # fmt: skip
 # Frameworks that a publisher's table may mix; their kernels differ, so each is calibrated alone.
 _FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")
-# Releases of one publisher's recipes: the same plan's time changes by up to 14 % from one to the next.
-_RELEASE = re.compile(r"\bv\d+\.\d+(?:\.\d+)?\b")
 # "4x100Gb/node", "800Gbps inter-node", "1600 Gbps node-node": the node's cards together; "per GPU": one device's.
 _PER_NODE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)?\s*(?:/node|inter-node|node-node)", re.IGNORECASE)
 _PER_GPU = re.compile(r"(\d+)\s*Gb/?p?s\s*\w*\s*per GPU", re.IGNORECASE)
@@ -185,9 +183,8 @@ def _group(row: Mapping[str, str]) -> str:
     if ":" in publisher:  # no name given, only an address
         publisher = "BigScience" if "bigscience" in publisher else publisher.split(":")[-1]
     framework = next((f"/{name}" for name in _FRAMEWORKS if name in words), "")
-    release = f" {found[0]}" if (found := _RELEASE.search(row["source"])) else ""
     kind = "8-bit" if "8" in row["precision"].split("(")[0] else "16-bit"
-    return f"{publisher}{framework}{release} {row['gpu']} {kind}"
+    return f"{publisher}{framework} {row['gpu']} {kind}"
 
 
 def _cluster(row: Mapping[str, str], gpus: int, per_node: int) -> Cluster:
