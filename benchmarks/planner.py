@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import subprocess
 import sys
@@ -61,8 +62,10 @@ def calibrated(runs: Sequence[Run], seeds: int) -> Iterator[str]:
     kept = [run for run in runs if sizes[run.group] >= FEWEST and run.group.split()[0] in GOALS]
     if not kept:
         return
-    found = {view: [validate(kept, calibrate_rows=ROWS, seed=seed, leave=view) for seed in range(seeds)]
-             for view in VIEWS}  # fmt: skip
+    found: dict[LeaveOut, list[list[Score]]] = {view: [] for view in VIEWS}
+    for seed, view in itertools.product(range(seeds), VIEWS):
+        print(f"seed {seed}, {view} ...", end="\r", file=sys.stderr, flush=True)
+        found[view].append(validate(kept, calibrate_rows=ROWS, seed=seed, leave=view))
     yield f"{ROWS} calibration rows of each source, mean over {seeds} seeds: error, bias, share in the band\n"
     head = "| source | goal | other rows | other models | more GPUs | test split |"
     yield head + "\n|---|---|---|---|---|---|"

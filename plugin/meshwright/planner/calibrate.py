@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,6 +185,7 @@ def choose(runs: Sequence[Run], count: int, prior: Coefficients | None = None, *
     return [pool[index] for index in chosen]
 
 
+@lru_cache(maxsize=4096)  # folds and seeds ask for the same runs again
 def _slope(run: Run, coefficients: Coefficients) -> Array:
     """Return how the logarithm of a run's time changes with the logarithm of each coefficient."""
     base = {name: getattr(coefficients, name) for name in NAMES}
