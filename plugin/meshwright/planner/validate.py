@@ -129,7 +129,7 @@ def splits(
 def held_out(run: Run) -> bool:
     """Return whether a run belongs to the test split: two whole sources, and a quarter of the models by a hash.
 
-    The band's width, the alignment of heads, a ring's hops and the price of launches were fixed on the other runs.
+    It was set aside after the model's form was settled: docs/planner.md says what had seen it.
     """
     digest = hashlib.sha256("x".join(map(str, _model(run))).encode()).digest()
     return run.group.split()[0] in _TEST_SOURCES or digest[0] % 4 == 0
