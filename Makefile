@@ -10,7 +10,7 @@ KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum 
 INSTALLED := .venv/.installed-$(KEY)
 DEEPSPEED := .venv/.deepspeed-$(KEY)
 
-.PHONY: help setup browser demo test lint bench bench-data clean
+.PHONY: help setup browser demo test lint bench bench-data bench-planner clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make lint    style, types, and which package may import which'
 	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP; installs DeepSpeed'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
+	@echo 'make bench-planner the planner against measured runs; RUNS=path for another table than the excerpt'
 	@echo 'make setup   only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make clean   delete .venv, caches and runs/'
 	@echo
@@ -45,6 +46,9 @@ lint: $(INSTALLED)
 
 bench-data: $(INSTALLED)
 	$(BIN)/python -m benchmarks.loading
+
+bench-planner: $(INSTALLED)
+	$(BIN)/python -m benchmarks.planner $(if $(RUNS),--runs $(RUNS))
 
 bench: $(DEEPSPEED)
 	$(BIN)/python -m benchmarks

@@ -28,6 +28,7 @@ class LeaveOut(StrEnum):
     rows = "rows"
     model = "model"
     gpus = "gpus"
+    test = "test"
 
 
 class Precision(StrEnum):
@@ -84,7 +85,9 @@ def plan(
     seed: Annotated[int, typer.Option(help="With --validate: of the draw of those runs.")] = 0,
     leave_out: Annotated[
         LeaveOut,
-        typer.Option(help="With --validate: score all other rows, one model at a time, or the larger GPU counts."),
+        typer.Option(
+            help="With --validate: score all other rows, one model at a time, the larger GPU counts, or the test split."
+        ),
     ] = LeaveOut.rows,
 ) -> None:
     """Choose how to train a model on a cluster: the fastest plans that fit, why, and what they cost.

@@ -215,9 +215,10 @@ def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, f
         size, stride, per_node = (point.sizes[name] for name in ("group", "stride", "per_node"))
         is_remote = size * stride > per_node
         passes = _PASSES[point.kind]
-        row[0] = passes * math.log2(size) * (_REMOTE if is_remote else 1)
+        neighbours = max(1, per_node // stride) if is_remote else size
+        row[0] = passes * (neighbours - 1 + _REMOTE * math.log2(size / neighbours))
         volume = passes * point.sizes["bytes"] * (size - 1) / size
-        row[2 if is_remote else 1] = volume / (max(1, per_node // stride) if is_remote else 1)
+        row[2 if is_remote else 1] = volume / (neighbours if is_remote else 1)
     seconds = np.array([point.fastest if point.sizes["bytes"] <= _SMALL else point.seconds for point in points])
     latency, inside, across = (float(value) or None for value in nonnegative(columns, seconds))
     return latency, inside and 1 / inside, across and 1 / across

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,11 @@ WIDTHS: Mapping[str, float] = {
 }
 _AT_MOST = {"overlap": 0.98, "matmul": 1.1, "matmul_8bit": 1.2, "attention": 0.95}
 NOISE = 0.04  # relative scatter of a run around any model of this kind
+# What kernels and messages too short to fill a device take depends on more than their sizes: on which kernel and
+# which protocol the libraries pick. This is the scatter of the time that launches and latency bound.
+_SMALL = 0.15
+_BOUND = [NAMES.index("launch"), NAMES.index("latency")]
+_BELIEF = 4  # runs that the belief in that scatter counts as
 _STEP = 1e-3
 _TOLERANCE = 1e-4
 _POOL = 120  # runs to choose calibration runs from
@@ -49,17 +55,20 @@ class Fit:
         covariance: of their logarithms, in the order of ``NAMES``.
         noise: relative scatter of the runs around the fit.
         rows: runs that were used.
+        freedom: degrees of freedom that ``noise`` was found from.
     """
 
     coefficients: Coefficients
     covariance: Array
     noise: float
     rows: int
+    freedom: float = float(_BELIEF)
 
     def deviation(self, run: Run) -> float:
         """Return the relative standard deviation of the estimate for one run."""
         slope = _slope(run, self.coefficients)
-        return float(np.sqrt(slope @ self.covariance @ slope + self.noise**2))
+        small = _SMALL * float(slope[_BOUND].sum())
+        return float(np.sqrt(slope @ self.covariance @ slope + self.noise**2 + small**2))
 
 
 def estimate(run: Run, coefficients: Coefficients) -> float:
@@ -134,11 +143,16 @@ def fit(
         if before - value < _TOLERANCE * before:
             break
 
+    # Each run that a coefficient was bent to follow tells that much less about the scatter.
+    data = hessian - np.diag(1 / scale**2)
+    freedom = _BELIEF + len(timed) - float(np.trace(np.linalg.solve(hessian, data)))
+    spread = float(np.sqrt((np.sum(error**2) + _BELIEF * noise**2) / freedom))
+    # Where the runs scatter more than was believed, they also tell less about the coefficients.
+    hessian = data * min(1.0, (noise / spread) ** 2) + np.diag(1 / scale**2)
     covariance = np.zeros((len(NAMES), len(NAMES)))
     where = [NAMES.index(name) for name in free]
     covariance[np.ix_(where, where)] = np.linalg.inv(hessian)
-    spread = float(np.sqrt((np.sum(error**2) + 4 * noise**2) / (len(timed) + 4)))
-    return Fit(coefficients=at(point), covariance=covariance, noise=spread, rows=len(timed))
+    return Fit(coefficients=at(point), covariance=covariance, noise=spread, rows=len(timed), freedom=freedom)
 
 
 def choose(runs: Sequence[Run], count: int, prior: Coefficients | None = None, *, seed: int = 0) -> list[Run]:
@@ -171,6 +185,7 @@ def choose(runs: Sequence[Run], count: int, prior: Coefficients | None = None, *
     return [pool[index] for index in chosen]
 
 
+@lru_cache(maxsize=4096)  # folds and seeds ask for the same runs again
 def _slope(run: Run, coefficients: Coefficients) -> Array:
     """Return how the logarithm of a run's time changes with the logarithm of each coefficient."""
     base = {name: getattr(coefficients, name) for name in NAMES}

@@ -120,7 +120,8 @@ def _backward(
     # The sum of the micro-batches before takes the gradients' dtype first, and becomes them one by one.
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 else 0
     left_over = before * b / 4
-    peak, arrived = max(total + before, max(at_loss, at_head) + left_over), Counter[int]()
+    at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
+    peak, arrived = max(total + before + at_once, max(at_loss, at_head) + left_over), Counter[int]()
     for member, gradients in _gradients(members, plan, b, cpu):
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:

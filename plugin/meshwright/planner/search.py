@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
+from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, layers_of
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory, peak_memory
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Region, Space
-from meshwright.planner.time import StepModel, StepTime
+from meshwright.planner.time import StepModel
 
 _HEADROOM = 0.90  # of the device's memory: a plan that fills more fails on the first odd batch
 

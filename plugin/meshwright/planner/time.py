@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from meshwright.planner.breakdown import StepTime, Work
 from meshwright.planner.candidate import Candidate, Job, layers_of, recomputed_share
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
@@ -12,59 +12,10 @@ from meshwright.planner.simulate import pipeline_time
 
 _TILE = 128  # a matmul's tile in each of its three sizes
 _SCORE_BYTES = 13  # of one attention score in forward: product, softmax and dropout in 16 bits, and the mask
+_ALIGNED = 8  # 16-bit elements: without a fused kernel, heads of no multiple of it leave the matrix units idle
+_MISALIGNED = 8  # times slower then: the rate of a device's 32-bit units, about a sixteenth, but nearly reached
 _CAST_BYTES = 4  # of an element that becomes 8 bits: read, written, and written transposed for backward
 _REMOTE = 5.0  # a message to another node starts this much later than one inside it
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Seconds of one step; the parts add up to ``total``.
-
-    Args:
-        matmul: the layers' matmuls and the head, of the slowest stage.
-        attention: the attention kernels.
-        elementwise: norms, activations, residuals, the loss, and kernel launches that compute cannot hide.
-        recompute: what backward computes again.
-        tensor: communication over tp.
-        context: communication over cp that attention does not hide.
-        data: communication over dp that compute does not hide.
-        bubble: waiting in the pipeline, transfers between stages included.
-        optimizer: the optimizer step.
-        other: fixed cost of a step and waiting for the slowest of many nodes.
-    """
-
-    matmul: float
-    attention: float
-    elementwise: float
-    recompute: float
-    tensor: float
-    context: float
-    data: float
-    bubble: float
-    optimizer: float
-    other: float
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        return dict(vars(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """Seconds of a piece of the model for one micro-batch, forward and backward."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    recompute: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
 
 
 class StepModel:
@@ -93,7 +44,7 @@ class StepModel:
     def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
         self.shape, self.cluster, self.k = shape, cluster, coefficients
         self.memory_rate = cluster.device.bandwidth
-        self._layers: dict[object, _Work] = {}  # plans of a search share few different layers
+        self._layers: dict[object, Work] = {}  # plans of a search share few different layers
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -119,21 +70,22 @@ class StepModel:
             return 0.0
         domain = self.cluster.domain
         k = self.k
-        rate, latency = self.cluster.fast * k.fast_link, k.latency
+        rate, inside = self.cluster.fast * k.fast_link, size
         if size * stride > domain:
             inside = max(1, domain // stride)
             rate = min(rate, self.cluster.slow * k.slow_link * inside)
-            latency *= _REMOTE
-        return volume * (size - 1) / size / rate + latency * math.log2(size)
+        # Inside a domain a ring goes from neighbour to neighbour; between domains the libraries use trees.
+        hops = inside - 1 + _REMOTE * math.log2(size / inside)
+        return volume * (size - 1) / size / rate + k.latency * hops
 
-    def layer(self, plan: Candidate, job: Job) -> _Work:
+    def layer(self, plan: Candidate, job: Job) -> Work:
         """Return the work of one layer."""
         key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute, job)
         if key not in self._layers:
             self._layers[key] = self._layer(plan, job)
         return self._layers[key]
 
-    def _layer(self, plan: Candidate, job: Job) -> _Work:
+    def _layer(self, plan: Candidate, job: Job) -> Work:
         shape, k, t = self.shape, self.k, plan.tp
         rows = plan.micro_batch * job.seq_len / plan.cp
         eight = job.precision == "fp8"
@@ -147,6 +99,8 @@ class StepModel:
         # Without a fused kernel all scores are computed, causal or not, and pass through memory several times.
         seen = shape.attended(job.seq_len) if job.fused_attention else job.seq_len
         attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
+        if not job.fused_attention and shape.head_dim % _ALIGNED:
+            attention *= _MISALIGNED
         scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * shape.heads / t * job.seq_len
         # Two norms read and write, two residual sums read twice and write; rotation of q and k; the MLP's product.
         split = t if plan.sequence_parallel else 1
@@ -171,7 +125,7 @@ class StepModel:
         elif plan.recompute == "full":
             again = forward
         communication = 4 * reduce + 3 * exchange
-        return _Work(
+        return Work(
             matmul=3 * matmul,
             attention=3.5 * attention,
             elementwise=forward + backward - 3 * matmul - 3.5 * attention - communication,
@@ -197,17 +151,17 @@ class StepModel:
         volume = job.activation_bytes * rows * (2 * shape.query_width + 2 * shape.kv_width) / t
         return self.ring(volume, plan.cp, t)
 
-    def head(self, plan: Candidate, job: Job) -> _Work:
+    def head(self, plan: Candidate, job: Job) -> Work:
         """Return the work of the head and the loss; the vocabulary is split over tp."""
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         matmul = self.matmul(rows, self.shape.hidden, columns)
         # Logits in 16 bits, then the loss over 32: 14 bytes a logit are touched about twice.
         loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
-        return _Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
+        return Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], _Work, _Work]:
+    def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], Work, Work]:
         """Return the seconds of each stage's forward and backward, and the layer and head they are made of."""
         layer, head = self.layer(plan, job), self.head(plan, job)
         share = recomputed_share(plan, self.shape.layers)

@@ -1,0 +1,119 @@
+"""``python -m benchmarks.planner``: the planner's estimates against measured runs, and how long it takes."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.planner.candidate import Job
+from meshwright.planner.hardware import Cluster, device
+from meshwright.planner.runs import Run, read_runs
+from meshwright.planner.search import search
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.validate import LeaveOut, Score, held_out, validate
+
+EXCERPT = Path("tests/data/published_runs_excerpt.csv")
+ROWS = 8  # calibration rows of each source
+FEWEST = 12  # rows of a source that leave enough to score
+GOALS = {"DGXC": 0.03, "llm-foundry": 0.06, "BigScience": 0.08, "vTrain": 0.10}
+VIEWS: tuple[LeaveOut, ...] = ("rows", "model", "gpus", "test")
+LLAMA_405B = ModelShape(
+    name="405B", layers=126, hidden=16384, heads=128, kv_heads=8, head_dim=128, ffn=53248, vocab=128256
+)  # fmt: skip
+
+
+def main(
+    runs: Annotated[Path, typer.Option(help="A table in the format of published_runs.csv.")] = EXCERPT,
+    seeds: Annotated[int, typer.Option(help="Draws of the calibration rows to average over.")] = 5,
+) -> None:
+    """Print goals and measured figures as tables."""
+    measured = [run for run in read_runs(runs) if run.seconds]
+    print(f"{runs.name}: {len(measured)} step times, {sum(map(held_out, measured))} of them in the test split\n")
+    for table in (uncalibrated(measured), calibrated(measured, seeds), speed()):
+        for line in table:
+            print(line, flush=True)
+        print()
+
+
+def uncalibrated(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the table of the catalogue alone."""
+    yield "| catalogue alone | goal | all rows | development | test split |\n|---|---|---|---|---|"
+    parts = (runs, [run for run in runs if not held_out(run)], [run for run in runs if held_out(run)])
+    scores = [[score for score in validate(part) if score.rows] for part in parts]
+    yield _line("mean error over sources", "≤ 20%", [_percent(statistics.fmean(s.mean for s in x)) for x in scores])
+    yield _line("rows in the band", "≥ 90%", [_percent(_weighted(x, "covered")) for x in scores])
+    yield "\n| source | rows | mean error | bias | in band |\n|---|---|---|---|---|"
+    for score in scores[0]:
+        yield _line(score.group, str(score.rows), [_percent(score.mean), f"{score.bias:+.1%}", f"{score.covered:.0%}"])
+
+
+def calibrated(runs: Sequence[Run], seeds: int) -> Iterator[str]:
+    """Yield the table of what a few calibration rows bring, by how the scored rows are kept apart."""
+    sizes = Counter(run.group for run in runs)
+    kept = [run for run in runs if sizes[run.group] >= FEWEST and run.group.split()[0] in GOALS]
+    if not kept:
+        return
+    found: dict[LeaveOut, list[list[Score]]] = {view: [] for view in VIEWS}
+    for seed, view in itertools.product(range(seeds), VIEWS):
+        print(f"seed {seed}, {view} ...", end="\r", file=sys.stderr, flush=True)
+        found[view].append(validate(kept, calibrate_rows=ROWS, seed=seed, leave=view))
+    yield f"{ROWS} calibration rows of each source, mean over {seeds} seeds: error, bias, share in the band\n"
+    head = "| source | goal | other rows | other models | more GPUs | test split |"
+    yield head + "\n|---|---|---|---|---|---|"
+    for index, score in enumerate(found["rows"][0]):
+        goal = f"≤ {GOALS[score.group.split()[0]]:.0%}"
+        yield _line(score.group, goal, [_cell([draw[index] for draw in found[view]]) for view in VIEWS])
+    chosen = [score for draw in found["rows"] for score in draw if score.choices]
+    covered = {view: [score for draw in found[view] for score in draw if score.rows] for view in VIEWS}
+    yield _line("all rows in the band", "≥ 90%", [_percent(_weighted(covered[view], "covered")) for view in VIEWS])
+    if chosen:
+        sets = sum(score.choices for score in chosen) / seeds
+        yield _line(f"regret of the first choice, {sets:.0f} sets", "≤ 4%",
+                    [_percent(_weighted(chosen, "regret", "choices")), "", "", ""])  # fmt: skip
+        yield _line("best in the top 3", "≥ 90%", [_percent(_weighted(chosen, "top3", "choices")), "", "", ""])
+
+
+def speed() -> Iterator[str]:
+    """Yield how long a large search and the command's help take."""
+    yield "| speed | seconds |\n|---|---|"
+    cluster = Cluster(device=device("h100-sxm"), gpus=16384)
+    start = time.perf_counter()
+    found = search(LLAMA_405B, cluster, Job(seq_len=8192, global_batch=2048), allow_future=True)
+    yield _line(f"405B on 16,384 GPUs, {found.considered:,} legal plans", f"{time.perf_counter() - start:.1f}", [])
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "meshwright.cli", "plan", "--help"], check=True, stdout=subprocess.DEVNULL)
+    yield _line("meshwright plan --help", f"{time.perf_counter() - start:.1f}", [])
+
+
+def _cell(scores: Sequence[Score]) -> str:
+    scores = [score for score in scores if score.rows]
+    if not scores:
+        return "-"
+    error, bias, covered = (statistics.fmean(getattr(s, name) for s in scores) for name in ("mean", "bias", "covered"))
+    return f"{error:.1%}, {bias:+.1%}, {covered:.0%}"
+
+
+def _weighted(scores: Sequence[Score], name: str, weight: str = "rows") -> float:
+    total = sum(getattr(score, weight) for score in scores)
+    return sum(getattr(score, name) * getattr(score, weight) for score in scores) / total if total else 0.0
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _line(name: str, value: str, rest: Sequence[str]) -> str:
+    return f"| {' | '.join((name, value, *rest))} |"
+
+
+if __name__ == "__main__":
+    typer.run(main)
