@@ -40,6 +40,7 @@ PUBLIC = {
     "fused_allreduce_gradients",
     "infer_plan",
     "no_sync",
+    "plan_of",
     "register_plan",
     "reshard",
     "shard_dataloader",

@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     "a tie of two roles": (tied_in_two_ways, "PlanError", r"one tied parameter"),
     "a rank outside the mesh": (mesh_that_leaves_out_a_rank, "PlanError", r"rank\(s\) 1 of 2 are in no part"),
     "a mesh without dp": (mesh_without_the_axis, "PlanError", r"has the axes tp, but no 'dp'"),
-    "no plan": (no_plan, "PlanError", r"plan=None: choosing a plan automatically is not available"),
+    "no plan, and no batch to pick one for": (no_plan, "PlanError", r"picking a plan needs the size of a batch"),
     "a plan with a gap": (sharding_plan_without_rows, "UncoveredParameterError", r"mlp.gate_proj.weight"),
 }
 

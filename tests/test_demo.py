@@ -31,11 +31,12 @@ def run_demo(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_demo_trains_and_proves_itself(tmp_path: Path) -> None:
-    done = run_demo("--quick", "--output", str(tmp_path))
+    done = run_demo("--quick", "--dp", "2", "--tp", "2", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout
 
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["plan"] == {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}
+    given = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}
+    assert {name: summary["plan"][name] for name in given} == given
     assert summary["world_size"] == 4
     assert summary["last_loss"] < summary["first_loss"]
     assert summary["tokens_per_s"] > 0
@@ -49,6 +50,15 @@ def test_the_demo_trains_and_proves_itself(tmp_path: Path) -> None:
     assert summary["optimizer_bytes_per_rank"] <= 1.02 * summary["param_bytes_per_rank"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "gradients").exists()
+
+
+def test_the_planner_picks_the_demo_s_plan(tmp_path: Path) -> None:
+    done = run_demo("--quick", "--processes", "2", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["planned_by"] == "the planner" and summary["plan"]["dp"] * summary["plan"]["tp"] == 2
+    assert "picked dp" in done.stdout and "estimated" in done.stdout
+    assert summary["parity"]["max_rel_grad_diff"] <= 1e-4  # as above
 
 
 def test_a_plan_that_does_not_fit_is_one_clear_message(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,26 +30,30 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 @app.command()
 def main(
     steps: Annotated[int | None, typer.Option(min=5, help="Optimizer steps; 120, or 8 with --quick.")] = None,
-    dp: Annotated[int, typer.Option(min=1, help="Data-parallel size: the batch of 8 rows is split over it.")] = 2,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Data-parallel size: the batch of 8 rows is split over it.")
+    ] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="Tensor-parallel size: heads, MLPs and vocabulary are split over it.")
-    ] = 2,
+        int | None, typer.Option(min=1, help="Tensor-parallel size: heads, MLPs and vocabulary are split over it.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="How many, where neither --dp nor --tp says it.")] = 4,
     seq_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row; 256, or 64 with --quick.")] = None,
     output: Annotated[Path, typer.Option(help="Where summary.json, loss.png and the corpus go.")] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model for a few steps: seconds.")] = False,
 ) -> None:
-    """Train a Llama with dp x tp processes and prove that the result is that of one.
+    """Train a Llama with several processes and prove that the result is that of one.
 
     The model has about 10 M parameters (float32) and learns the source text of this Python's standard
-    library. The processes shard the sequence over tp and the optimizer's state (ZeRO-1) over dp. One
+    library. The planner picks how to spread it, and says why; with --dp and --tp you do. One
     process then repeats the first 5 steps with stock transformers and torch, and every loss and
     every gradient is compared. Exits with 1 if they differ by more than float32 rounding.
 
-    A machine with dp x tp GPUs uses them; any other runs on its CPU cores.
+    A machine with as many GPUs uses them; any other runs on its CPU cores.
     """
     asked = {"steps": steps, "seq_length": seq_length}
     given = {name: value for name, value in asked.items() if value is not None}
-    run(Settings(**(QUICK if quick else {}) | given, dp=dp, tp=tp, output=output.resolve(), device=device(dp * tp)))
+    settings = Settings(**(QUICK if quick else {}) | given, dp=dp, tp=tp, processes=processes, output=output.resolve())
+    run(dataclasses.replace(settings, device=device(settings.world_size)))
 
 
 def device(processes: int) -> str:

@@ -19,7 +19,8 @@ from examples.demo.settings import Settings
 def summarize(settings: Settings, run: TrainResult, proof: Proof) -> dict[str, Any]:
     """The content of summary.json."""
     return {
-        "plan": settings.plan,
+        "plan": run.plan,
+        "planned_by": "the planner" if settings.plan is None else "flags",
         "world_size": settings.world_size,
         "steps": settings.steps,
         "first_loss": run.losses[0],
@@ -48,7 +49,7 @@ def plot_losses(settings: Settings, run: TrainResult, proof: Proof, path: Path) 
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps = len(proof.losses)
-    together = f"{settings.world_size} processes, dp={settings.dp} x tp={settings.tp}"
+    together = f"{settings.world_size} processes, dp={run.plan['dp']} x tp={run.plan['tp']}"
     axes.plot(range(1, len(run.losses) + 1), run.losses, linewidth=1.5, label=together)
     axes.plot(
         range(1, steps + 1),
@@ -73,7 +74,7 @@ def plot_losses(settings: Settings, run: TrainResult, proof: Proof, path: Path) 
 
 def make_table(settings: Settings, run: TrainResult, proof: Proof) -> Table:
     """The run beside one process, and the verdict."""
-    table = Table(title=f"dp={settings.dp} x tp={settings.tp} against one process", title_justify="left")
+    table = Table(title=f"dp={run.plan['dp']} x tp={run.plan['tp']} against one process", title_justify="left")
     table.add_column()
     table.add_column(f"{settings.world_size} processes", justify="right")
     table.add_column("one process", justify="right")

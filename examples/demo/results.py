@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from examples.demo.settings import Settings
 
@@ -14,11 +15,13 @@ class TrainResult:
     """Figures of a distributed run.
 
     Args:
+        plan: the arguments of ``meshwright.ParallelPlan`` that were given or picked.
         losses: one a step.
         tokens_per_s: of the median step, over all ranks.
         param_bytes_per_rank, optimizer_bytes_per_rank: of the rank that holds most.
     """
 
+    plan: dict[str, Any]
     losses: list[float]
     tokens_per_s: float
     param_bytes_per_rank: int

@@ -16,8 +16,8 @@ class Settings:
     Args:
         output: folder of everything that the demo writes.
         device: "cpu" or "cuda".
-        dp: data-parallel size.
-        tp: tensor-parallel size.
+        dp, tp: data- and tensor-parallel size; None for both to have the planner pick a plan.
+        processes: that a picked plan is for.
         steps: optimizer steps.
         proof_steps: the first steps, which one process repeats.
         batch_size: rows of a step over all processes.
@@ -29,8 +29,9 @@ class Settings:
 
     output: Path
     device: str = "cpu"
-    dp: int = 2
-    tp: int = 2
+    dp: int | None = None
+    tp: int | None = None
+    processes: int = 4
     steps: int = 120
     proof_steps: int = 5
     batch_size: int = 8
@@ -49,17 +50,15 @@ class Settings:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp
+        return self.processes if self.plan is None else self.plan["dp"] * self.plan["tp"]
 
     @property
-    def plan(self) -> dict[str, Any]:
-        """The arguments of ``meshwright.ParallelPlan``."""
-        return {
-            "dp": self.dp,
-            "tp": self.tp,
-            "sequence_parallel": self.tp > 1,
-            "zero_stage": 1 if self.dp > 1 else 0,
-        }
+    def plan(self) -> dict[str, Any] | None:
+        """The arguments of ``meshwright.ParallelPlan``; None where the planner shall pick."""
+        if self.dp is None and self.tp is None:
+            return None
+        dp, tp = self.dp or 1, self.tp or 1
+        return {"dp": dp, "tp": tp, "sequence_parallel": tp > 1, "zero_stage": 1 if dp > 1 else 0}
 
     @property
     def tokens_per_step(self) -> int:

@@ -5,6 +5,7 @@ Everything but ``to_distributed`` and ``mw.clip_grad_norm_`` is a one-device tra
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import sys
@@ -28,11 +29,11 @@ from examples.demo.settings import Settings
 def train(settings: Settings) -> None:
     """Train, save the whole gradients of the first steps for the proof, and save the result."""
     rank, device = int(os.environ["RANK"]), local_device(settings)
-    plan = mw.ParallelPlan(**settings.plan)
+    plan = None if settings.plan is None else mw.ParallelPlan(**settings.plan)
     model, optimizer, scheduler, loader = build(settings, device)
     model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan))
     if rank == 0:
-        Console().print(plan.dims.rank_grid(), highlight=False)
+        Console().print(mw.plan_of(model).dims.rank_grid(), highlight=False)
 
     losses, seconds = [], []
     with StepProgress(settings.steps, is_shown=rank == 0) as progress:
@@ -58,6 +59,7 @@ def train(settings: Settings) -> None:
     # The first steps also save gradients, so they say nothing about speed.
     step_time = statistics.median(seconds[settings.proof_steps :] or seconds)
     result = TrainResult(
+        plan=dataclasses.asdict(mw.plan_of(model)),
         losses=losses,
         tokens_per_s=settings.tokens_per_step / step_time,
         param_bytes_per_rank=max(every_rank(tensor_bytes(model.parameters()))),

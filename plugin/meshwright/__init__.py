@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from meshwright.mesh import ParallelDims, ProcessMesh
     from meshwright.optim.clip import clip_grad_norm_
-    from meshwright.optim.runtime import no_sync
+    from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.optim.shard import shard_optimizer
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
     from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
@@ -52,7 +52,7 @@ _HOMES = {
     ),
     "mesh": ("ParallelDims", "ProcessMesh"),
     "optim.clip": ("clip_grad_norm_",),
-    "optim.runtime": ("no_sync",),
+    "optim.runtime": ("no_sync", "plan_of"),
     "optim.shard": ("shard_optimizer",),
     "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
     "plans": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),
@@ -88,6 +88,7 @@ __all__ = [
     "fused_allreduce_gradients",
     "infer_plan",
     "no_sync",
+    "plan_of",
     "register_plan",
     "reshard",
     "shard_dataloader",

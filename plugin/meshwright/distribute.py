@@ -109,7 +109,7 @@ def to_distributed(
     _equalise_weights(model, weights, tp, dp, device)
 
     loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
-    runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard)
+    runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard, plan=plan)
     _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())

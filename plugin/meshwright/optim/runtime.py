@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
 from meshwright.optim.zero import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
@@ -30,6 +31,7 @@ class Runtime:
         syncs: who synchronises their gradients.
         zero: the ZeRO shards, if any.
         guard: watches over the ranks; None on one process.
+        plan: of a ``to_distributed`` call.
     """
 
     tp: Axis
@@ -38,6 +40,7 @@ class Runtime:
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
     guard: Guard | None = None
+    plan: ParallelPlan | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -101,6 +104,26 @@ def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
             f"this {type(owner).__name__} is not distributed; pass what to_distributed (or shard_optimizer) returned"
         )
     return runtime
+
+
+def plan_of(model: nn.Module) -> ParallelPlan:
+    """The plan by which ``to_distributed`` distributed a model: the one given, read or picked.
+
+    Args:
+        model: what ``to_distributed`` returned.
+
+    Raises:
+        ValueError: for a model that it did not distribute.
+
+    Example::
+
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader)
+        print(mw.plan_of(model))
+    """
+    plan = runtime_of(model).plan
+    if plan is None:
+        raise ValueError(f"this {type(model).__name__} has no plan; pass what to_distributed returned")
+    return plan
 
 
 def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,165 @@
+"""``to_distributed`` without a plan: what it picks, that all ranks pick it, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from meshwright.automatic import given_plan
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.footprint import footprint
+from meshwright.planner.memory import peak_memory
+from meshwright.planner.plan_file import save_plan
+from meshwright.planner.shapes import describe
+from support.models import build
+
+ROWS, LENGTH = 8, 32
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 512, (LENGTH,), generator=generator) for _ in range(2 * ROWS)]
+    return DataLoader([{"input_ids": ids, "labels": ids} for ids in rows], batch_size=ROWS)
+
+
+def picked(options: dict[str, Any], optimizer_class: type = torch.optim.AdamW, family: str = "llama") -> Any:
+    """The plan, and the losses of an epoch."""
+    model = build(family, **SIZES).train()
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    config = mw.ToDistributedConfig(**options)
+    model, optimizer, batches = mw.to_distributed(model, optimizer, loader(), config=config)
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return dataclasses.asdict(mw.plan_of(model)), losses
+
+
+def needs(plan: Candidate, family: str = "llama") -> float:
+    """Bytes that the planner counts for a rank, the process included."""
+    job = Job(seq_len=LENGTH, global_batch=ROWS, own_runtime=True, on_cpu=True).in_32_bits()
+    return peak_memory(describe(build(family, **SIZES).config), plan, job).total
+
+
+@pytest.mark.parametrize("option", [None, "auto"])
+def test_all_ranks_train_by_one_plan_as_one_device_would(option: str | None, pool2: Any, pool4: Any) -> None:
+    """float32, a step of lr 1e-2 in between: 1e-5. A plan that lost rows or a share of gradients is off by 1e-2."""
+    alone = picked({"plan": option})
+    assert alone[0]["dp"] * alone[0]["tp"] == 1
+    for pool, world in ((pool2, 2), (pool4, 4)):
+        plans, losses = zip(*pool.run(picked, {"plan": option}), strict=True)
+        assert all(plan == plans[0] for plan in plans) and plans[0]["dp"] * plans[0]["tp"] == world
+        for own in losses:
+            assert own == pytest.approx(alone[1], rel=1e-5)
+
+
+def test_a_budget_decides(pool2: Any) -> None:
+    """Just below what the fastest plan needs it is not picked, and what is picked fits."""
+    free, _ = pool2.run(picked, {})[0]
+    fastest = Candidate(shard=2, zero_stage=1, micro_batch=4)
+    assert (free["dp"], free["zero_stage"], free["micro_batch_size"]) == (2, 1, None)
+    budget = needs(fastest) - 1
+    tight, losses = pool2.run(picked, {"memory_budget": budget})[0]
+    assert tight != free
+    micro = tight["micro_batch_size"] or ROWS // tight["dp"]
+    chosen = Candidate(
+        shard=tight["dp"], tp=tight["tp"], sequence_parallel=tight["sequence_parallel"], micro_batch=micro,
+        accumulation=ROWS // tight["dp"] // micro, zero_stage=tight["zero_stage"], recompute=tight["recompute"],
+    )  # fmt: skip
+    assert needs(chosen) <= budget
+    assert losses == pytest.approx(picked({})[1], rel=1e-5)  # the same batch, in other pieces
+
+
+def test_the_leanest_plan_on_request(pool2: Any) -> None:
+    lean, _ = pool2.run(picked, {"prefer": "memory"})[0]
+    free, _ = pool2.run(picked, {})[0]
+    assert (lean["recompute"], free["recompute"]) == ("full", "none")
+
+
+def test_nothing_fits(pool2: Any) -> None:
+    errors = pool2.run_expecting_error(picked, {"memory_budget": 1_000_000.0})
+    assert len(errors) == 2 and all(kind == "PlanError" and "no plan fits" in text for kind, text in errors)
+    assert "GiB too much" in errors[1][1] and "What would make one fit" in errors[1][1]
+
+
+def test_an_optimizer_that_may_not_be_sharded_decides_too(pool2: Any) -> None:
+    plan, _ = pool2.run(picked, {}, torch.optim.Adafactor)[0]
+    assert (plan["tp"], plan["zero_stage"]) == (1, 0)
+
+
+def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:
+    path = tmp_path / "plan.yaml"
+    save_plan(Candidate(tp=2, sequence_parallel=True, micro_batch=4, accumulation=2), path, comment="by hand")
+    plan, losses = pool2.run(picked, {"plan": str(path)})[0]
+    assert (plan["tp"], plan["sequence_parallel"], plan["micro_batch_size"]) == (2, True, 4)
+    assert losses == pytest.approx(picked({})[1], rel=1e-5)
+    save_plan(Candidate(pp=2, interleave=2), path)
+    with pytest.raises(mw.PlanError, match="interleave is not available"):
+        given_plan(mw.ToDistributedConfig(plan=path))
+    with pytest.raises(mw.PlanError, match="no such plan; write one with meshwright plan --save"):
+        given_plan(mw.ToDistributedConfig(plan=tmp_path / "none.yaml"))
+
+
+def test_input_spec_stands_for_the_loader() -> None:
+    model = build("llama", **SIZES).train()
+    spec = {"input_ids": ((4, 16), torch.int64)}
+    model, _, _ = mw.to_distributed(model, None, None, config=mw.ToDistributedConfig(input_spec=spec))
+    assert mw.plan_of(model).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefer": "speed"}, "must be 'throughput' or 'memory'"),
+        ({"memory_budget": 0}, "must be above zero"),
+        ({"input_spec": {"x": ((4,), torch.int64)}}, r"no entry of shape \(rows, tokens\)"),
+        ({"hardware_profile": "none.json"}, "no such profile"),
+        ({"plan": 3}, "or the path of a plan file, not int"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(mw.PlanError, match=message):
+        picked(options)
+
+
+def test_a_model_that_the_planner_cannot_describe() -> None:
+    model = torch.nn.Linear(4, 4)
+    spec = {"input_ids": ((4, 16), torch.int64)}
+    with pytest.raises(mw.PlanError, match="Linear has none; pass a plan"):
+        mw.to_distributed(model, config=mw.ToDistributedConfig(input_spec=spec))
+
+
+def test_reading_rows_to_measure_them_leaves_the_random_state() -> None:
+    """Rank 0 alone reads them: it must not run ahead of the others."""
+
+    class Noisy(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Any:
+            ids = torch.randint(0, 512, (LENGTH,))
+            return {"input_ids": ids, "labels": ids}
+
+    states = []
+    for plan in (None, mw.ParallelPlan()):
+        model = build("llama", **SIZES).train()
+        torch.manual_seed(5)
+        mw.to_distributed(model, None, DataLoader(Noisy(), batch_size=8), config=mw.ToDistributedConfig(plan=plan))
+        states.append(torch.random.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_footprint_is_what_the_budget_is_held_against() -> None:
+    shape = describe(build("llama", **SIZES).config)
+    held = footprint(shape, Candidate(micro_batch=8), seq_len=LENGTH, element_bytes=4, cpu=True)
+    assert needs(Candidate(micro_batch=8)) == pytest.approx(held.peak + 0.4e9)
