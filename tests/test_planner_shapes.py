@@ -63,8 +63,16 @@ def test_reads_dict_object_file_and_directory(tmp_path: Path) -> None:
 
 def test_window_shortens_attention() -> None:
     plain = describe(LLAMA)
-    windowed = describe({**LLAMA, "sliding_window": 1024})
-    mixed = describe({**LLAMA, "sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 16})
+    windowed = describe({**LLAMA, "model_type": "mistral", "sliding_window": 1024})
+    assert describe({**LLAMA, "sliding_window": 1024}) == plain  # which Llama's code does not look at
+    mixed = describe(
+        {
+            **LLAMA,
+            "model_type": "mistral",
+            "sliding_window": 1024,
+            "layer_types": ["sliding_attention", "full_attention"] * 16,
+        }
+    )
     assert plain.attended(8192) == 4096.5
     assert windowed.attended(8192) < 1024 < mixed.attended(8192) < 4096
     assert windowed.attended(512) == plain.attended(512)

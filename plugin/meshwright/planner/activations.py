@@ -18,7 +18,7 @@ class Saved:
     """Bytes of one micro-batch.
 
     Args:
-        layer: of one decoder layer.
+        layer: of one decoder layer; ``attention`` of its attention block.
         kept: of one layer that backward computes again.
         shared: sines and cosines, made once for all layers.
         arguments: positions and masks, which layers that are computed again are called with.
@@ -27,6 +27,7 @@ class Saved:
     """
 
     layer: float
+    attention: float
     kept: float
     shared: float
     arguments: float
@@ -94,8 +95,9 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     norm = n * (sizes.hidden * (4 + normed) + 4 * share)
     norm += 4 * shape.hidden if traits.norm_copies_weight else 0
     inputs = 2 * n * sizes.hidden * b  # of the attention's and the MLP's first projections
-    layer = traits.norms * norm + inputs + n * b * sizes.ffn * (4 if shape.gated else 2)
-    layer += n * _attention(shape, sizes, seq_len, b) + _query_norm(sizes, traits, n, b, tp)
+    block = (traits.norms * norm + inputs) / 2
+    attention = block + n * _attention(shape, sizes, seq_len, b) + _query_norm(sizes, traits, n, b, tp)
+    mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
 
     logits = 4.0 * n * sizes.words
     # The targets, and whose words they are; the head reads whole rows.
@@ -103,7 +105,8 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     head += n * sizes.words * b if traits.caps_logits else 0
     shared = 2.0 * seq_len * shape.head_dim * (4 if traits.rotates_in_float32 else b)
     return Saved(
-        layer=layer,
+        layer=attention + mlp,
+        attention=attention,
         kept=n * sizes.hidden * b,
         shared=shared,
         arguments=8 * seq_len + _masks(shape, n, seq_len, b),
@@ -134,8 +137,10 @@ def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
         return b * 4 * sizes.query + scores
     masked = _is_masked(shape, seq_len)
     keys = sizes.query if masked and sizes.key_heads > 1 else sizes.keys  # one head is repeated without a copy
-    # One projection's v is a part of it, and leaves an output that has to be copied.
-    values = 2 * sizes.query + 2 * sizes.keys if shape.traits.fused_qkv else keys
+    # One projection's v is a part of it, and leaves an output that has to be copied; unless v is repeated.
+    values = keys
+    if shape.traits.fused_qkv:
+        values = sizes.query + (keys if masked else sizes.query + 2 * sizes.keys)
     return b * (2 * sizes.query + keys + values + (seq_len if masked else 0)) + 4 * sizes.heads
 
 

@@ -116,30 +116,39 @@ def _backward(
     norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six of its tensors, in 32 bits
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
+    if shape.traits.keeps_scores:
+        attention += 7 * n * b * seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
     counts = Counter(member.layer for member in members)
     # The sum of the micro-batches before takes the gradients' dtype first, and becomes them one by one.
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 else 0
     left_over = before * b / 4
     at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
     peak, arrived = max(total + before + at_once, max(at_loss, at_head) + left_over), Counter[int]()
-    for member, gradients in _gradients(members, plan, b, cpu):
+    for member, arrival, most in _gradients(members, plan, b, cpu):
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:
             # Its activations go as its gradients come, the MLP's first.
             left = 1 - arrived[layer] / counts[layer]
-            rest += layer * kept + left * saved.layer + (mlp if left > 0.5 else attention)
+            of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
+            rest += layer * kept + of_attention * saved.attention + of_mlp * (saved.layer - saved.attention)
+            rest += (mlp if left > 0.5 else attention) + (saved.arguments if recomputed else 0)
         elif layer == shape.layers:
             rest += shape.layers * kept
         elif shape.tied:
-            rest += member.numel * b  # the embedding's gradient, which is then added to the head's
+            arrival += member.numel * b  # the embedding's gradient, which is then added to the head's
         arrived[layer] += 1
         left_over -= b * member.numel if before else 0
-        peak = max(peak, gradients + rest + left_over)
+        peak = max(peak, max(arrival, most) + rest + left_over)
     return peak
 
 
-def _gradients(members: list[Parameter], plan: Candidate, b: int, cpu: bool) -> Iterator[tuple[Parameter, float]]:
-    """Yield each parameter as its gradient arrives, and the most that gradients and their buffers hold by then."""
+def _gradients(
+    members: list[Parameter], plan: Candidate, b: int, cpu: bool
+) -> Iterator[tuple[Parameter, float, float]]:
+    """Yield each parameter as its gradient arrives, with the bytes of all gradients and of their buffers.
+
+    First those at its arrival, then the most while its bucket, if it is complete, begins to be reduced.
+    """
     groups = [bucket for bucket in buckets(members, b) if plan.dp > 1 or members[bucket[0]].is_grad_partial]
     bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}
     missing = [len(bucket) for bucket in groups]
@@ -170,7 +179,7 @@ def _gradients(members: list[Parameter], plan: Candidate, b: int, cpu: bool) -> 
 
     for index in range(len(members) - 1, -1, -1):
         held += members[index].numel * b
-        most = held
+        arrival = most = held
         if groups:
             if index in bucket_of:
                 missing[bucket_of[index]] -= 1
@@ -180,4 +189,4 @@ def _gradients(members: list[Parameter], plan: Candidate, b: int, cpu: bool) -> 
             if index == 0:
                 for number in range(started, len(groups)):
                     start(number)
-        yield members[index], most
+        yield members[index], arrival, most

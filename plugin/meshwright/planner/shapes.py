@@ -13,6 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.families import Traits, traits_of
 
 _NOT_GATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"})
+_NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # whatever stands in their config
 _NOT_DECODERS = frozenset(
     {"bert", "roberta", "distilbert", "electra", "deberta", "vit", "clip", "whisper", "t5", "bart"}
 )
@@ -226,7 +227,8 @@ def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str
     kv_heads = found["kv_heads"] if found["kv_heads"] is not None else heads
     gated = family not in _NOT_GATED
     kinds = config.get("layer_types")
-    window = found["window"] if config.get("use_sliding_window", True) else None
+    has_window = family not in _NO_WINDOW and config.get("use_sliding_window", True)
+    window = found["window"] if has_window else None
     windowed = sum("sliding" in kind for kind in kinds) if kinds else layers
     biases = 0
     if config.get("attention_bias", family == "qwen2") or not gated:
