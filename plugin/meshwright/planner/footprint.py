@@ -110,14 +110,16 @@ def _backward(
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
     total = saved.total(shape.layers, recomputed)
     # The gradient of the logits in 32 bits: on one device beside what it comes from, sharded in its place.
-    at_loss = total + (8 * n * words if plan.tp == 1 else n * words * (b if b < 4 else 0))
+    # Then it is cast, or taken through the cap.
+    is_copied = b < 4 or shape.traits.caps_logits
+    at_loss = total + (8 * n * words if plan.tp == 1 else n * words * b * is_copied)
     at_head = total - saved.logits + n * words * b + words * shape.hidden * b + rows
     kept = saved.kept if recomputed else saved.layer
     norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six of its tensors, in 32 bits
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
     if shape.traits.keeps_scores:
-        attention += 7 * n * b * seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
+        attention += 2 * n * b * seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
     counts = Counter(member.layer for member in members)
     # The sum of the micro-batches before takes the gradients' dtype first, and becomes them one by one.
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 else 0
