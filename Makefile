@@ -10,7 +10,7 @@ KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum 
 INSTALLED := .venv/.installed-$(KEY)
 DEEPSPEED := .venv/.deepspeed-$(KEY)
 
-.PHONY: help setup browser demo test lint bench bench-data bench-planner clean
+.PHONY: help setup browser demo test lint bench bench-data bench-planner bench-choice clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +19,8 @@ help:
 	@echo 'make lint    style, types, and which package may import which'
 	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP; installs DeepSpeed'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
-	@echo 'make bench-planner the planner against measured runs; RUNS=path for another table than the excerpt'
+	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
+	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make setup   only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make clean   delete .venv, caches and runs/'
 	@echo
@@ -49,6 +50,10 @@ bench-data: $(INSTALLED)
 
 bench-planner: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planner $(if $(RUNS),--runs $(RUNS))
+	$(BIN)/python -m benchmarks.footprint
+
+bench-choice: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.own_choice
 
 bench: $(DEEPSPEED)
 	$(BIN)/python -m benchmarks

@@ -23,6 +23,7 @@ class Footprint:
         gradients: after backward.
         optimizer: Adam's state, and ZeRO's 32-bit copy of 16-bit weights.
         activations: that forward leaves for backward.
+        accumulated: the sum of all micro-batches' gradients but the last's, where there are several.
         peaks: the most that is held at a time in forward, backward and the optimizer's step, all included.
     """
 
@@ -30,6 +31,7 @@ class Footprint:
     gradients: float
     optimizer: float
     activations: float
+    accumulated: float
     peaks: dict[str, float]
 
     @property
@@ -67,8 +69,9 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     recomputed = shape.layers if plan.recompute == "full" else 0
     # All but the last of several micro-batches run backward within the model's call, into a sum in 32 bits.
     forward = _forward(shape, plan, saved, recomputed, seq_len, b)
-    if plan.accumulation > 1:
-        forward = 4 * elements + max(forward, weights)
+    accumulated = 4 * elements if plan.accumulation > 1 else 0
+    if accumulated:
+        forward = accumulated + max(forward, weights)
     activations = saved.total(shape.layers, recomputed)
     # On CPU it steps one parameter after the other, elsewhere all of them at once.
     temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
@@ -77,6 +80,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
+        accumulated=accumulated,
         peaks={
             "forward": held + forward,
             "backward": held + _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu),

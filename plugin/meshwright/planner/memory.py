@@ -102,8 +102,7 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     held = footprint(shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu)
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
-    has_gradients = phase == "optimizer" or plan.accumulation > 1
-    gradients = min(rest, held.gradients) if has_gradients else 0.0
+    gradients = min(rest, held.gradients if phase == "optimizer" else held.accumulated)
     activations = 0.0 if phase == "optimizer" else min(rest - gradients, held.activations)
     groups = sum(size > 1 for size in (plan.dp, plan.tp))
     return Memory(
