@@ -84,12 +84,50 @@ def test_the_leanest_plan_on_request(pool2: Any) -> None:
     lean, _ = pool2.run(picked, {"prefer": "memory"})[0]
     free, _ = pool2.run(picked, {})[0]
     assert (lean["recompute"], free["recompute"]) == ("full", "none")
+    spread = {"shard": lean["dp"], "zero_stage": lean["zero_stage"]}
+    micro = lean["micro_batch_size"] or ROWS // lean["dp"]
+    chosen = Candidate(
+        **spread, tp=lean["tp"], sequence_parallel=lean["sequence_parallel"], micro_batch=micro,
+        accumulation=ROWS // lean["dp"] // micro, recompute="full",
+    )  # fmt: skip
+    others = [Candidate(shard=2, zero_stage=1, micro_batch=size, accumulation=4 // size, recompute="full")
+              for size in (1, 2, 4)]  # fmt: skip
+    assert all(needs(chosen) <= needs(other) for other in others)
 
 
 def test_nothing_fits(pool2: Any) -> None:
     errors = pool2.run_expecting_error(picked, {"memory_budget": 1_000_000.0})
     assert len(errors) == 2 and all(kind == "PlanError" and "no plan fits" in text for kind, text in errors)
     assert "GiB too much" in errors[1][1] and "What would make one fit" in errors[1][1]
+
+
+class Broken(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("the disk is gone")
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from [{"input_ids": torch.ones(LENGTH, dtype=torch.int64)}] * 16
+
+
+def planned_for(dataset: Any) -> None:
+    mw.to_distributed(build("llama", **SIZES).train(), None, DataLoader(dataset, batch_size=ROWS))
+
+
+def test_a_dataset_that_fails_on_rank_0_fails_everywhere(pool2: Any) -> None:
+    """At once: rank 0 alone reads, and the other waits for its plan."""
+    errors = pool2.run_expecting_error(planned_for, Broken())
+    assert [kind for kind, _ in errors] == ["OSError", "PlanError"]
+    assert all("the disk is gone" in text for _, text in errors)
+
+
+def test_a_stream_tells_no_length(pool2: Any) -> None:
+    errors = pool2.run_expecting_error(planned_for, Stream())
+    assert all(kind == "PlanError" and "needs the size of a batch" in text for kind, text in errors)
 
 
 def test_an_optimizer_that_may_not_be_sharded_decides_too(pool2: Any) -> None:

@@ -10,10 +10,11 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import OptimizerMismatchError, PlanError
@@ -122,7 +123,8 @@ def _search(
     shape = describe(model.config, name=type(model).__name__)
     found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
-        leanest = found.smallest[1].total
+        # With no budget at all every plan is weighed with the most recompute.
+        leanest = search(shape, cluster, job, profile, budget=1).smallest[1].total
         found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest)
     if not found.choices:
         raise explain.no_fit(found)
@@ -170,7 +172,7 @@ def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tup
             if len(shape) == 2:
                 return shape
         raise PlanError(f"ToDistributedConfig.input_spec has no entry of shape (rows, tokens), only {shapes}")
-    if isinstance(dataloader, DataLoader) and hasattr(dataloader.dataset, "__getitem__"):
+    if isinstance(dataloader, DataLoader) and _is_mapped(dataloader.dataset):
         rows = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
         if rows and len(dataloader.dataset):  # type: ignore[arg-type]
             return rows, _length(dataloader)
@@ -180,13 +182,19 @@ def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tup
     )
 
 
+def _is_mapped(dataset: Any) -> bool:
+    """Whether a row can be read without taking it from whoever reads next."""
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
 def _length(dataloader: DataLoader[Any]) -> int:
     """Tokens of the longest of the first rows, as they are collated."""
-    state = random.getstate()
+    state, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):  # rank 0 alone reads: it must stay where the others are
         count = min(_ROWS_TO_MEASURE, len(dataloader.dataset))  # type: ignore[arg-type]
         batch = dataloader.collate_fn([dataloader.dataset[index] for index in range(count)])
     random.setstate(state)
+    np.random.set_state(of_numpy)
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     for tensor in [ids, *_leaves(batch)]:
         if isinstance(tensor, Tensor) and tensor.ndim == 2:
@@ -197,10 +205,10 @@ def _length(dataloader: DataLoader[Any]) -> int:
     )
 
 
-def _leaves(batch: Any) -> list[Any]:
-    return (
-        list(batch.values()) if isinstance(batch, Mapping) else list(batch) if isinstance(batch, tuple | list) else []
-    )
+def _leaves(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    return batch if isinstance(batch, tuple | list) else ()
 
 
 def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:

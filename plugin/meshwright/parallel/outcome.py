@@ -55,20 +55,19 @@ def text_from_first(make: Callable[[], str], device: torch.device) -> str:
     """Run a step on rank 0 alone, and give every rank the text that it makes; if it fails, all raise.
 
     Args:
-        make: raises a PlanError where it fails.
+        make: communicates nothing.
         device: one that the process group reaches.
 
     Raises:
-        PlanError: rank 0's, on every rank.
+        Exception: rank 0's own, there.
+        PlanError: saying what failed on rank 0, elsewhere.
     """
     if not dist.is_initialized():
         return make()
     text, failure = "", None
     if dist.get_rank() == 0:
-        try:
-            text = make()
-        except PlanError as error:
-            text, failure = str(error), error
+        made, failure = _attempt(make)
+        text = made if made is not None else str(failure) if isinstance(failure, PlanError) else str(_describe(failure))
     head = torch.tensor([len(text.encode()), failure is not None], device=device)
     take_from_first(head, device)
     size, has_failed = head.tolist()
