@@ -61,11 +61,17 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
         plan: the plan.
         path: the file to write.
         comment: lines that say where it comes from.
+
+    Raises:
+        PlanError: a directory that is not there, or a file that cannot be written.
     """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines.append(f"version: {PLAN_VERSION}")
     lines += [f"{key}: {json.dumps(value)}" for key, value in plan_fields(plan).items()]
-    Path(path).write_text("\n".join(lines) + "\n")
+    try:
+        Path(path).write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise PlanError(f"--save {path}: {error.strerror}; name another file") from None
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
