@@ -1,0 +1,73 @@
+"""``meshwright plan --trace``: the estimate beside what the plan did on fake tensors and ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshwright.cli import app
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.shapes import describe
+from meshwright.tracing.compare import model_on_meta, trace_and_compare
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "vocab_size": 1000,
+}
+JOB = Job(seq_len=64, global_batch=8, own_runtime=True, on_cpu=True).in_32_bits()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def test_the_command_prints_both(config: Path) -> None:
+    options = ["plan", "--model", str(config), "--gpus", "4", "--gpu", "cpu", "--seq-len", "64", "--global-batch", "8"]
+    done = CliRunner().invoke(app, [*options, "--trace"])
+    assert done.exit_code == 0, done.output
+    table = done.output[done.output.index("bytes of rank 0") :]
+    assert re.search(r"parameters .* (0\.99\d|1\.00\d)\n", table)  # traced with the batch itself
+    assert re.search(r"peak .* (0\.9[5-9]|1\.0[0-4])\d\n", table)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Candidate(micro_batch=8),
+        Candidate(shard=2, tp=2, sequence_parallel=True, zero_stage=1, micro_batch=4),
+        Candidate(replicate=2, micro_batch=1, accumulation=4),
+    ],
+)
+def test_every_line_agrees(config: Path, plan: Candidate) -> None:
+    """Sizes to 5 %, collectives to the byte; of four micro-batches two are traced."""
+    model = model_on_meta(config, torch.float32)
+    text = trace_and_compare(model, describe(config), plan, JOB)
+    assert f"on {plan.world_size} fake ranks, {min(plan.accumulation, 2)} of its micro-batches" in text
+    sizes, _, traffic = text.partition("ratio\n")[2].partition("\n\n")
+    ratios = [float(line.split()[-1]) for line in sizes.splitlines()]
+    assert len(ratios) >= 4 and ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
+    counts = [line.split()[-2:] for line in traffic.splitlines()[1:]]
+    assert all(estimated == traced for estimated, traced in counts) and bool(counts) == (plan.world_size > 1)
+
+
+def test_what_cannot_be_traced(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="this version cannot run dp1 pp2"):
+        trace_and_compare(model_on_meta(config, torch.float32), describe(config), Candidate(pp=2), JOB)
+    unknown = tmp_path / "unknown.json"
+    unknown.write_text(json.dumps({**CONFIG, "model_type": "nobody_s"}))
+    with pytest.raises(PlanError, match="transformers makes no causal LM"):
+        model_on_meta(unknown, torch.float32)
