@@ -76,7 +76,7 @@ $(INSTALLED):
 browser:
 	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null \
 		|| command -v google-chrome > /dev/null \
-		|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq \
+		|| { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq -o Acquire::http::Timeout=20 \
 			&& apt-get install --yes --no-install-recommends chromium; } \
 		|| echo 'no chromium, and no way to install it here: the test that opens a page in a browser is skipped'
 
