@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.planner.activations import Saved, saved_activations
+from meshwright.planner.buckets import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, layers_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
 
 _CONTEXT = 0.6e9  # the runtime's own context and kernels
 _GROUP = 0.15e9  # buffers of one communicator
-_BUCKET = 25 * 2**20  # ToDistributedConfig.bucket_size_mb
 _PROCESS = 0.4e9  # Python, torch and transformers
 _SLACK = 0.03  # of what is allocated: blocks that the allocator cannot fill
 
@@ -56,11 +57,6 @@ class Memory:
 def layer_activations(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes that one layer's forward saves for one micro-batch, without recompute.
 
-    Two norms save a 32-bit copy, the normed values and the input of the matmuls after them: 16 bytes for each
-    element of the residual stream. Attention saves q, k, v, its output and one 32-bit sum for each head and
-    position; a gated MLP saves gate, its activation, up and their product. Traced on transformers 5.23 with the
-    fused attention kernel.
-
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
         ...                    vocab=32000)
@@ -68,20 +64,17 @@ def layer_activations(shape: ModelShape, plan: Candidate, job: Job) -> float:
         >>> round(saved / (2048 * 4096), 2)
         45.53
     """
-    rows = plan.micro_batch * job.seq_len / plan.cp
-    split = plan.tp if plan.sequence_parallel else 1
-    width = job.activation_bytes
-    attention = 2 * width * (shape.query_width + shape.local_kv_width(plan.tp) * plan.tp)
-    mlp = width * (4 if shape.gated else 2) * shape.ffn
-    # In 32 bits the norms need no copy of their input.
-    norms = (8 if width == 2 else 0) + 4 * width
-    return rows * (norms * shape.hidden / split + (attention + mlp + 4 * shape.heads) / plan.tp)
+    return _saved(shape, plan, job).layer
 
 
 def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return the bytes of a layer's input, all that full recompute saves."""
-    split = plan.tp if plan.sequence_parallel else 1
-    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / split
+    return _saved(shape, plan, job).kept
+
+
+def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
+    """What a micro-batch leaves on one of the context-parallel ranks."""
+    return saved_activations(shape, plan, seq_len=job.seq_len // plan.cp, element_bytes=job.activation_bytes)
 
 
 def in_flight(plan: Candidate, stage: int) -> float:
@@ -135,7 +128,8 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     gradients = elements * job.gradient_bytes / (sharded if plan.zero_stage >= 2 else 1)
     optimizer = elements * _optimizer_bytes(plan, job) / sharded
 
-    whole, kept = layer_activations(shape, plan, job), layer_checkpoint(shape, plan, job)
+    saved = _saved(shape, plan, job)
+    whole, kept = saved.layer, saved.kept
     again = 0 if plan.recompute != "full" else layers if plan.recomputed is None else min(layers, plan.recomputed)
     activations = in_flight(plan, stage) * (again * kept + (layers - again) * whole)
     working = whole if again else 0.5 * whole
@@ -150,7 +144,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
         unsharded = 2 * unit * job.weight_bytes + unit * job.gradient_bytes
     step = 4 * elements / sharded  # the update of one step in 32 bits, made when the activations are gone
     groups = sum(size > 1 for size in (plan.dp, plan.tp, plan.cp, plan.pp))
-    communication = groups * _GROUP + (2 * _BUCKET if plan.dp > 1 else 0)
+    communication = groups * _GROUP + (2 * BUCKET_BYTES if plan.dp > 1 else 0)
     # Backward of the head and of the last layer do not peak together, nor does the optimizer step with either.
     peak = max(working + activations, logits + activations, step)
     rest = peak - activations if peak > activations else 0.0
