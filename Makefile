@@ -8,7 +8,6 @@ PIP = $(BIN)/python -m pip install --constraint .venv/constraints.txt
 # What is installed depends on these alone, whatever the files' dates say.
 KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum | cut -d ' ' -f 1)
 INSTALLED := .venv/.installed-$(KEY)
-DEEPSPEED := .venv/.deepspeed-$(KEY)
 
 .PHONY: help setup browser demo test lint bench bench-data bench-planner bench-choice clean
 .DEFAULT_GOAL := help
@@ -17,7 +16,7 @@ help:
 	@echo 'make demo    train a Llama with 4 processes (dp=2 x tp=2) and prove it equal to one process; minutes'
 	@echo 'make test    run the whole test suite, the demo program included; one test opens a page in chromium'
 	@echo 'make lint    style, types, and which package may import which'
-	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP; installs DeepSpeed'
+	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
@@ -55,7 +54,7 @@ bench-planner: $(INSTALLED)
 bench-choice: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.own_choice
 
-bench: $(DEEPSPEED)
+bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 clean:
@@ -68,8 +67,8 @@ $(INSTALLED):
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	sed '/^torch==/d' constraints.txt > .venv/constraints.txt
 	$(PIP) $(TORCH)
-	$(PIP) --editable '.[hf,dev]'
-	rm -f .venv/.installed-* .venv/.deepspeed-*
+	$(PIP) --editable '.[hf,deepspeed,dev]'
+	rm -f .venv/.installed-*
 	touch $@
 
 # One test opens the planner's page in a browser. Where none can be installed it is skipped, the rest runs.
@@ -80,6 +79,3 @@ browser:
 			&& apt-get install --yes --no-install-recommends chromium; } \
 		|| echo 'no chromium, and no way to install it here: the test that opens a page in a browser is skipped'
 
-$(DEEPSPEED): $(INSTALLED)
-	$(PIP) --editable '.[deepspeed]'
-	touch $@
