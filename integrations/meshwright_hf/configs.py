@@ -1,0 +1,224 @@
+"""``register``: stock ``from_pretrained`` with a distributed configuration hands its model to our runtime.
+
+transformers builds the model without memory, finds and downloads the files and settles the dtype; where it would
+read the weights, each rank reads its shard of them instead, by ``to_distributed``. Three methods of
+``PreTrainedModel`` are replaced while registered, each of which passes every other call on:
+
+* ``prepare_distribute_model`` recognises the configurations that are ours,
+* ``_load_pretrained_model`` distributes their models,
+* ``_finalize_model_loading`` leaves those alone: nothing of them is missing, and shards must not be initialised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute import to_distributed
+from meshwright.errors import PlanError
+from meshwright.optim.runtime import find_runtime
+from meshwright_hf.distributed_config import options_for
+from meshwright_hf.styles import STYLES
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+from transformers.utils.loading_report import LoadStateDictInfo
+
+TakeOver = Literal["sequence_parallel", "all"]
+
+_METHODS = ("prepare_distribute_model", "_load_pretrained_model", "_finalize_model_loading")
+
+
+def register(*, take_over: TakeOver = "sequence_parallel") -> None:
+    """Let ``from_pretrained(path, distributed_config=...)`` distribute models by Meshwright.
+
+    ``distributed_config`` may then also be a ``meshwright.ParallelPlan`` or a ``ToDistributedConfig``, whose plan
+    of None means the one in the model's config.json. The styles of ``meshwright_hf.styles`` can be named in
+    transformers' own ``tp_plan``. Nothing else changes; a second call replaces the first.
+
+    Args:
+        take_over: which ``DistributedConfig`` is ours: "sequence_parallel", those with
+            ``enable_sequence_parallel=True``, which transformers itself ignores; or "all" that ask for more than
+            one process.
+
+    Raises:
+        ValueError: for another ``take_over``.
+        RuntimeError: with a transformers that lacks what is replaced.
+
+    Example::
+
+        meshwright_hf.register()
+        model = AutoModelForCausalLM.from_pretrained(
+            path, distributed_config=DistributedConfig(tp_size=2, enable_sequence_parallel=True)
+        )
+        model.train()  # from_pretrained leaves every model in evaluation mode
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = meshwright.to_distributed(model, optimizer, loader)
+    """
+    if take_over not in ("sequence_parallel", "all"):
+        raise ValueError(f"register(take_over={take_over!r}) must be 'sequence_parallel' or 'all'")
+    if absent := [name for name in _METHODS if not callable(getattr(PreTrainedModel, name, None))]:
+        raise RuntimeError(
+            f"transformers {transformers_version} has no PreTrainedModel.{', '.join(absent)}, which register() replaces; "
+            "meshwright.to_distributed(model, config=ToDistributedConfig(weights=path)) needs none of it"
+        )
+    unregister()
+    _Registration(take_over).install()
+    for name, style in STYLES.items():
+        ALL_PARALLEL_STYLES[name] = style
+
+
+def unregister() -> None:
+    """Undo ``register``, if it was called: transformers is as it was. Models that were distributed stay so.
+
+    Raises:
+        RuntimeError: where something else has replaced the same methods since.
+    """
+    if _active:
+        _active[-1].remove()
+    for name, style in STYLES.items():
+        if ALL_PARALLEL_STYLES.get(name) is style:
+            del ALL_PARALLEL_STYLES[name]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Stands for a configuration that is ours on its way through ``from_pretrained``, which keeps it in the config."""
+
+    options: ToDistributedConfig
+
+    def __deepcopy__(self, memo: Any) -> _Request:
+        return self
+
+
+class _Registration:
+    """The methods that are in place of transformers' own, and those."""
+
+    def __init__(self, take_over: TakeOver):
+        self.take_over = take_over
+        self._stock = {name: vars(PreTrainedModel).get(name) for name in _METHODS}
+        self._before: dict[str, Any] = {name: getattr(PreTrainedModel, name) for name in _METHODS}
+        self._installed: dict[str, Any] = {}
+
+    def install(self) -> None:
+        registration = self
+        stock = self._before["prepare_distribute_model"].__func__
+
+        def prepare_distribute_model(
+            cls: type[PreTrainedModel], distributed_config: Any, device_map: Any = None
+        ) -> tuple[Any, Any, Any]:
+            options = registration.options_of(distributed_config)
+            if options is None:
+                return stock(cls, distributed_config, device_map)
+            if device_map is not None:
+                raise PlanError(
+                    f"device_map={device_map!r} and distributed_config both say where the weights go; leave device_map out"
+                )
+            return _Request(options), None, None
+
+        self._installed = {
+            "prepare_distribute_model": classmethod(prepare_distribute_model),
+            "_load_pretrained_model": staticmethod(self.load),
+            "_finalize_model_loading": staticmethod(self.finalize),
+        }
+        for name, method in self._installed.items():
+            setattr(PreTrainedModel, name, method)
+        _active.append(self)
+
+    def remove(self) -> None:
+        """Put the stock methods back."""
+        if others := [name for name in _METHODS if vars(PreTrainedModel).get(name) is not self._installed[name]]:
+            raise RuntimeError(
+                f"something else has replaced PreTrainedModel.{', '.join(others)} since register(); undo that first"
+            )
+        for name, method in self._stock.items():
+            if method is None:
+                delattr(PreTrainedModel, name)
+            else:
+                setattr(PreTrainedModel, name, method)
+        _active.remove(self)
+
+    def options_of(self, distributed_config: Any) -> ToDistributedConfig | None:
+        """What a configuration asks of us; None where it is transformers' own business."""
+        if isinstance(distributed_config, ToDistributedConfig):
+            return distributed_config
+        if isinstance(distributed_config, ParallelPlan):
+            return ToDistributedConfig(plan=distributed_config)
+        config = distributed_config
+        if isinstance(config, dict):
+            config = DistributedConfig.from_dict(config)
+        if not isinstance(config, DistributedConfig):
+            return None
+        is_parallel = max(config.tp_size, config.dp_size, config.pp_size, config.ep_size) > 1
+        is_ours = config.enable_sequence_parallel or (self.take_over == "all" and is_parallel)
+        return options_for(config) if is_ours else None
+
+    def load(
+        self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Each rank's shards in place of the whole weights, for a model whose configuration is ours."""
+        request = getattr(model.config, "distributed_config", None)
+        if not isinstance(request, _Request):
+            stock = self._before["_load_pretrained_model"]
+            return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        # With it the model would pass for one that transformers itself has sharded, e.g. in save_pretrained.
+        del model.config.distributed_config
+        _check_loading(model, state_dict, load_config)
+        options = request.options
+        if options.weights is None:
+            options = dataclasses.replace(options, weights=tuple(checkpoint_files))
+        expected = set(model.state_dict())
+        model.tie_weights()
+        to_distributed(model, config=options)
+        return LoadStateDictInfo(
+            missing_keys=set(),
+            unexpected_keys=set(),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        ), None
+
+    def finalize(self, model: nn.Module, load_config: Any, loading_info: Any) -> Any:
+        """What transformers does after loading, except to a model that is distributed."""
+        if find_runtime(model) is not None:
+            return loading_info
+        return self._before["_finalize_model_loading"](model, load_config, loading_info)
+
+
+# The registration in force, if any: a process has one transformers.
+_active: list[_Registration] = []
+
+
+def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
+    """Refuse by name what from_pretrained was asked for and a shard a rank cannot give."""
+    if load_config.hf_quantizer is not None:
+        raise PlanError(
+            "quantised weights (quantization_config or gguf_file) cannot be sharded by distributed_config; load them "
+            "without quantization_config"
+        )
+    if load_config.ignore_mismatched_sizes:
+        raise PlanError(
+            "ignore_mismatched_sizes=True would draw some weights anew on each rank; with distributed_config leave it "
+            "False, and save a checkpoint of the right shapes with one process first"
+        )
+    if state_dict is not None:
+        raise PlanError(
+            "state_dict= and distributed_config: each rank reads its shard from files; for weights from a seed build "
+            "the model under meshwright.deferred_init() and call meshwright.to_distributed"
+        )
+    if load_config.dtype_plan:
+        raise PlanError(
+            f"{type(model).__name__} keeps some weights in float32 ({', '.join(load_config.dtype_plan)}), which is not "
+            "available with distributed_config; load it with dtype=torch.float32 and use torch.autocast"
+        )
+    if whole := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
+        raise PlanError(
+            f"{whole[0]} has memory already, by a DeepSpeed ZeRO-3 configuration or a context around from_pretrained; "
+            "distributed_config builds the model without"
+        )
