@@ -97,11 +97,12 @@ class VocabLogits(ShardedLogits):
         if func is F.cross_entropy:
             return _cross_entropy(logits, *args[1:], **{k: v for k, v in (kwargs or {}).items() if k != "input"})
         if func is Tensor.view and args[1:] == (-1, logits.vocab_size):
-            local = logits.as_subclass(Tensor)
-            return cls.of(local.reshape(-1, local.shape[-1]), logits.vocab_size, logits.axis)
+            with torch._C.DisableTorchFunctionSubclass():
+                return cls.of(logits.reshape(-1, logits.shape[-1]), logits.vocab_size, logits.axis)
         result = super().__torch_function__(func, types, args, kwargs)
-        is_marked = isinstance(result, Tensor) and result.shape == logits.as_subclass(Tensor).shape
-        return cls.of(result.as_subclass(Tensor), logits.vocab_size, logits.axis) if is_marked else result
+        if isinstance(result, cls):
+            result.vocab_size, result.axis = logits.vocab_size, logits.axis
+        return result
 
 
 def _cross_entropy(
