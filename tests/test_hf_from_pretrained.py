@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -229,6 +230,22 @@ def test_checkpoints_that_do_not_fit_are_errors_on_every_rank(tmp_path: Path, po
     four = DistributedConfig(tp_size=4, enable_sequence_parallel=True)
     for kind, message in pool2.run_expecting_error(load, str(tmp_path / "good"), distributed_config=four):
         assert kind == "PlanError" and "tp_size=4 x fsdp_size=1 x dp_replicate_size=1 needs 4 processes" in message
+
+
+def wrap(path: str) -> None:
+    with registered():
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**SP))
+    before = model.lm_head.weight.clone()
+    try:
+        DistributedDataParallel(model)
+    finally:
+        assert torch.equal(model.lm_head.weight, before)
+
+
+def test_who_would_wrap_it_in_ddp_is_told(checkpoints: dict[str, str], pool2: Any) -> None:
+    # Without the refusal it broadcasts the first rank's shards to all ranks.
+    for kind, message in pool2.run_expecting_error(wrap, checkpoints["llama, tied, one kv head"]):
+        assert kind == "AlreadyDistributedError" and "prepare it by meshwright_hf" in message
 
 
 def dtype_of(path: str, dtype: torch.dtype) -> tuple[torch.dtype, torch.Tensor]:

@@ -1,12 +1,13 @@
 """``register``: stock ``from_pretrained`` with a distributed configuration hands its model to our runtime.
 
 transformers builds the model without memory, finds and downloads the files and settles the dtype; where it would
-read the weights, each rank reads its shard of them instead, by ``to_distributed``. Three methods of
+read the weights, each rank reads its shard of them instead, by ``to_distributed``. Four methods of
 ``PreTrainedModel`` are replaced while registered, each of which passes every other call on:
 
 * ``prepare_distribute_model`` recognises the configurations that are ours,
 * ``_load_pretrained_model`` distributes their models,
-* ``_finalize_model_loading`` leaves those alone: nothing of them is missing, and shards must not be initialised.
+* ``_finalize_model_loading`` leaves those alone: nothing of them is missing, and shards must not be initialised,
+* ``_load_and_finalize_distributed_pretrained_model``, which reads checkpoints of another format, refuses them.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
-
-from meshwright.config import ParallelPlan, ToDistributedConfig
-from meshwright.distribute import to_distributed
-from meshwright.errors import PlanError
-from meshwright.optim.runtime import find_runtime
-from meshwright_hf.distributed_config import options_for
-from meshwright_hf.styles import STYLES
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute import to_distributed
+from meshwright.errors import PlanError
+from meshwright.optim.runtime import find_runtime
+from meshwright_hf.distributed_config import options_for
+from meshwright_hf.styles import STYLES
+
 TakeOver = Literal["sequence_parallel", "all"]
 
-_METHODS = ("prepare_distribute_model", "_load_pretrained_model", "_finalize_model_loading")
+_METHODS = (
+    "prepare_distribute_model",
+    "_load_pretrained_model",
+    "_finalize_model_loading",
+    "_load_and_finalize_distributed_pretrained_model",
+)
 
 
 def register(*, take_over: TakeOver = "sequence_parallel") -> None:
@@ -64,8 +71,8 @@ def register(*, take_over: TakeOver = "sequence_parallel") -> None:
         raise ValueError(f"register(take_over={take_over!r}) must be 'sequence_parallel' or 'all'")
     if absent := [name for name in _METHODS if not callable(getattr(PreTrainedModel, name, None))]:
         raise RuntimeError(
-            f"transformers {transformers_version} has no PreTrainedModel.{', '.join(absent)}, which register() replaces; "
-            "meshwright.to_distributed(model, config=ToDistributedConfig(weights=path)) needs none of it"
+            f"transformers {transformers_version} has no PreTrainedModel.{', '.join(absent)}, which register() "
+            "replaces; meshwright.to_distributed(model, config=ToDistributedConfig(weights=path)) needs none of it"
         )
     unregister()
     _Registration(take_over).install()
@@ -117,15 +124,28 @@ class _Registration:
                 return stock(cls, distributed_config, device_map)
             if device_map is not None:
                 raise PlanError(
-                    f"device_map={device_map!r} and distributed_config both say where the weights go; leave device_map out"
+                    f"device_map={device_map!r} and distributed_config both say where the weights go; leave device_map "
+                    "out"
                 )
             return _Request(options), None, None
 
-        self._installed = {
-            "prepare_distribute_model": classmethod(prepare_distribute_model),
-            "_load_pretrained_model": staticmethod(self.load),
-            "_finalize_model_loading": staticmethod(self.finalize),
-        }
+        sharded = self._before["_load_and_finalize_distributed_pretrained_model"]
+
+        def load_and_finalize(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(getattr(model.config, "distributed_config", None), _Request):
+                raise PlanError(
+                    f"{checkpoint} was saved with distributed_checkpoint=True, which only transformers' own "
+                    "parallelism reads; save it with save_pretrained(...) of one process"
+                )
+            return sharded(model, checkpoint, *args, **kwargs)
+
+        methods = (
+            classmethod(prepare_distribute_model),
+            staticmethod(self.load),
+            staticmethod(self.finalize),
+            load_and_finalize,
+        )
+        self._installed = dict(zip(_METHODS, methods, strict=True))
         for name, method in self._installed.items():
             setattr(PreTrainedModel, name, method)
         _active.append(self)
@@ -162,6 +182,11 @@ class _Registration:
         self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Each rank's shards in place of the whole weights, for a model whose configuration is ours."""
+        if find_runtime(model) is not None:
+            raise PlanError(
+                "an adapter cannot be loaded into a model that is distributed already; load the model and its adapter "
+                "whole, and call meshwright.to_distributed then"
+            )
         request = getattr(model.config, "distributed_config", None)
         if not isinstance(request, _Request):
             stock = self._before["_load_pretrained_model"]
@@ -172,17 +197,19 @@ class _Registration:
         options = request.options
         if options.weights is None:
             options = dataclasses.replace(options, weights=tuple(checkpoint_files))
-        expected = set(model.state_dict())
         model.tie_weights()
+        expected = set(model.state_dict())
         to_distributed(model, config=options)
-        return LoadStateDictInfo(
+        assert options.weights is not None
+        info = LoadStateDictInfo(
             missing_keys=set(),
-            unexpected_keys=set(),
+            unexpected_keys=set(WeightFiles.open(options.weights).entries) - expected,
             mismatched_keys=set(),
             error_msgs=[],
             conversion_errors={},
             skipped_pp_keys=set(),
-        ), None
+        )
+        return info, None
 
     def finalize(self, model: nn.Module, load_config: Any, loading_info: Any) -> Any:
         """What transformers does after loading, except to a model that is distributed."""

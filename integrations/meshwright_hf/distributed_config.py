@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from transformers.distributed import DistributedConfig
+
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.launch import world_size
-from transformers.distributed import DistributedConfig
 
 # Fields that say which of ours; any other must be as it is by default.
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size")
@@ -45,8 +46,8 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
             )
     if isinstance(config.tp_plan, dict):
         raise PlanError(
-            f"DistributedConfig.tp_plan={config.tp_plan!r} names styles of transformers, and a ShardingPlan gives roles "
-            "instead; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if the "
+            f"DistributedConfig.tp_plan={config.tp_plan!r} names styles of transformers, and a ShardingPlan gives "
+            "roles instead; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if the "
             "model needs them"
         )
     sizes = {name: getattr(config, name) or 1 for name in _SIZES}
@@ -66,8 +67,8 @@ def _plan(config: DistributedConfig, *, tp_size: int, fsdp_size: int, dp_replica
         return ParallelPlan(dp=dp_replicate_size, **shape)
     if dp_replicate_size > 1:
         raise PlanError(
-            f"DistributedConfig.fsdp_size={fsdp_size} with dp_replicate_size={dp_replicate_size}: ParallelPlan.zero_stage="
-            f"3 shards over all data-parallel ranks; set fsdp_size={fsdp_size * dp_replicate_size}, dp_replicate_size=1"
+            f"DistributedConfig.fsdp_size={fsdp_size} with dp_replicate_size={dp_replicate_size}: ParallelPlan."
+            f"zero_stage=3 shards over all data-parallel ranks; set fsdp_size={fsdp_size * dp_replicate_size}, dp_replicate_size=1"
         )
     try:
         return ParallelPlan(dp=fsdp_size, zero_stage=3, **shape)

@@ -36,13 +36,13 @@ def save_plan(
     """
     config = getattr(model_or_config, "config", None) if isinstance(model_or_config, nn.Module) else model_or_config
     if not hasattr(config, "to_diff_dict"):
-        raise PlanError(
-            f"save_plan takes a model of transformers or its config, not {type(model_or_config).__name__}"
-        )
+        raise PlanError(f"save_plan takes a model of transformers or its config, not {type(model_or_config).__name__}")
     if not isinstance(plan, ParallelPlan | None):
         raise PlanError(f"save_plan takes a meshwright.ParallelPlan, not {type(plan).__name__}")
     if not isinstance(sharding_plan, ShardingPlan | None):
-        raise PlanError(f"save_plan(sharding_plan=...) takes a meshwright.ShardingPlan, not {type(sharding_plan).__name__}")
+        raise PlanError(
+            f"save_plan(sharding_plan=...) takes a meshwright.ShardingPlan, not {type(sharding_plan).__name__}"
+        )
     saved: dict[str, Any] = {}
     if plan is not None:
         values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}

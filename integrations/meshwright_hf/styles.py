@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.tensor_parallel import ColwiseParallel, TensorParallelLayer
 
 from meshwright.parallel.collectives import Axis, share
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.parallel.guarded import ShardedLogits
-from transformers.distributed.tensor_parallel import ColwiseParallel, TensorParallelLayer
 
 
 class PartialNorm(TensorParallelLayer):

@@ -28,10 +28,11 @@ from meshwright.optim.shard import install_gradient_sync
 from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
+from meshwright.parallel.guarded import refuse_wrapping
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.microbatch import split_forward
-from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.outcome import succeed_together, take_from_first
+from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel
 from meshwright.plans import plan_for
@@ -126,7 +127,11 @@ def to_distributed(
 
 
 def _complete(
-    model: Any, runtime: Runtime, optimizer: Optimizer | None, dataloader: Iterable[Any] | None, config: ToDistributedConfig
+    model: Any,
+    runtime: Runtime,
+    optimizer: Optimizer | None,
+    dataloader: Iterable[Any] | None,
+    config: ToDistributedConfig,
 ) -> tuple[Any, Any, Any]:
     """Add an optimizer or a loader to a model that was distributed without."""
     plan = plan_to_complete(runtime, model, optimizer, config)
@@ -238,6 +243,7 @@ def _shard_model(
     agreed_seed = int(agree(seed, runtime.tp, runtime.dp))
     install(model, optimizer, replaced, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
     export_with_full_weights(model)
+    refuse_wrapping(model)
     attach(model, runtime)
 
 
