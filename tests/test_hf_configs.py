@@ -75,6 +75,7 @@ def test_register_is_explicit_and_reversible() -> None:
     changed = {name for name in during if during[name] is not before.get(name)} - {"styles"}
     assert changed == {
         "prepare_distribute_model",
+        "maybe_distribute_model",
         "_load_pretrained_model",
         "_finalize_model_loading",
         "_load_and_finalize_distributed_pretrained_model",

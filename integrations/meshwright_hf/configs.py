@@ -1,11 +1,12 @@
 """``register``: stock ``from_pretrained`` with a distributed configuration hands its model to our runtime.
 
 transformers builds the model without memory, finds and downloads the files and settles the dtype; where it would
-read the weights, each rank reads its shard of them instead, by ``to_distributed``. Four methods of
+read the weights, each rank reads its shard of them instead, by ``to_distributed``. These methods of
 ``PreTrainedModel`` are replaced while registered, each of which passes every other call on:
 
 * ``prepare_distribute_model`` recognises the configurations that are ours,
-* ``_load_pretrained_model`` distributes their models,
+* ``maybe_distribute_model`` marks their models, which are without memory still,
+* ``_load_pretrained_model`` distributes them,
 * ``_finalize_model_loading`` leaves those alone: nothing of them is missing, and shards must not be initialised,
 * ``_load_and_finalize_distributed_pretrained_model``, which reads checkpoints of another format, refuses them.
 """
@@ -35,10 +36,11 @@ TakeOver = Literal["sequence_parallel", "all"]
 
 _METHODS = (
     "prepare_distribute_model",
+    "maybe_distribute_model",
     "_load_pretrained_model",
     "_finalize_model_loading",
-    "_load_and_finalize_distributed_pretrained_model",
 )
+_NEWER = "_load_and_finalize_distributed_pretrained_model"
 
 
 def register(*, take_over: TakeOver = "sequence_parallel") -> None:
@@ -108,28 +110,33 @@ class _Registration:
 
     def __init__(self, take_over: TakeOver):
         self.take_over = take_over
-        self._stock = {name: vars(PreTrainedModel).get(name) for name in _METHODS}
-        self._before: dict[str, Any] = {name: getattr(PreTrainedModel, name) for name in _METHODS}
+        methods = [*_METHODS, *([_NEWER] if hasattr(PreTrainedModel, _NEWER) else [])]
+        self._stock = {name: getattr(PreTrainedModel, name) for name in methods}
+        # What the class itself has; the others are inherited.
+        self._own = {name: vars(PreTrainedModel)[name] for name in methods if name in vars(PreTrainedModel)}
         self._installed: dict[str, Any] = {}
 
     def install(self) -> None:
-        registration = self
-        stock = self._before["prepare_distribute_model"].__func__
+        registration, stock = self, self._stock
 
         def prepare_distribute_model(
-            cls: type[PreTrainedModel], distributed_config: Any, device_map: Any = None
+            cls: type[PreTrainedModel], distributed_config: Any, *args: Any, **kwargs: Any
         ) -> tuple[Any, Any, Any]:
             options = registration.options_of(distributed_config)
             if options is None:
-                return stock(cls, distributed_config, device_map)
-            if device_map is not None:
-                raise PlanError(
-                    f"device_map={device_map!r} and distributed_config both say where the weights go; leave device_map "
-                    "out"
-                )
+                return stock["prepare_distribute_model"].__func__(cls, distributed_config, *args, **kwargs)
+            for name, value in kwargs.items():
+                if value is not None:  # device_map or device_mesh
+                    raise PlanError(f"{name}={value!r} and distributed_config both place the weights; leave {name} out")
             return _Request(options), None, None
 
-        sharded = self._before["_load_and_finalize_distributed_pretrained_model"]
+        def maybe_distribute_model(
+            cls: type[PreTrainedModel], model: Any, distributed_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not isinstance(distributed_config, _Request):
+                return stock["maybe_distribute_model"].__func__(cls, model, distributed_config, *args, **kwargs)
+            model.config.distributed_config = distributed_config
+            return model
 
         def load_and_finalize(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(getattr(model.config, "distributed_config", None), _Request):
@@ -137,30 +144,31 @@ class _Registration:
                     f"{checkpoint} was saved with distributed_checkpoint=True, which only transformers' own "
                     "parallelism reads; save it with save_pretrained(...) of one process"
                 )
-            return sharded(model, checkpoint, *args, **kwargs)
+            return stock[_NEWER](model, checkpoint, *args, **kwargs)
 
-        methods = (
-            classmethod(prepare_distribute_model),
-            staticmethod(self.load),
-            staticmethod(self.finalize),
-            load_and_finalize,
-        )
-        self._installed = dict(zip(_METHODS, methods, strict=True))
+        ours: dict[str, Any] = {
+            "prepare_distribute_model": classmethod(prepare_distribute_model),
+            "maybe_distribute_model": classmethod(maybe_distribute_model),
+            "_load_pretrained_model": staticmethod(self.load),
+            "_finalize_model_loading": staticmethod(self.finalize),
+            _NEWER: load_and_finalize,
+        }
+        self._installed = {name: ours[name] for name in stock}
         for name, method in self._installed.items():
             setattr(PreTrainedModel, name, method)
         _active.append(self)
 
     def remove(self) -> None:
         """Put the stock methods back."""
-        if others := [name for name in _METHODS if vars(PreTrainedModel).get(name) is not self._installed[name]]:
+        if others := [name for name, x in self._installed.items() if vars(PreTrainedModel).get(name) is not x]:
             raise RuntimeError(
                 f"something else has replaced PreTrainedModel.{', '.join(others)} since register(); undo that first"
             )
-        for name, method in self._stock.items():
-            if method is None:
-                delattr(PreTrainedModel, name)
+        for name in self._installed:
+            if name in self._own:
+                setattr(PreTrainedModel, name, self._own[name])
             else:
-                setattr(PreTrainedModel, name, method)
+                delattr(PreTrainedModel, name)
         _active.remove(self)
 
     def options_of(self, distributed_config: Any) -> ToDistributedConfig | None:
@@ -174,7 +182,10 @@ class _Registration:
             config = DistributedConfig.from_dict(config)
         if not isinstance(config, DistributedConfig):
             return None
-        is_parallel = max(config.tp_size, config.dp_size, config.pp_size, config.ep_size) > 1
+        sizes = [
+            getattr(config, field.name) or 1 for field in dataclasses.fields(config) if field.name.endswith("_size")
+        ]
+        is_parallel = max(sizes) > 1
         is_ours = config.enable_sequence_parallel or (self.take_over == "all" and is_parallel)
         return options_for(config) if is_ours else None
 
@@ -189,7 +200,7 @@ class _Registration:
             )
         request = getattr(model.config, "distributed_config", None)
         if not isinstance(request, _Request):
-            stock = self._before["_load_pretrained_model"]
+            stock = self._stock["_load_pretrained_model"]
             return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         # With it the model would pass for one that transformers itself has sharded, e.g. in save_pretrained.
         del model.config.distributed_config
@@ -215,7 +226,7 @@ class _Registration:
         """What transformers does after loading, except to a model that is distributed."""
         if find_runtime(model) is not None:
             return loading_info
-        return self._before["_finalize_model_loading"](model, load_config, loading_info)
+        return self._stock["_finalize_model_loading"](model, load_config, loading_info)
 
 
 # The registration in force, if any: a process has one transformers.

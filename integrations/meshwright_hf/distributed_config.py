@@ -47,10 +47,11 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
     if isinstance(config.tp_plan, dict):
         raise PlanError(
             f"DistributedConfig.tp_plan={config.tp_plan!r} names styles of transformers, and a ShardingPlan gives "
-            "roles instead; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if the "
-            "model needs them"
+            "roles instead; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if "
+            "the model needs them"
         )
-    sizes = {name: getattr(config, name) or 1 for name in _SIZES}
+    # transformers 5.17 knows no replicas, and leaves sizes None.
+    sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
     needed = sizes["tp_size"] * sizes["fsdp_size"] * sizes["dp_replicate_size"]
     if needed != (world := world_size()):
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
@@ -68,7 +69,8 @@ def _plan(config: DistributedConfig, *, tp_size: int, fsdp_size: int, dp_replica
     if dp_replicate_size > 1:
         raise PlanError(
             f"DistributedConfig.fsdp_size={fsdp_size} with dp_replicate_size={dp_replicate_size}: ParallelPlan."
-            f"zero_stage=3 shards over all data-parallel ranks; set fsdp_size={fsdp_size * dp_replicate_size}, dp_replicate_size=1"
+            f"zero_stage=3 shards over all data-parallel ranks; set fsdp_size={fsdp_size * dp_replicate_size}, "
+            "dp_replicate_size=1"
         )
     try:
         return ParallelPlan(dp=fsdp_size, zero_stage=3, **shape)
