@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
@@ -152,6 +153,7 @@ def test_fsdp_is_zero_3_or_refused_by_name(world: Any) -> None:
         ({"ignore_mismatched_sizes": True}, "ignore_mismatched_sizes=True .* leave it False"),
         ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quanti"),
         ({"distributed_config": {"pp_size": 2, "enable_sequence_parallel": True}}, r"DistributedConfig.pp_size=2"),
+        ({"key_mapping": {"^lm_head": "head"}}, "converts lm_head.weight of this checkpoint to head.weight"),
         ({"distributed_config": mw.ToDistributedConfig()}, "picking a plan needs the size of a batch"),
     ],
 )
@@ -172,6 +174,22 @@ def test_weights_that_are_no_files(checkpoint: str, tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(mw.CheckpointError, match="pickle file"):
         load(str(tmp_path))
+
+
+def test_an_adapter_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), LoraConfig(target_modules=["q_proj"]))
+    model.peft_config["default"].base_model_name_or_path = checkpoint
+    model.save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path) is not None
+    meshwright_hf.register()
+    with pytest.raises(mw.PlanError, match="an adapter cannot be loaded into a model that is distributed already"):
+        load(str(tmp_path))
+
+
+def test_a_decoder_without_its_head(checkpoint: str) -> None:
+    meshwright_hf.register()
+    with pytest.raises(mw.CheckpointError, match=r"it lacks .* parameter"):
+        AutoModel.from_pretrained(checkpoint, distributed_config=SP)
 
 
 def test_one_process(checkpoint: str) -> None:

@@ -14,6 +14,7 @@ read the weights, each rank reads its shard of them instead, by ``to_distributed
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +25,10 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute import to_distributed
-from meshwright.errors import PlanError
+from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.distributed_config import options_for
 from meshwright_hf.styles import STYLES
@@ -208,13 +209,15 @@ class _Registration:
         options = request.options
         if options.weights is None:
             options = dataclasses.replace(options, weights=tuple(checkpoint_files))
+        assert options.weights is not None
+        names = _names_in(options.weights)
+        _check_names(model, names, load_config.weight_mapping or ())
         model.tie_weights()
         expected = set(model.state_dict())
         to_distributed(model, config=options)
-        assert options.weights is not None
         info = LoadStateDictInfo(
             missing_keys=set(),
-            unexpected_keys=set(WeightFiles.open(options.weights).entries) - expected,
+            unexpected_keys=names - expected,
             mismatched_keys=set(),
             error_msgs=[],
             conversion_errors={},
@@ -231,6 +234,26 @@ class _Registration:
 
 # The registration in force, if any: a process has one transformers.
 _active: list[_Registration] = []
+
+
+def _names_in(weights: WeightSource) -> set[str]:
+    try:
+        return set(WeightFiles.open(weights).entries)
+    except CheckpointError:
+        return set()  # to_distributed says so, on every rank, also where only one of them has a bad file
+
+
+def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -> None:
+    """Refuse a checkpoint of an older or another format, which transformers would convert."""
+    for transform in transforms:
+        for name in sorted(names):
+            new, pattern = transform.rename_source_key(name)
+            if pattern is not None and (new != name or hasattr(transform, "operations")):
+                raise PlanError(
+                    f"transformers converts {name} of this checkpoint to {new} of {type(model).__name__} as it loads, "
+                    "which is not available with distributed_config; load the model without, and pass it to "
+                    "meshwright.to_distributed"
+                )
 
 
 def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
