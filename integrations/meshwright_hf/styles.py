@@ -45,7 +45,7 @@ class PartialNorm(TensorParallelLayer):
                     hooked[name] = parameter
             return forward(*args, **kwargs)
 
-        module.forward = tp_forward  # type: ignore[method-assign]
+        module.forward = tp_forward
         return module
 
 

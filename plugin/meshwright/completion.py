@@ -59,7 +59,7 @@ def plan_to_complete(
     plan = before if given is None else given
     for field in dataclasses.fields(ParallelPlan):
         old, new = getattr(before, field.name), getattr(plan, field.name)
-        if old != new and not _may_follow(field.name, old, field.default, has_optimizer=optimizer is not None):
+        if old != new and not _may_follow(field.name, old, new, field.default, has_optimizer=optimizer is not None):
             raise PlanError(
                 f"ParallelPlan.{field.name}={new!r}, but the model was distributed with {field.name}={old!r}; leave "
                 "ToDistributedConfig.plan=None to go on with the model's plan, or build the model anew"
@@ -113,8 +113,8 @@ def complete(
         recompute_switch(model)({"use_reentrant": False})
 
 
-def _may_follow(name: str, old: Any, default: Any, *, has_optimizer: bool) -> bool:
+def _may_follow(name: str, old: Any, new: Any, default: Any, *, has_optimizer: bool) -> bool:
     """Whether a field of the plan may still be said after the model was distributed with ``old``."""
     if name == "zero_stage":
-        return has_optimizer and old in (0, 1)
+        return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which are there
     return name in ("micro_batch_size", "gradient_accumulation_steps", "recompute") and old == default
