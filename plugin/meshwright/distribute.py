@@ -20,7 +20,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
-from meshwright.launch import build_axes, check_devices, check_launch, device_for, start_process_group
+from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
@@ -113,6 +113,7 @@ def to_distributed(
     _check_micro_batches(plan, has_own_loss, model)
 
     start_process_group(device, config.timeout_s)
+    check_agreement(plan)
     tp, dp = build_axes(plan, device)
     guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
     weights = succeed_together(lambda: InitialWeights.find(model, config.weights))
