@@ -154,6 +154,7 @@ def test_fsdp_is_zero_3_or_refused_by_name(world: Any) -> None:
         ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quanti"),
         ({"distributed_config": {"pp_size": 2, "enable_sequence_parallel": True}}, r"DistributedConfig.pp_size=2"),
         ({"key_mapping": {"^lm_head": "head"}}, "converts lm_head.weight of this checkpoint to head.weight"),
+        ({"distributed_config": mw.ToDistributedConfig(weights="other")}, "weights='other' and the path of"),
         ({"distributed_config": mw.ToDistributedConfig()}, "picking a plan needs the size of a batch"),
     ],
 )

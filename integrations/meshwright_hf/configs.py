@@ -206,11 +206,14 @@ class _Registration:
         # With it the model would pass for one that transformers itself has sharded, e.g. in save_pretrained.
         del model.config.distributed_config
         _check_loading(model, state_dict, load_config)
-        options = request.options
-        if options.weights is None:
-            options = dataclasses.replace(options, weights=tuple(checkpoint_files))
-        assert options.weights is not None
-        names = _names_in(options.weights)
+        if request.options.weights is not None:
+            raise PlanError(
+                f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name the "
+                "weights; leave weights=None"
+            )
+        files = tuple(checkpoint_files)
+        options = dataclasses.replace(request.options, weights=files)
+        names = _names_in(files)
         _check_names(model, names, load_config.weight_mapping or ())
         model.tie_weights()
         expected = set(model.state_dict())
