@@ -208,8 +208,8 @@ class _Registration:
         _check_loading(model, state_dict, load_config)
         if request.options.weights is not None:
             raise PlanError(
-                f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name the "
-                "weights; leave weights=None"
+                f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name "
+                "the weights; leave weights=None"
             )
         files = tuple(checkpoint_files)
         options = dataclasses.replace(request.options, weights=files)
