@@ -144,6 +144,34 @@ def test_saved_adapters_are_whole_and_alone(plan: str, pool2: Any, tmp_path: Pat
     assert relative_difference(again.state_dict()[name].double(), expected[name]) < 1e-6  # PEFT loads float32
 
 
+def native(plan: dict[str, Any] | None, folder: Path) -> dict[str, Tensor]:
+    """Adapters that transformers adds itself, without PEFT's wrappers; their optimizer's state is saved too."""
+    with Float64():
+        model: Any = build("llama")
+        model.add_adapter(LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False))
+        model = model.double()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        batches: Any = [{"input_ids": tokens(4, 12), "labels": tokens(4, 12)}] * 2
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            model, optimizer, batches = mw.to_distributed(model, optimizer, batches, config=config)
+        for batch in batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(folder)
+        mw.save_optimizer(model, optimizer, folder / "optimizer")
+    return {key: x for file in folder.glob("**/*.safetensors") for key, x in load_file(file).items()}
+
+
+def test_adapters_that_transformers_adds(pool4: Any, tmp_path: Path) -> None:
+    ours = pool4.run(native, PLANS["tp2+sp x dp2+zero1"], tmp_path / "ours")[0]
+    stock = native(None, tmp_path / "stock")
+    assert ours.keys() == stock.keys() and any("exp_avg" in name for name in stock)
+    assert not any("base_layer" in name for name in stock)
+    assert max(relative_difference(ours[name], value) for name, value in stock.items()) < 1e-10  # as above
+
+
 def dropped(plan: dict[str, Any], *, recompute: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Which elements each adapter's dropout keeps, by module; and the gradients."""
     with Float64():
