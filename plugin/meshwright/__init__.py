@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.export import full_gradients, full_state_dict
+    from meshwright.checkpoint.weights import load_weights, save_weights
     from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
     from meshwright.construct.deferred import deferred_init
     from meshwright.data.shard_dataloader import shard_dataloader
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # which need no torch, do not wait for it.
 _HOMES = {
     "checkpoint.export": ("full_gradients", "full_state_dict"),
+    "checkpoint.weights": ("load_weights", "save_weights"),
     "config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
     "construct.deferred": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),
@@ -87,10 +89,12 @@ __all__ = [
     "full_state_dict",
     "fused_allreduce_gradients",
     "infer_plan",
+    "load_weights",
     "no_sync",
     "plan_of",
     "register_plan",
     "reshard",
+    "save_weights",
     "shard_dataloader",
     "shard_optimizer",
     "shard_tensor",

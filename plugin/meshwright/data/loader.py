@@ -49,6 +49,7 @@ class DistributedLoader:
         is_dataset_splitted: whether the user's loader reads this rank's part only.
         masks_blanks: whether a row that only keeps a rank in step gets labels that no loss counts; else its ``weight``
             says so.
+        may_hold_blanks: a batch without labels may have such a row too: whoever reads looks at ``weight``.
         options: how it reads.
 
     Raises:
@@ -69,6 +70,7 @@ class DistributedLoader:
         placer: Placer | None = None,
         is_dataset_splitted: bool = False,
         masks_blanks: bool = True,
+        may_hold_blanks: bool = False,
         options: LoaderOptions | None = None,
     ):
         self.user_loader = loader
@@ -76,6 +78,7 @@ class DistributedLoader:
         self._everyone = Peers((*self._peers.axes, dp)) if everyone is None else everyone
         self._device, self._placer = device or torch.device("cpu"), placer
         self._options = options or LoaderOptions()
+        self._may_hold_blanks = may_hold_blanks
         self._masks_blanks, self._has_dtensors = masks_blanks, placer is not None and placer.as_dtensors
         self._is_led = self._options.source == "leader" and self._peers.count > 1
         self._reader = make_reader(
@@ -279,6 +282,8 @@ class DistributedLoader:
         if not portion.is_blank or not self._masks_blanks:
             return portion.batch
         if not _has_labels(portion.batch):
+            if self._may_hold_blanks:
+                return portion.batch
             raise ValueError(
                 f"the last batch has {portion.total} rows, fewer than the {self._dp.size} data-parallel ranks, and "
                 "a batch without 'labels' cannot be padded with a row that does not count; set drop_last=True on the "
