@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,14 +16,20 @@ from meshwright_hf.accelerate.preparation import prepare
 _ORIGINAL = "_meshwright_original"
 
 
-def activate(config: ToDistributedConfig | None = None) -> None:
-    """Have ``accelerator.prepare`` distribute causal LMs of transformers by a plan, until ``deactivate``.
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether a model has the causal-LM loss of transformers."""
+    return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+
+
+def activate(config: ToDistributedConfig | None = None, *, models: Callable[[nn.Module], bool] = is_causal_lm) -> None:
+    """Have ``accelerator.prepare`` distribute models by a plan, until ``deactivate``.
 
     Calls with any other model, and with none, stay accelerate's own. For a script of somebody else; in one's own,
     ``prepare`` says what it does. A second call replaces the config.
 
     Args:
         config: of every ``prepare``.
+        models: which ones; by default the causal LMs of transformers. Any model can be data-parallel.
 
     Example::
 
@@ -34,7 +41,7 @@ def activate(config: ToDistributedConfig | None = None) -> None:
 
     @functools.wraps(original)
     def prepare_by_plan(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        if not any(is_supported(value) for value in args):
+        if not any(_is_new(value) and models(value) for value in args):
             return original(self, *args, device_placement=device_placement)
         if device_placement is not None:
             raise ValueError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
@@ -49,10 +56,7 @@ def deactivate() -> None:
     Accelerator.prepare = getattr(Accelerator.prepare, _ORIGINAL, Accelerator.prepare)  # type: ignore[method-assign]
 
 
-def is_supported(model: Any) -> bool:
-    """Whether this is a causal LM of transformers that nothing has distributed yet."""
-    if not isinstance(model, nn.Module) or find_runtime(model) is not None:
-        return False
-    if getattr(model, "_is_accelerate_prepared", False):
-        return False
-    return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+def _is_new(value: Any) -> bool:
+    """Whether this is a model that nothing has distributed yet."""
+    is_model = isinstance(value, nn.Module) and find_runtime(value) is None
+    return is_model and not getattr(value, "_is_accelerate_prepared", False)
