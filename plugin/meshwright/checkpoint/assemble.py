@@ -86,7 +86,7 @@ def _hop(piece: Tensor, source: int, axis: Axis) -> None:
 
 
 def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int) -> None:
-    """Write the elements of a rank's flattened shard from ``start`` on to where they belong; padding belongs nowhere."""
+    """Write the elements of a rank's flattened shard from ``start`` on to where they belong, padding left out."""
     shape = full.shape or torch.Size([1])
     inner = shape[layout.dim + 1 :].numel()
     table = full.view(-1, shape[layout.dim] * inner)
