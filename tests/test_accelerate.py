@@ -73,7 +73,8 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"), ("dp2", "dp2")],
+    [("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"), ("dp2", "dp2xtp2+sp+zero1"), ("tp2", "tp2")],
+    ids=["same plan", "on twice the ranks", "tp2"],
 )
 def test_resume_goes_on_with_the_same_numbers(
     before: str, after: str, tmp_path: Any, request: pytest.FixtureRequest

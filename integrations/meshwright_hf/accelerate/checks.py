@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -16,6 +17,8 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.launch import world_size
 from meshwright_hf.accelerate.loader import PlannedLoader
+
+logger = logging.getLogger(__name__)
 
 
 def check_launch(accelerator: Accelerator) -> None:
@@ -42,11 +45,13 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     """
     _check_engines(accelerator, plan)
     _check_sizes(accelerator, plan)
-    if accelerator.mixed_precision not in ("no", "bf16"):
+    if accelerator.scaler is not None or accelerator.mixed_precision == "fp8":
         raise PlanError(
-            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) is not available under a plan: a GradScaler "
-            "looks for overflow in one rank's shards only. Use mixed_precision='bf16'"
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) is not available under a plan: its "
+            "GradScaler looks for overflow in one rank's shards only. Use mixed_precision='bf16'"
         )
+    if accelerator.mixed_precision == "fp16":
+        logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise PlanError(
             f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "

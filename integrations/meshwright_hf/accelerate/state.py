@@ -59,7 +59,7 @@ def give_weights(all_models: list[nn.Module], models: list[nn.Module], directory
 def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
     """Write optimizer state, the place of each loader, and the place in the stream of dropout masks."""
     for model, optimizer in _pairs(accelerator):
-        mw.save_optimizer(model, optimizer, _folder(accelerator._models, model, directory))
+        mw.save_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
     said = {
         "loaders": [loader.state_dict() for loader in _loaders(accelerator)],
         "dropout": [_streams(model).state_dict() for model in planned_models(accelerator)],
@@ -72,7 +72,7 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     """Read what ``save_progress`` wrote, on any number of ranks."""
     said = succeed_together(lambda: _read(accelerator, directory))
     for model, optimizer in _pairs(accelerator):
-        mw.load_optimizer(model, optimizer, _folder(accelerator._models, model, directory))
+        mw.load_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
     for loader, state in zip(_loaders(accelerator), said["loaders"], strict=True):
         loader.load_state_dict(state)
     for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
