@@ -202,5 +202,3 @@ def become_planned(accelerator: Accelerator, options: LoaderOptions) -> None:
         accelerator.__class__ = PlannedAccelerator if is_stock else type(kind.__name__, (PlannedAccelerator, kind), {})
     assert isinstance(accelerator, PlannedAccelerator)
     accelerator._loader_options = options
-
-

@@ -133,7 +133,7 @@ def check_model(accelerator: Accelerator, model: nn.Module) -> None:
             "are not available; load the model without quantization_config"
         )
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(devices) > 1 or devices & {"cpu", "disk"} and accelerator.device.type != "cpu":
+    if len(devices) > 1 or (devices & {"cpu", "disk"} and accelerator.device.type != "cpu"):
         raise PlanError(
             f"the model was loaded with a device_map over {', '.join(sorted(devices))}: one process's devices, where "
             "the plan has a process for each; load it without device_map"
