@@ -48,12 +48,12 @@ def activate(config: ToDistributedConfig | None = None, *, models: Callable[[nn.
         return prepare(self, *args, config=config)
 
     setattr(prepare_by_plan, _ORIGINAL, original)
-    Accelerator.prepare = prepare_by_plan  # type: ignore[method-assign]
+    Accelerator.prepare = prepare_by_plan
 
 
 def deactivate() -> None:
     """Give ``accelerator.prepare`` back; what was prepared stays distributed."""
-    Accelerator.prepare = getattr(Accelerator.prepare, _ORIGINAL, Accelerator.prepare)  # type: ignore[method-assign]
+    Accelerator.prepare = getattr(Accelerator.prepare, _ORIGINAL, Accelerator.prepare)
 
 
 def _is_new(value: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.state import GradientState
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader
@@ -113,7 +114,7 @@ class PlannedLoader:
             return -1
 
 
-def check_loader(loader: Iterable[Any], dp: int, options: LoaderOptions, *, is_global: bool) -> None:
+def check_loader(loader: DataLoader[Any], dp: int, options: LoaderOptions, *, is_global: bool) -> None:
     """Raise on all ranks for a loader that cannot be put on a mesh, before anything is changed.
 
     Raises:

@@ -85,7 +85,7 @@ class _Objects:
 
     model: nn.Module | None
     optimizer: Optimizer | None
-    loaders: list[DataLoader[Any]]
+    loaders: list[DataLoader[Any] | PlannedLoader]
     schedulers: list[LRScheduler]
 
     @staticmethod

@@ -42,9 +42,8 @@ class Sampling:
                 "from a generator of its own"
             )
         self._seeded = self._seeded_shuffle(seed) if self.kind == "shuffled" else None
-        self._as_left: torch.Tensor | None = None  # the generator's state, if it said the seed and nothing is read yet
-        if self._seeded and seed is None:
-            self._as_left = self._sampler.generator.get_state()
+        # The generator's state, while it says the seed and no epoch is drawn.
+        self._as_left = self._generator_state() if self._seeded and seed is None else None
 
     @property
     def batch_size(self) -> int | None:
@@ -58,9 +57,9 @@ class Sampling:
     @property
     def seed(self) -> int | None:
         """The seed of all epochs, where there is one; that of the generator, until the first epoch is drawn."""
-        if self._as_left is not None and not torch.equal(self._sampler.generator.get_state(), self._as_left):
+        if self._as_left is not None and not torch.equal(self._generator_state(), self._as_left):
             self._seeded = self._seeded_shuffle(None)  # the script has seeded it since
-            self._as_left = self._sampler.generator.get_state()
+            self._as_left = self._generator_state()
         return self._seeded[0] if self._seeded else None
 
     @seed.setter
@@ -142,6 +141,9 @@ class Sampling:
             if not torch.equal(generator.get_state(), Generator().manual_seed(seed).get_state()):
                 seed = _random_number(generator)  # it was used before, and its state is too large to save
         return self._shuffle_by(seed)
+
+    def _generator_state(self) -> torch.Tensor:
+        return self._sampler.generator.get_state()
 
     def _shuffle_by(self, seed: int) -> tuple[int, SeededShuffle]:
         generator = self._sampler.generator
