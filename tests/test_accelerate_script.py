@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import meshwright as mw
 from examples import accelerate_train
@@ -240,6 +241,55 @@ def save_with_hooks(plan: dict[str, Any], directory: str) -> list[str]:
 
 def test_hooks_of_the_user_and_skipping(pool2: Any, tmp_path: Any) -> None:
     assert "meshwright_0" not in pool2.run(save_with_hooks, TP2, tmp_path)[0], "the hook has taken the model out"
+
+
+class Stream(IterableDataset):
+    """Rows without numbers or a length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(dataset(10))
+
+
+def stream_and_evaluate() -> Any:
+    with accelerator(gradient_accumulation_steps=2) as accelerate:
+        model = build("llama")
+        loaders = DataLoader(Stream(), batch_size=2), DataLoader(dataset(5), batch_size=2)
+        model, loader, test_loader = prepare(accelerate, model, *loaders, config=config(DP2))
+        seen = []
+        for batch in loader:
+            with accelerate.accumulate(model):
+                accelerate.backward(model(**batch).loss)
+            rows = 0
+            for held_out in test_loader:
+                with torch.no_grad():
+                    rows += len(accelerate.gather_for_metrics(model(**held_out).logits))
+            state = accelerate.gradient_state
+            seen.append((len(batch["labels"]), state.sync_gradients, state.end_of_dataloader, rows))
+        for _ in loader:
+            break
+        return seen, [len(batch["labels"]) for batch in accelerate.skip_first_batches(loader, 2)]
+
+
+def test_evaluation_inside_an_epoch_of_a_stream(pool2: Any) -> None:
+    # 10 rows, 4 a step: the window that the end of the loader cuts short is a step too.
+    seen, skipped = pool2.run(stream_and_evaluate)[0]
+    assert seen == [(2, False, False, 5), (2, True, False, 5), (1, True, True, 5)]
+    assert skipped == [1], "the break before it ended another epoch"
+
+
+def pick() -> tuple[mw.ParallelPlan, int]:
+    with accelerator() as accelerate:
+        model = build("llama")
+        objects = (model, make_optimizer(model), DataLoader(dataset(8), batch_size=2))
+        model, _, loader = prepare(accelerate, *objects)
+        return mw.plan_of(model), len(loader)
+
+
+def test_a_plan_is_picked_for_the_batch_that_it_makes(pool2: Any) -> None:
+    (plan, steps), other = pool2.run(pick)
+    assert (plan, steps) == other
+    assert plan.world_size == 2
+    assert steps == 8 // (2 * plan.dp)
 
 
 def prepare_plainly(plan: dict[str, Any]) -> tuple[str, str, bool]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright.config import LoaderOptions
-from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.gathering import gather_tensors, gather_values
 from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
@@ -31,11 +31,11 @@ class PlannedAccelerator(Accelerator):
     _is_saving = False
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Put a loader on the mesh of the plan, also one that is prepared after the model."""
+        """Put a loader on the mesh of the model that was prepared with it, or last."""
         is_plain = isinstance(data_loader, DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False)
         if not (is_plain and state.planned_models(self)):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        model = state.planned_models(self)[0]
+        model = state.planned_models(self)[-1]
         loader = plan_loader(data_loader, model, self._loader_options, is_global=self.split_batches)
         self._dataloaders.append(loader)
         return loader
@@ -81,14 +81,14 @@ class PlannedAccelerator(Accelerator):
         models = state.planned_models(self)
         if not models or (loader is not None and not isinstance(loader, PlannedLoader)):
             return super().gather_for_metrics(input_data, use_gather_object)
-        runtime: Runtime = runtime_of(models[0])
+        dp = runtime_of(models[-1]).dp if loader is None else loader.dp
         is_blank, rows = False, None
         if loader is not None:
             is_blank = loader.rows == 0
             if loader.end_of_dataloader:
-                rows = sum(gather_values([loader.rows], runtime.dp))
+                rows = sum(gather_values([loader.rows], dp))
         gather = gather_values if use_gather_object or not _all_tensors(input_data) else gather_tensors
-        return gather(input_data, runtime.dp, is_blank=is_blank, rows=rows)
+        return gather(input_data, dp, is_blank=is_blank, rows=rows)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

@@ -98,11 +98,12 @@ class PlannedLoader:
         Of the epoch, not of what is left of it: after ``load_state``, which goes to the place by itself, a script that
         skips the batches it had seen is at the same place.
         """
-        state = self.state_dict()
+        place, state = self.inner.position, self.inner.state_dict()
         if state.get("reader") == "map" and self.total_batch_size is not None:
-            self.load_state_dict({**state, "samples": num_batches * self.total_batch_size})
-        elif not state.get("samples"):
-            self._to_drop = num_batches  # their samples are known by reading only
+            epoch = place.epoch if place.is_fresh else place.epoch + 1
+            self.load_state_dict({**state, "epoch": epoch, "samples": num_batches * self.total_batch_size})
+        elif not (place.is_fresh and place.samples):
+            self._to_drop = num_batches  # where they end is known by reading them only
 
     def _rows_of_last(self) -> int:
         """Rows of the last batch over all ranks if it is not full, 0 if it is; -1 where nobody knows (accelerate's)."""

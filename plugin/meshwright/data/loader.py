@@ -21,6 +21,7 @@ from meshwright.data.inputs import Placer
 from meshwright.data.peers import Peers, check_same_rows, first_ranks
 from meshwright.data.read_split import SplitReader
 from meshwright.data.readers import make_reader
+from meshwright.data.reading import Position
 from meshwright.data.stream import gather_objects
 from meshwright.data.tree import digest, is_batch, leaves, signature, to_device
 from meshwright.parallel.collectives import Axis
@@ -149,6 +150,11 @@ class DistributedLoader:
     def dropped(self) -> int:
         """Samples at the end of this epoch that ``drop_last`` leaves out."""
         return self._dropped or self._reader.dropped
+
+    @property
+    def position(self) -> Position:
+        """Where reading is; what was left in the middle of an epoch is not fresh, and the next ``iter`` is past it."""
+        return self._reader.position
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what the next ``iter`` reads; without it, epochs follow each other."""
