@@ -41,7 +41,7 @@ def activate(config: ToDistributedConfig | None = None, *, models: Callable[[nn.
 
     @functools.wraps(original)
     def prepare_by_plan(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        if not any(_is_new(value) and models(value) for value in args):
+        if not any(_is_new(value) and (find_runtime(value) is not None or models(value)) for value in args):
             return original(self, *args, device_placement=device_placement)
         if device_placement is not None:
             raise ValueError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
@@ -57,6 +57,5 @@ def deactivate() -> None:
 
 
 def _is_new(value: Any) -> bool:
-    """Whether this is a model that nothing has distributed yet."""
-    is_model = isinstance(value, nn.Module) and find_runtime(value) is None
-    return is_model and not getattr(value, "_is_accelerate_prepared", False)
+    """Whether this is a model that no Accelerator has yet."""
+    return isinstance(value, nn.Module) and not getattr(value, "_is_accelerate_prepared", False)

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.automatic import choose_plan, given_plan
+from meshwright.automatic import choose_plan, given_plan, plan_in_model
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute import to_distributed
 from meshwright.errors import PlanError
 from meshwright.launch import device_for
-from meshwright.optim.runtime import device_of, no_sync
+from meshwright.optim.runtime import device_of, find_runtime, no_sync
+from meshwright.parallel.recompute import recompute_switch
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.checks import check_launch, check_model, check_not_prepared, check_settings
 from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
@@ -31,7 +32,7 @@ from meshwright_hf.batches import global_batches
 def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig | None = None) -> Any:
     """Distribute a script's objects by a plan, in place of ``accelerator.prepare``; the loop stays as it is.
 
-    The plan is the config's, or the launcher's, or the planner picks one. A loader's batch is that of one
+    The plan is the config's, the launcher's or the model's own, or the planner picks one. A loader's batch is that of one
     data-parallel rank (of all with ``split_batches=True``), as in accelerate, so that the loss is the mean over ``dp``
     batches; ranks of the other axes share one. Loaders and schedulers may be prepared later too.
 
@@ -116,15 +117,19 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     model: Any = given.model
     check_model(accelerator, model)
     loaders = [loader for loader in given.loaders if not isinstance(loader, PlannedLoader)]
-    plan = given_plan(config)
+    runtime = find_runtime(model)  # of a model that from_pretrained has distributed
+    plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
     check_settings(accelerator, plan)
     for loader in loaders:
         check_loader(loader, plan.dp, config.loader, is_global=accelerator.split_batches)
-    if accelerator.device_placement and not any(p.is_meta for p in model.parameters()):
+    if runtime is None and accelerator.device_placement and not any(p.is_meta for p in model.parameters()):
         model.to(accelerator.device)
-    to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
+    if runtime is None:
+        to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
+    elif given.optimizer is not None:
+        to_distributed(model, given.optimizer, config=config)
     become_planned(accelerator, config.loader)
     _equip(accelerator, model)
     accelerator._models.append(model)
@@ -178,7 +183,7 @@ def _pick_plan(
             loader = global_batches(loader, dp)
         plan = choose_plan(
             model, optimizer, loader, None, config, device_for(device_of(model)),
-            splits_batches=has_own_loss, recomputes=hasattr(model, "gradient_checkpointing_enable"),
+            splits_batches=has_own_loss, recomputes=recompute_switch(model) is not None,
         )  # fmt: skip
         tried.add(dp)
         if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:
