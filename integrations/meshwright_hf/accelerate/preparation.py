@@ -32,9 +32,9 @@ from meshwright_hf.batches import global_batches
 def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig | None = None) -> Any:
     """Distribute a script's objects by a plan, in place of ``accelerator.prepare``; the loop stays as it is.
 
-    The plan is the config's, the launcher's or the model's own, or the planner picks one. A loader's batch is that of one
-    data-parallel rank (of all with ``split_batches=True``), as in accelerate, so that the loss is the mean over ``dp``
-    batches; ranks of the other axes share one. Loaders and schedulers may be prepared later too.
+    The plan is the config's, the launcher's or the model's own, or the planner picks one. A loader's batch is that of
+    one data-parallel rank (of all with ``split_batches=True``), as in accelerate, so that the loss is the mean over
+    ``dp`` batches; ranks of the other axes share one. Loaders and schedulers may be prepared later too.
 
     ``accelerator`` learns of the plan: backward, accumulate, clip_grad_norm_, clip_grad_value_, gather_for_metrics,
     save_state, load_state, get_state_dict, unwrap_model and skip_first_batches are right under it.
