@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.export import full_gradients, full_state_dict
     from meshwright.checkpoint.optimizer_state import save_optimizer
     from meshwright.checkpoint.restore import load_optimizer, load_weights
+    from meshwright.checkpoint.weights import save_weights
     from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
     from meshwright.construct.deferred import deferred_init
     from meshwright.data.shard_dataloader import shard_dataloader
@@ -38,6 +39,7 @@ _HOMES = {
     "checkpoint.export": ("full_gradients", "full_state_dict"),
     "checkpoint.optimizer_state": ("save_optimizer",),
     "checkpoint.restore": ("load_optimizer", "load_weights"),
+    "checkpoint.weights": ("save_weights",),
     "config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
     "construct.deferred": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),
@@ -98,6 +100,7 @@ __all__ = [
     "register_plan",
     "reshard",
     "save_optimizer",
+    "save_weights",
     "shard_dataloader",
     "shard_optimizer",
     "shard_tensor",

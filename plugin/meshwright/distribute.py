@@ -277,7 +277,7 @@ def install(
     decoder: Any = without_wrappers(model)[1]
     if optimizer is not None:
         rebind(optimizer, replaced)
-    streams = DropoutStreams(decoder, tp=tp, dp=dp, seed=seed)
+    streams = runtime.streams = DropoutStreams(decoder, tp=tp, dp=dp, seed=seed)
     forward = ForwardState(
         decoder,
         streams,

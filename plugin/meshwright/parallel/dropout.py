@@ -52,6 +52,14 @@ class DropoutStreams:
         seed = int(torch.randint(_MAX_SEED, (), generator=self._seeds))
         return _switch(device, seed + self.dp.rank)
 
+    def state_dict(self) -> dict[str, str]:
+        """Where the seeds of the next forward passes come from; the same on every rank, JSON."""
+        return {"seeds": bytes(self._seeds.get_state().tolist()).hex()}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Go on from there."""
+        self._seeds.set_state(torch.tensor(list(bytes.fromhex(state["seeds"])), dtype=torch.uint8))
+
     def enter_shard(self, x: Tensor) -> Restore:
         """Start a stretch in which each rank of the TP axis holds another part of ``x``."""
         if not self.is_active or self.tp.size == 1:
