@@ -1,0 +1,5 @@
+"""``python -m meshwright.cli``, where the ``meshwright`` command is not on the path."""
+
+from meshwright.cli import main
+
+main()
