@@ -10,13 +10,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.automatic import plan_of_fields
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, plan_line, read_plan
 from meshwright_hf import network
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
 START_TIMEOUT = 300  # seconds that machines wait for each other
@@ -267,17 +270,27 @@ def _run(job: Launch, arguments: list[str]) -> int:
     try:
         accelerate.launch_command(options)
     except ChildFailedError as error:
-        rank, failure = min(error.failures.items(), key=lambda item: (item[1].timestamp, item[0]))
-        killed = failure.exitcode < 0
-        how = f"was killed by {signal.Signals(-failure.exitcode).name}" if killed else f"ended with {failure.exitcode}"
-        print(f"meshwright launch: rank {rank} {how}; all processes of this machine are ended", file=sys.stderr)
-        return 128 - failure.exitcode if killed else failure.exitcode
+        return _first_failure(error)
     except SignalException as error:
         print(f"meshwright launch: {error.sigval.name}; all processes of this machine are ended", file=sys.stderr)
         return 128 + error.sigval
     except DistError as error:
         raise PlanError(_why_not_met(job, error)) from error
     return 0
+
+
+def _first_failure(error: ChildFailedError) -> int:
+    """Name the process that failed first, and return its exit code as a shell would."""
+
+    def order(item: tuple[int, Any]) -> tuple[bool, int, int]:
+        # The others were ended by SIGTERM because of it, within the same second.
+        return item[1].exitcode == -signal.SIGTERM, item[1].timestamp, item[0]
+
+    rank, failure = min(error.failures.items(), key=order)
+    code = failure.exitcode
+    how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    print(f"meshwright launch: rank {rank} {how}; all processes of this machine are ended", file=sys.stderr)
+    return code if code > 0 else 128 - code
 
 
 def _why_not_met(job: Launch, error: Exception) -> str:
@@ -289,8 +302,8 @@ def _why_not_met(job: Launch, error: Exception) -> str:
             "start this command on each, with its own --machine_rank"
         )
     return (
-        f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); is it started, with the same "
-        "--num_machines, --main_process_ip and --main_process_port?"
+        f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); is it started, with the "
+        "same --num_machines, --main_process_ip and --main_process_port?"
     )
 
 
