@@ -140,7 +140,7 @@ class Referee:
         for rank, member in self._members.items():
             if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
                 member.is_silent = True
-                silence = f"stopped or hung: not a sign of life for {now - member.heard:.0f} s, last: {member.status}"
+                silence = f"stopped, hung or cut off: not a sign of life for {now - member.heard:.0f} s, last: {member.status}"
                 posts += self._tell_others(rank, silence)
         late = [r for r, question in self._waiting.items() if now - question.since > self.timeout]
         for rank in late:
