@@ -18,7 +18,7 @@ OLDEST_INSTALLED := .venv-oldest/.installed-$(OLDEST_KEY)
 # What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; loaders; launching.
 OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_training_input.py tests/test_save_pretrained.py \
 	$(wildcard tests/test_hf_*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
-	tests/test_versions.py
+	tests/test_doctor.py
 
 .PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice clean
 .DEFAULT_GOAL := help

@@ -39,12 +39,12 @@ def no_plan_around(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """Prints what it was started with."""
+    """Prints what it was started with, in one write, since processes share the output."""
     path = tmp_path / "show.py"
     path.write_text(
         "import os, sys\n"
         "names = ('RANK', 'WORLD_SIZE', 'MESHWRIGHT_PLAN', 'ACCELERATE_USE_CPU', 'GLOO_SOCKET_IFNAME')\n"
-        "print('shown', {name: os.environ.get(name) for name in names}, sys.argv[1:], flush=True)\n"
+        "sys.stdout.write(f'shown { {name: os.environ.get(name) for name in names} } {sys.argv[1:]}\\n')\n"
     )
     return path
 
@@ -284,7 +284,7 @@ for batch in loader:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print("shown", accelerator.process_index, accelerator.num_processes, loss.item(), flush=True)
+    sys.stdout.write(f"shown {accelerator.process_index} {accelerator.num_processes} {loss.item()}\\n")
 """
 
 

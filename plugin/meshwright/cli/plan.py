@@ -203,7 +203,7 @@ def _accelerate_config(found: Search, save: Path | None) -> str:
     return str(
         config.accelerate_config(
             runnable_fields(plan), label=plan.label, gpus=cluster.gpus, gpus_per_node=cluster.gpus_per_node,
-            cpu=cluster.device.shares_host, saved=save,
+            cpu=cluster.device.shares_host or cluster.device.name == "cpu", saved=save,
         )
     )  # fmt: skip
 
