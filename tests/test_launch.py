@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -25,7 +27,8 @@ from meshwright.cli import app
 from meshwright.launch import node_count
 from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line, read_plan
 from meshwright_hf import launcher, network
-from meshwright_hf.launcher import Launch, accelerate_arguments, find_plan
+from meshwright_hf.launch_job import Launch, find_plan
+from meshwright_hf.launcher import accelerate_arguments
 from support.models import build, tokens
 
 PLAN = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
@@ -249,21 +252,42 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(
     assert message in done.output
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_ends_all_processes(number: int, code: int, tmp_path: Path) -> None:
-    (tmp_path / "waiting.py").write_text(
-        "import os, pathlib, time\npathlib.Path(f'pid{os.getpid()}').touch()\ntime.sleep(100)\n"
-    )
+WAITING = """
+import os, pathlib, signal, sys, time
+if sys.argv[1:] == ["stubborn"]:
+    signal.signal(signal.SIGINT, lambda *_: pathlib.Path(f"asked{os.getpid()}").touch())
+pathlib.Path(f"pid{os.getpid()}").touch()
+deadline = time.monotonic() + 100
+while time.monotonic() < deadline:
+    time.sleep(0.05)
+"""
 
-    def started() -> bool:
-        return len(list(tmp_path.glob("pid*"))) == 2
 
-    options = ["--cpu", "--num_processes", "2", "waiting.py"]
-    done = run_command("launch", *options, folder=tmp_path, interrupt=(number, started), timeout=60)
+@pytest.mark.parametrize(
+    ("arguments", "signals", "code"),
+    [
+        ([], {"pid": signal.SIGINT}, 130),
+        ([], {"pid": signal.SIGTERM}, 143),
+        (["stubborn"], {"pid": signal.SIGINT, "asked": signal.SIGINT}, 130),
+    ],
+    ids=["ctrl-c", "terminated", "ctrl-c twice"],
+)
+def test_an_interrupt_ends_all_processes(
+    arguments: list[str], signals: dict[str, int], code: int, tmp_path: Path
+) -> None:
+    """At once, and not only when torch's patience of 30 s with a stubborn process is over."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+
+    def both(name: str) -> bool:
+        return len(list(tmp_path.glob(f"{name}*"))) == 2
+
+    done = run_command(
+        "launch", "--cpu", "--num_processes", "2", "waiting.py", *arguments, folder=tmp_path, timeout=25,
+        interrupts=[(number, functools.partial(both, name)) for name, number in signals.items()],
+    )  # fmt: skip
     assert done.code == code, done.output
     for path in tmp_path.glob("pid*"):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(path.name.removeprefix("pid")), 0)
+        assert not psutil.pid_exists(int(path.name.removeprefix("pid")))
 
 
 # Beside accelerate

@@ -107,7 +107,8 @@ def test_a_lost_host_ends_the_other_with_an_error_that_names_it(
 
 def wait_until_trained(launchers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
     deadline = time.monotonic() + 200
-    while not all(log.read_text().count(f" {STEPS - 1} ") == 2 for log in logs):
+    last = re.compile(rf"^loss \d {STEPS - 1} .*\n", re.MULTILINE)
+    while not all(len(last.findall(log.read_text())) == 2 for log in logs):
         outputs = "\n\n".join(log.read_text() for log in logs)
         assert all(launcher.poll() is None for launcher in launchers), outputs
         assert time.monotonic() < deadline, outputs

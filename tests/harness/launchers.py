@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,13 @@ class Ended:
 
 
 def run_command(
-    *arguments: str, folder: Path, interrupt: tuple[int, Callable[[], bool]] | None = None, timeout: float = 120.0
+    *arguments: str, folder: Path, interrupts: Sequence[tuple[int, Callable[[], bool]]] = (), timeout: float = 120.0
 ) -> Ended:
     """Run ``meshwright ARGUMENTS`` in a folder until it ends.
 
     Args:
         folder: the working directory; what is printed goes to a file in it.
-        interrupt: a signal, and whether to send it now; asked until it is.
+        interrupts: signals to send one after the other, each with whether to send it now; asked until it is.
         timeout: seconds, after which the command is killed, and the test fails.
     """
     context = multiprocessing.get_context("forkserver")
@@ -42,12 +42,12 @@ def run_command(
     log = folder / "output.log"
     process = context.Process(target=_main, args=(arguments, str(folder), str(log), dict(os.environ)))
     process.start()
+    waiting = list(interrupts)
     deadline = time.monotonic() + timeout
     while process.exitcode is None and time.monotonic() < deadline:
-        if interrupt is not None and interrupt[1]():
+        if waiting and waiting[0][1]():
             assert process.pid is not None
-            os.kill(process.pid, interrupt[0])
-            interrupt = None
+            os.kill(process.pid, waiting.pop(0)[0])
         process.join(0.05)
     output = log.read_text() if log.exists() else ""
     if process.exitcode is None:

@@ -86,11 +86,12 @@ def launch(
     sizes = {name: value for name, value in sizes.items() if value is not None}
     try:
         # By name: the core works without accelerate, and no import of it may creep in.
+        launch_job = importlib.import_module("meshwright_hf.launch_job")
         launcher = importlib.import_module("meshwright_hf.launcher")
-        chosen = launcher.find_plan(plan, sizes, num_processes)
+        chosen = launch_job.find_plan(plan, sizes, num_processes)
         if num_processes is None:
             num_processes = chosen.world_size if chosen else launcher.default_processes(num_machines, cpu)
-        job = launcher.Launch(
+        job = launch_job.Launch(
             script=script, arguments=arguments or [], module=module, plan=chosen, num_processes=num_processes,
             num_machines=num_machines, machine_rank=machine_rank, main_process_ip=main_process_ip,
             main_process_port=main_process_port, cpu=cpu, start_timeout=start_timeout,
