@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
@@ -222,6 +223,28 @@ def test_settings_of_the_user_are_left_alone(script: Path, monkeypatch: pytest.M
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert "GLOO_SOCKET_IFNAME" not in launcher._environment(job, on_cpu=True)
     assert "ACCELERATE_USE_CPU" not in launcher._environment(job, on_cpu=False)
+
+
+def test_accelerates_own_configuration_says_what_is_left_open(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And neither how many processes there are nor what they do, on which both of them have a word."""
+    configuration = script.with_name("default_config.yaml")
+    configuration.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+        "num_machines: 3\nmachine_rank: 2\nmain_process_ip: 10.9.9.9\nrdzv_backend: c10d\nsame_network: true\n"
+    )
+    monkeypatch.setattr(launcher, "_configuration", lambda: str(configuration))
+    address = {"main_process_ip": "127.0.0.1", "main_process_port": 1234}
+    for job, mixed_precision in (
+        (Launch(script=str(script), num_processes=2, **address), "bf16"),
+        (Launch(script=str(script), num_processes=1, **address), "bf16"),
+        (Launch(script=str(script), num_processes=2, mixed_precision="no", **address), "no"),
+    ):
+        arguments = launch_command_parser().parse_args(accelerate_arguments(job, on_cpu=True))
+        read = _validate_launch_command(arguments)[0]
+        assert read.mixed_precision == mixed_precision
+        assert (read.num_processes, read.num_machines, read.machine_rank) == (job.num_processes, 1, 0)
+        assert (read.rdzv_backend, read.main_process_ip) == ("static", "127.0.0.1")
+        assert read.multi_gpu == (job.num_processes == 2)
 
 
 # How it ends

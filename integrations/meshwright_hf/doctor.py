@@ -146,7 +146,8 @@ def _try_gloo() -> str | None:
     def add(rank: int) -> None:
         try:
             tensor = torch.ones(1)
-            dist.ProcessGroupGloo(store, rank, 2, patience).allreduce([tensor]).wait()
+            group: Any = dist.ProcessGroupGloo(store, rank, 2, patience)
+            group.allreduce([tensor]).wait()
             if tensor.item() != 2:
                 errors.append(f"1 + 1 was {tensor.item()}")
         except RuntimeError as error:

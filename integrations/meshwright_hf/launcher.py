@@ -68,14 +68,18 @@ def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:
         job: with an address and a port.
         on_cpu: what it runs on.
     """
+    configuration = _configuration()
+    unless_configured = "no" if configuration is None else None  # accelerate's own default, said so that it is quiet
     options: dict[str, Any] = {
+        "config_file": configuration,  # named, since with --cpu accelerate would leave it out
         "num_processes": job.num_processes,
         "num_machines": job.num_machines,
         "machine_rank": job.machine_rank,
         "main_process_ip": job.main_process_ip,
         "main_process_port": job.main_process_port,
-        "mixed_precision": job.mixed_precision or _unless_configured("no"),
-        "dynamo_backend": _unless_configured("no"),
+        "rdzv_backend": "static",  # another one would number the machines as they come
+        "mixed_precision": job.mixed_precision or unless_configured,
+        "dynamo_backend": unless_configured,
         "num_cpu_threads_per_process": _threads(job, on_cpu),
         "rdzv_conf": f"timeout={job.start_timeout}" if job.num_machines > 1 else None,
     }
@@ -88,11 +92,11 @@ def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:
     return [*arguments, job.script, *job.arguments]
 
 
-def _unless_configured(value: str) -> str | None:
-    """What accelerate takes by itself, said so that it does not warn; its configuration file goes first."""
+def _configuration() -> str | None:
+    """The file that ``accelerate config`` wrote, if it did."""
     from accelerate.commands.config import default_config_file
 
-    return None if os.path.isfile(default_config_file) else value
+    return default_config_file if os.path.isfile(default_config_file) else None
 
 
 def _threads(job: Launch, on_cpu: bool) -> int | None:
