@@ -20,6 +20,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def node_count() -> int:
+    """The number of nodes, as torchrun and accelerate say it; one where nothing says it."""
+    return max(1, world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
+
+
 def check_devices(device_num: int | None, node_num: int | None) -> None:
     """Compare the devices that the program names with what was launched.
 
@@ -30,7 +35,7 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
     for name, value in (("device_num", device_num), ("node_num", node_num)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise PlanError(f"{name} must be a positive integer, not {value!r}")
-    nodes = node_num or 1
+    nodes = node_num or node_count()
     if device_num is not None and device_num * nodes != world:
         raise PlanError(
             f"device_num={device_num} x node_num={nodes} = {device_num * nodes} devices, but {world} process(es) "
