@@ -32,6 +32,7 @@ class Runtime:
         zero: the ZeRO shards, if any.
         guard: watches over the ranks; None on one process.
         plan: of a ``to_distributed`` call.
+        has_optimizer: whether an optimizer is bound to the parameters.
     """
 
     tp: Axis
@@ -41,6 +42,7 @@ class Runtime:
     zero: ReduceScatter | None = None
     guard: Guard | None = None
     plan: ParallelPlan | None = None
+    has_optimizer: bool = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
