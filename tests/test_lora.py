@@ -172,6 +172,37 @@ def test_adapters_that_transformers_adds(pool4: Any, tmp_path: Path) -> None:
     assert max(relative_difference(ours[name], value) for name, value in stock.items()) < 1e-10  # as above
 
 
+def second_adapter(plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Under an inferred plan: gradients of the second of two adapters, logits without any, and generated words."""
+    with Float64():
+        model = adapted()
+        inferred = mw.infer_plan(model.get_base_model())
+        assert inferred.roles == mw.infer_plan(build("llama")).roles
+        settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+        model.add_adapter("second", LoraConfig(**settings))
+        model.set_adapter("second")
+        model = model.double()
+        batches: Any = [{"input_ids": tokens(4, 12), "labels": tokens(4, 12)}]
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), sharding_plan=inferred)
+            model, _, batches = mw.to_distributed(model, None, batches, config=config)
+        for batch in batches:
+            model(**batch).loss.backward()
+        found = {f"gradient of {name}": gradient for name, gradient in _gradients(model, plan).items()}
+        model.eval()
+        with model.disable_adapter():
+            found["without"] = model(input_ids=tokens(2, 5)).logits.detach()
+        words = model.generate(input_ids=tokens(2, 5), max_new_tokens=3, do_sample=False)
+        return found | {"words": words.double()}
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2+sp"])
+def test_two_adapters_and_an_inferred_plan(plan: str, pool2: Any) -> None:
+    expected = second_adapter(None)
+    assert all(".second." in name for name in expected if "gradient of" in name)
+    assert_equal(pool2.run(second_adapter, PLANS[plan])[0], expected)
+
+
 def dropped(plan: dict[str, Any], *, recompute: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Which elements each adapter's dropout keeps, by module; and the gradients."""
     with Float64():
