@@ -30,7 +30,7 @@ from meshwright.plans import plan_for
 from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config
 from meshwright_hf.deepspeed.export import full_state_dict
 from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
-from meshwright_hf.deepspeed.universal import describe_for_universal, load_universal_shards
+from meshwright_hf.deepspeed.universal import adapt_universal_loading, describe_for_universal
 
 ENGINE = "DeepSpeed"
 
@@ -121,7 +121,7 @@ def initialize(
         model_parameters=_follow(model_parameters, model, places),
         training_data=training_data,
         lr_scheduler=lr_scheduler,
-        mpu=ModelParallelUnit(runtime.tp, runtime.dp) if plan.tp > 1 else None,
+        mpu=ModelParallelUnit(runtime.tp, runtime.dp),  # for tp=1 too: without one it keeps an earlier engine's
         collate_fn=collate_fn,
         config=settings,
     )
@@ -215,8 +215,9 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
         runtime.materialise = _gathered
     for name in ("forward", "backward", "step"):
         setattr(engine, name, own_collectives()(getattr(engine, name)))
+    if engine.zero_optimization_partition_weights():
+        adapt_universal_loading(engine.optimizer, runtime)
     if runtime.tp.size > 1:
-        load_universal_shards(engine, runtime)
         engine.save_16bit_model = functools.partial(_refuse_16bit, engine)
         # What accelerate's get_state_dict, and so the Trainer, asks of stage 3.
         engine._zero3_consolidated_16bit_state_dict = lambda *_, **__: full_state_dict(engine)

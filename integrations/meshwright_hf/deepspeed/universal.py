@@ -118,13 +118,15 @@ def _strides(shape: list[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def load_universal_shards(engine: Any, runtime: Runtime) -> None:
-    """Have stage 3 cut a universal checkpoint's tensors over tp before it cuts them over dp."""
-    optimizer = engine.optimizer
-    if not engine.zero_optimization_partition_weights():
-        return
+def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
+    """Have stage 3 cut a universal checkpoint's tensors over tp first, and resume every parameter group as it was.
 
-    def load(self: Any, folder: str, key: str, param: nn.Parameter) -> Tensor:
+    DeepSpeed's stage 3 knows of its own tensor parallelism only. It gives all groups the learning rate and the weight
+    decay of the first, and torch's Adam one step counter, which then runs ahead by the number of groups.
+    """
+    load_states = optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
+
+    def load_shard(self: Any, folder: str, key: str, param: nn.Parameter) -> Tensor:
         loaded = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
         full = loaded[keys.PARAM] if isinstance(loaded, dict) else loaded
         record = record_of(param)
@@ -134,4 +136,15 @@ def load_universal_shards(engine: Any, runtime: Runtime) -> None:
         padded[: local.numel()] = local
         return padded.narrow(0, runtime.dp.rank * size, size)
 
-    optimizer.load_hp_checkpoint_state = types.MethodType(load, optimizer)
+    def load_with_groups(self: Any, folder: str) -> None:
+        load_states(folder)
+        common = torch.load(os.path.join(folder, "zero", "optimizer_state.pt"), weights_only=False)
+        saved_groups = common[keys.OPTIMIZER_STATE_DICT]["param_groups"]
+        for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()  # one tensor for all groups: each would count it on for the rest
+
+    optimizer.load_hp_checkpoint_state = types.MethodType(load_shard, optimizer)
+    optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = types.MethodType(load_with_groups, optimizer)
