@@ -6,5 +6,6 @@ writes checkpoints; the plan's tensor and sequence parallelism is applied to the
 
 from meshwright_hf.deepspeed.engine import initialize
 from meshwright_hf.deepspeed.export import full_state_dict, save_pretrained
+from meshwright_hf.deepspeed.hooks import DeepSpeedTrainerMixin, deepspeed_mpu
 
-__all__ = ["full_state_dict", "initialize", "save_pretrained"]
+__all__ = ["DeepSpeedTrainerMixin", "deepspeed_mpu", "full_state_dict", "initialize", "save_pretrained"]

@@ -136,8 +136,8 @@ def _refuse(config: dict[str, Any], plan: ParallelPlan, device: torch.device, ha
             )
     if config.get("gradient_allreduce_op", "mean") != "mean" or config.get("disable_gradient_average"):
         raise PlanError(
-            f"gradient_allreduce_op={config.get('gradient_allreduce_op')!r} of the DeepSpeed configuration: the loss is "
-            "scaled for gradients that are averaged over dp; remove it"
+            f"gradient_allreduce_op={config.get('gradient_allreduce_op')!r} of the DeepSpeed configuration: the loss "
+            "is scaled for gradients that are averaged over dp; remove it"
         )
     fp16 = config.get("fp16", {}).get("enabled")
     if fp16 is True and device.type == "cpu":

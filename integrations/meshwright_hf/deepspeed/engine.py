@@ -9,11 +9,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed import initialize as initialize_stock  # itself, also where deepspeed_mpu stands in for it
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -91,7 +92,7 @@ def initialize(
     settings = _given_config(args, config, config_params)
     plan = plan or ParallelPlan(dp=world_size())
     check_launch(plan)
-    device = _device()
+    device = device_of_engine()
     _check_model(model)
     _check_data(training_data, dataloader)
     if isinstance(optimizer, Optimizer) and plan.tp > 1:
@@ -115,7 +116,7 @@ def initialize(
     mark_parameters(model)
     describe_for_universal(model, runtime.tp)
 
-    engine, engine_optimizer, engine_loader, scheduler = deepspeed.initialize(
+    engine, engine_optimizer, engine_loader, scheduler = initialize_stock(
         model=model,
         optimizer=optimizer,
         model_parameters=_follow(model_parameters, model, places),
@@ -141,7 +142,7 @@ def _given_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     return read_config(next(iter(given.values())))
 
 
-def _device() -> torch.device:
+def device_of_engine() -> torch.device:
     """The device that DeepSpeed moves the model to."""
     kind = get_accelerator().device_name()
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
@@ -153,9 +154,9 @@ def _check_model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise AlreadyDistributedError(
-                f"{name} was partitioned by deepspeed.zero.Init, before the plan could shard it; build the model outside "
-                "of it (with the Trainer: before TrainingArguments(deepspeed=...)), or under meshwright.deferred_init(), "
-                "which allocates nothing"
+                f"{name} was partitioned by deepspeed.zero.Init, before the plan could shard it; build the model "
+                "outside of it (with the Trainer: before TrainingArguments(deepspeed=...)), or under "
+                "meshwright.deferred_init(), which allocates nothing"
             )
 
 
@@ -224,7 +225,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
 
 
 def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return deepspeed.zero.GatheredParameters([parameter])
+    return GatheredParameters([parameter])
 
 
 def _refuse_16bit(engine: Any, *_: Any, **__: Any) -> None:

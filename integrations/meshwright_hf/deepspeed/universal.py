@@ -93,7 +93,7 @@ def affine_map(record: ShardRecord) -> ParamAffineMap:
         for start, stop in spans[rank]:
             pieces[rank].append(_piece(shape, local, layout, start, offset, stop - start, holders[start, stop]))
             offset += stop - start
-    return ParamAffineMap(shape, {rank: local for rank in ranks}, pieces)
+    return ParamAffineMap(shape, dict.fromkeys(ranks, local), pieces)
 
 
 def _piece(
