@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from support import engines
+from support import engine_hosts, engines
 from support.reference import Result, run_reference
 
 TOLERANCE = 1e-5
@@ -23,7 +24,7 @@ TP2_SP_DP2 = {"tp": 2, "sequence_parallel": True, "dp": 2}
 
 
 @functools.cache
-def reference(family: str = "qwen3", **overrides: Any) -> Result:
+def reference(*, family: str = "qwen3", **overrides: Any) -> Result:
     return run_reference(family, torch.float32, steps=engines.STEPS, lr=engines.LR, **{**engines.TRAITS, **overrides})
 
 
@@ -57,3 +58,74 @@ def test_a_stage_equals_one_process_and_its_checkpoints_resume(stage: int, pool4
     assert set(weights) == set(reference().weights)
     for name, value in weights.items():
         assert torch.equal(engines.merged(tmp_path, name).view(value.shape), value), name
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+VARIANTS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = {
+    # DeepSpeed would compile its own Adam for offloading; torch's is as good where the optimizer's device is a CPU.
+    "stage 2, optimizer offloaded": (TP2_SP_DP2, 2, {"zero": OFFLOAD, "zero_force_ds_cpu_optimizer": False}, {}),
+    "stage 3, everything offloaded, the configuration's AdamW": (
+        TP2_SP_DP2,
+        3,
+        {
+            "zero": {**OFFLOAD, "offload_param": {"device": "cpu"}},
+            "optimizer": {"type": "AdamW", "params": {"lr": engines.LR}},
+        },
+        {},
+    ),
+    "stage 2, key/value heads that two ranks hold": (
+        {"tp": 4, "sequence_parallel": True},
+        2,
+        {},
+        {"num_key_value_heads": 2},
+    ),
+    "stage 3, biases, tied, no sequence parallelism": (
+        {"tp": 2, "dp": 2},
+        3,
+        {},
+        {"family": "llama", "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "stage 0": (TP2_SP_DP2, 0, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_one_process_with(name: str, pool4: Any) -> None:
+    plan, stage, config, model = VARIANTS[name]
+    settings = engines.config_for(stage, plan.get("dp", 1), **config)
+    curve, weights = pool4.run(engines.run_plan, plan, settings, timeout=200, **model)[0]
+    assert max(differences(curve, reference(**model))) <= TOLERANCE
+    assert {n: w.shape for n, w in weights.items()} == {n: w.shape for n, w in reference(**model).weights.items()}
+
+
+def test_unmarked_shards_would_be_caught(pool4: Any) -> None:
+    curve = pool4.run(engines.run_without_marks, TP2_SP_DP2, engines.config_for(2, 2), timeout=200)[0]
+    assert differences(curve, reference())[1] > 1000 * TOLERANCE
+
+
+def test_accelerate(pool4: Any, tmp_path: Path) -> None:
+    found = pool4.run(engine_hosts.run_accelerate, TP2_SP_DP2, 2, str(tmp_path), timeout=200)[0]
+    assert max(differences(found["curve"], reference())) <= TOLERANCE
+    assert found["is restored"]
+    assert_saved(tmp_path, found["weights"])
+
+
+def test_trainer_with_resume(pool4: Any, tmp_path: Path) -> None:
+    losses, norms, evaluated = engine_hosts.run_like_trainer()
+    whole = pool4.run(engine_hosts.run_trainer, TP2_SP_DP2, 3, str(tmp_path), timeout=200)[0]
+    assert_saved(tmp_path, whole["weights"])
+    resumed = pool4.run(
+        engine_hosts.run_trainer, TP2_SP_DP2, 3, str(tmp_path), str(tmp_path / "checkpoint-3"), timeout=200
+    )[0]
+    for found in (whole, resumed):
+        assert max(abs(a - b) / b for a, b in zip(found["curve"][0], losses, strict=True)) <= TOLERANCE
+        assert max(abs(a - b) / b for a, b in zip(found["curve"][1], norms, strict=True)) <= TOLERANCE
+        assert abs(found["evaluated"] - evaluated) / evaluated <= TOLERANCE
+
+
+def assert_saved(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """from_pretrained reads these weights, to the bit."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = model.state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,10 +55,14 @@ def config_for(stage: int, dp: int, *, zero: dict[str, Any] | None = None, **cha
 def make_engine(
     plan: dict[str, Any], config: dict[str, Any], *, family: str = "qwen3", seed: int = 0, **overrides: Any
 ) -> Any:
-    """An engine with the optimizer of the reference, unless the configuration has one."""
+    """An engine with the optimizer of the reference, or the configuration's over the same groups."""
     model = build(family, seed=seed, **{**TRAITS, **overrides})
-    optimizer = None if "optimizer" in config else make_optimizer(model, lr=LR)
-    return initialize(model=model, optimizer=optimizer, config=config, plan=mw.ParallelPlan(**plan))[0]
+    optimizer = make_optimizer(model, lr=LR)
+    given: dict[str, Any] = {"optimizer": optimizer}
+    if "optimizer" in config:
+        keep = ("params", "weight_decay")
+        given = {"model_parameters": [{key: group[key] for key in keep} for group in optimizer.param_groups]}
+    return initialize(model=model, config=config, plan=mw.ParallelPlan(**plan), **given)[0]
 
 
 def batches_for(engine: Any, part: slice) -> Iterator[dict[str, Tensor]]:
@@ -85,15 +90,16 @@ def train(engine: Any, part: slice = slice(None)) -> Curve:
 
 
 @own_world
-def run_plan(
-    plan: dict[str, Any],
-    stage: int,
-    zero: dict[str, Any] | None = None,
-    changes: dict[str, Any] | None = None,
-    **kwargs: Any,
-) -> tuple[Curve, dict[str, Tensor]]:
-    engine = make_engine(plan, config_for(stage, plan.get("dp", 1), zero=zero, **(changes or {})), **kwargs)
+def run_plan(plan: dict[str, Any], config: dict[str, Any], **model: Any) -> tuple[Curve, dict[str, Tensor]]:
+    engine = make_engine(plan, config, **model)
     return train(engine), full_state_dict(engine)
+
+
+@own_world
+def run_without_marks(plan: dict[str, Any], config: dict[str, Any]) -> Curve:
+    """The classic mistake: DeepSpeed takes every parameter for a copy of rank 0's."""
+    with mock.patch("meshwright_hf.deepspeed.engine.mark_parameters"):
+        return train(make_engine(plan, config))
 
 
 @own_world
