@@ -82,10 +82,12 @@ def run_trainer(plan: dict[str, Any], stage: int, folder: str, resume: str | Non
     args = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=ROWS // plan["dp"],
+        per_device_eval_batch_size=ROWS // plan["dp"],
         gradient_accumulation_steps=ACCUMULATION,
         max_steps=STEPS,
         max_grad_norm=0.5,
         learning_rate=LR,
+        weight_decay=0.1,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_steps=STEPS // 2,
@@ -95,10 +97,7 @@ def run_trainer(plan: dict[str, Any], stage: int, folder: str, resume: str | Non
         deepspeed=config,
     )
     data = dataset(STEPS * ACCUMULATION)
-    trainer = PlannedTrainer(
-        model, args, train_dataset=data, eval_dataset=data[:8], plan=mw.ParallelPlan(**plan),
-        optimizers=(make_optimizer(model, lr=LR), None),
-    )  # fmt: skip
+    trainer = PlannedTrainer(model, args, train_dataset=data, eval_dataset=data[:8], plan=mw.ParallelPlan(**plan))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]

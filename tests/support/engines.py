@@ -123,6 +123,8 @@ def run_with_checkpoints(plan: dict[str, Any], other: dict[str, Any], stage: int
     moved = make_engine(other, universal, seed=1)
     moved.load_checkpoint(folder, tag="universal")
     found["moved"] = train(moved, SECOND_HALF)
+    moved.save_checkpoint(folder, tag="end")
+    found["end weights"] = full_state_dict(moved)
     return found
 
 

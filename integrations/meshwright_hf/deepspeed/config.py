@@ -95,6 +95,11 @@ def complete_config(
     _refuse(config, plan, device, has_optimizer)
     zero = config.setdefault("zero_optimization", {})
     stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or (stage == 0 and plan.tp > 1):
+        raise PlanError(
+            f"zero_optimization.stage={stage!r} of the DeepSpeed configuration: use 1, 2 or 3 with ParallelPlan.tp="
+            f"{plan.tp} (without ZeRO, meshwright.to_distributed does it all)"
+        )
     if plan.zero_stage not in (0, stage):
         raise PlanError(
             f"ParallelPlan.zero_stage={plan.zero_stage} and zero_optimization.stage={stage} of the DeepSpeed "
