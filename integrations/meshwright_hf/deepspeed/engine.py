@@ -192,6 +192,7 @@ def _join(device: torch.device, timeout_s: float) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
     if device.type == "cpu":
         # A collective in shared memory for inference, which DeepSpeed would compile for a minute at its start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
