@@ -53,7 +53,7 @@ class Runtime:
             ValueError: naming what to use instead.
         """
         if self.engine is not None:
-            raise ValueError(f"{what}: {self.engine} keeps this model's gradients; {instead}")
+            raise ValueError(f"{what}: {self.engine} keeps this model's gradients and masters; {instead}")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
