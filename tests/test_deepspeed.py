@@ -9,6 +9,9 @@ least, and through clipping so are the losses (see the last test of the first se
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from support import engine_hosts, engines
 from support.reference import Result, run_reference
 
+ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-5
 TP2_SP_DP2 = {"tp": 2, "sequence_parallel": True, "dp": 2}
 
@@ -110,6 +114,38 @@ def test_unmarked_shards_would_be_caught(pool4: Any) -> None:
     assert differences(curve, reference())[1] > 1000 * TOLERANCE
 
 
+def test_bfloat16_is_within_its_rounding(pool4: Any) -> None:
+    # bf16 rounds at 4e-3, and a loss is a mean over errors of that size, of both signs.
+    config = engines.config_for(2, 2, bf16={"enabled": True})
+    (losses, _), weights = pool4.run(engines.run_plan, TP2_SP_DP2, config, timeout=200)[0]
+    assert max(abs(a - b) / b for a, b in zip(losses, reference().losses, strict=True)) <= 4e-3
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+
+
+def test_loaders_give_ranks_of_tp_equal_rows(pool4: Any) -> None:
+    ranks = pool4.run(engines.run_loaders, engines.config_for(1, 2), TP2_SP_DP2, timeout=200)
+    assert max(differences(ranks[0]["curve"], reference())) <= TOLERANCE
+    for name in ("dataloader", "training_data"):
+        batches = [rank[name] for rank in ranks]  # ranks 0 and 1 share rows, and so do 2 and 3
+        assert all(len(rank) == engines.STEPS * engines.ACCUMULATION for rank in batches)
+        for first, second, third, fourth in zip(*batches, strict=True):
+            assert torch.equal(first, second) and torch.equal(third, fourth)
+            assert len(first) == 2 and not torch.equal(first, third)
+
+
+def test_what_deepspeed_does_is_refused_by_name(pool4: Any, tmp_path: Path) -> None:
+    wanted = (
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "full_gradients",
+        "load_weights",
+        "save_pretrained",
+        "",
+    )
+    for messages in pool4.run(engines.run_refusals, str(tmp_path), timeout=200):
+        assert all(part in message and message != "no error" for part, message in zip(wanted, messages, strict=True))
+
+
 def test_accelerate(pool4: Any, tmp_path: Path) -> None:
     found = pool4.run(engine_hosts.run_accelerate, TP2_SP_DP2, 2, str(tmp_path), timeout=200)[0]
     assert max(differences(found["curve"], reference())) <= TOLERANCE
@@ -136,3 +172,17 @@ def assert_saved(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     loaded = model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def test_the_example_runs_and_ends_well(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "examples.deepspeed_zero3", "--steps", "3", "--output", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(steps) == 3
+    assert (tmp_path / "checkpoint" / "latest").read_text().startswith("global_step3")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")

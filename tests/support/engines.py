@@ -147,3 +147,43 @@ def merged(folder: Path, name: str, state: str = "fp32") -> Tensor:
     """A parameter (or its Adam state) of a universal checkpoint."""
     loaded = torch.load(folder / "universal" / "zero" / name / f"{state}.pt", weights_only=False)
     return loaded["param"] if isinstance(loaded, dict) else loaded
+
+
+@own_world
+def run_refusals(folder: str) -> list[str]:
+    """What an engine's model refuses, since DeepSpeed does it or it would be wrong."""
+    engine = make_engine({"dp": 2, "tp": 2}, config_for(3, 2))
+    messages = []
+    for call in (
+        lambda: mw.clip_grad_norm_(engine.module, 1.0),
+        lambda: mw.no_sync(engine.module),
+        lambda: mw.full_gradients(engine.module),
+        lambda: mw.load_weights(engine.module, folder),
+        lambda: engine.save_16bit_model(folder),
+        lambda: initialize(model=engine.module, config=config_for(3, 2), plan=mw.ParallelPlan(dp=2, tp=2)),
+    ):
+        try:
+            call()
+            messages.append("no error")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+@own_world
+def run_loaders(config: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+    """The two ways to give data: a loader of global batches, and a dataset of which DeepSpeed makes a loader."""
+    rows = dataset(STEPS * ACCUMULATION)
+    loader = DataLoader(rows, batch_size=ROWS)
+    auto = {**config, "train_micro_batch_size_per_gpu": "auto"}
+    found = {}
+    for name, data in (("dataloader", {"dataloader": loader}), ("training_data", {"training_data": rows})):
+        model = build("qwen3", **TRAITS)
+        settings = auto if name == "dataloader" else config
+        engine, _, given, _ = initialize(
+            model=model, optimizer=make_optimizer(model, lr=LR), config=settings, plan=mw.ParallelPlan(**plan), **data
+        )
+        found[name] = [batch["input_ids"] for batch in given]
+        if name == "dataloader":
+            found["curve"] = train(engine)
+    return found

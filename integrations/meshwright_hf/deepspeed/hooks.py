@@ -77,8 +77,9 @@ def _initialize_by(
     key = "config" if kwargs.get("config") is not None else "config_params"
     config = read_config(kwargs[key])
     # They count every process as one with rows of its own.
-    sizes = [config.get(BATCH), config.get(STEPS), dist.get_world_size()]
-    if all(isinstance(size, int) for size in sizes) and config.get("train_batch_size") == torch.Size(sizes).numel():
+    rows, steps = config.get(BATCH), config.get(STEPS)
+    are_known = isinstance(rows, int) and isinstance(steps, int)
+    if are_known and config.get("train_batch_size") == rows * steps * dist.get_world_size():
         del config["train_batch_size"]
     return initialize(*args, **{**kwargs, key: config}, plan=plan, options=options)
 
