@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -193,9 +194,15 @@ def _join(device: torch.device, timeout_s: float) -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
+        atexit.register(_leave)
     if device.type == "cpu":
         # A collective in shared memory for inference, which DeepSpeed would compile for a minute at its start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -29,7 +30,7 @@ class ModelParallelUnit:
         return self._tp.size
 
     def get_model_parallel_group(self) -> ProcessGroup | None:
-        return self._tp.group
+        return _group_of(self._tp)
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
@@ -42,7 +43,12 @@ class ModelParallelUnit:
         return self._dp.size
 
     def get_data_parallel_group(self) -> ProcessGroup | None:
-        return self._dp.group
+        return _group_of(self._dp)
+
+
+def _group_of(axis: Axis) -> ProcessGroup | None:
+    """The group of an axis; in a run of one process that of the world."""
+    return axis.group if axis.group is not None else dist.group.WORLD
 
 
 def mark_parameters(model: nn.Module) -> None:
