@@ -9,8 +9,6 @@ least, and through clipping so are the losses (see the last test of the first se
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from transformers import AutoModelForCausalLM
 
+from examples import deepspeed_zero3
+from harness.programs import run_program
 from support import engine_hosts, engines
 from support.reference import Result, run_reference
 
-ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-5
 TP2_SP_DP2 = {"tp": 2, "sequence_parallel": True, "dp": 2}
 
@@ -174,15 +173,14 @@ def assert_saved(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
+def run_example(folder: str) -> None:
+    sys.argv[1:] = ["--steps", "3", "--output", folder]
+    deepspeed_zero3.main()
+
+
 def test_the_example_runs_and_ends_well(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "examples.deepspeed_zero3", "--steps", "3", "--output", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if line.startswith("step")]
-    assert len(steps) == 3
+    outcomes = run_program(run_example, 2, str(tmp_path), timeout=200)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].output
+    assert sum(line.startswith("step") for line in outcomes[0].output.splitlines()) == 3
     assert (tmp_path / "checkpoint" / "latest").read_text().startswith("global_step3")
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
