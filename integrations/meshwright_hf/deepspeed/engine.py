@@ -26,9 +26,10 @@ from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.launch import check_launch, start_process_group, world_size
 from meshwright.optim.elementwise import check_elementwise
-from meshwright.optim.runtime import Runtime, runtime_of
+from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.parallel.structure import describe
 from meshwright.plans import plan_for
+from meshwright.plans.adapters import without_wrappers
 from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config
 from meshwright_hf.deepspeed.export import full_state_dict
 from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
@@ -103,8 +104,9 @@ def initialize(
     )
     options = options or ToDistributedConfig()
     if plan.tp > 1:
-        sharding = options.sharding_plan or plan_for(model)
-        structure = describe(model, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+        decoder = without_wrappers(model)[1]
+        sharding = options.sharding_plan or plan_for(decoder)
+        structure = describe(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
         check_norms({name: layout.rows for name, layout in structure.parameters.items()})
 
     _join(device, options.timeout_s)
@@ -152,6 +154,8 @@ def device_of_engine() -> torch.device:
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize takes model=a torch.nn.Module, not {type(model).__name__}")
+    if find_runtime(model) is not None:
+        raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew for DeepSpeed")
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise AlreadyDistributedError(

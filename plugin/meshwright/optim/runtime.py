@@ -34,6 +34,7 @@ class Runtime:
         plan: of a ``to_distributed`` call.
         engine: who averages gradients over dp, steps and clips instead, e.g. "DeepSpeed"; None for the runtime.
         materialise: makes a parameter whole on this rank's shard while inside, where an engine splits it further.
+        has_optimizer: whether an optimizer is bound to the parameters.
     """
 
     tp: Axis
@@ -43,6 +44,7 @@ class Runtime:
     zero: ReduceScatter | None = None
     guard: Guard | None = None
     plan: ParallelPlan | None = None
+    has_optimizer: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
 
