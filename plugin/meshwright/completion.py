@@ -18,6 +18,7 @@ from meshwright.optim.shard import install_gradient_sync
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.recompute import recompute_switch
+from meshwright.plans.adapters import without_wrappers
 
 # Options that took effect, or did not, when the model was distributed.
 _SETTLED = ("weights", "sharding_plan", "gather_logits", "num_items_in_batch", "timeout_s")
@@ -98,19 +99,20 @@ def complete(
     if optimizer is not None:
         runtime.syncs.clear()  # parameters know them weakly: their hooks now do nothing
         install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
+    decoder: Any = without_wrappers(model)[1]
     is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None
     if is_split and before.gradient_accumulation_steps == 1 and before.micro_batch_size is None:
-        assert isinstance(model.loss_function, CausalLMLoss)
+        assert isinstance(decoder.loss_function, CausalLMLoss)
         split_forward(
-            model,
+            decoder,
             dp=runtime.dp,
             syncs=runtime.syncs,
-            loss=model.loss_function,
+            loss=decoder.loss_function,
             micro_batch_size=plan.micro_batch_size,
             num_micro_batches=plan.gradient_accumulation_steps,
         )
     if plan.recompute == "full" and before.recompute == "none":
-        recompute_switch(model)({"use_reentrant": False})
+        recompute_switch(decoder)({"use_reentrant": False})
 
 
 def _may_follow(name: str, old: Any, new: Any, default: Any, *, has_optimizer: bool) -> bool:

@@ -36,6 +36,7 @@ from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel
 from meshwright.plans import plan_for
+from meshwright.plans.adapters import refuse_unloading, without_wrappers
 from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,8 @@ def to_distributed(
     _check_model(model)
     if optimizer is not None:
         check_ownership(model, optimizer)
-    has_own_loss = _uses_causal_lm_loss(model)
+    _, decoder = without_wrappers(model)
+    has_own_loss = _uses_causal_lm_loss(decoder)
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
     plan = given_plan(config) or plan_in_model(model, config)
@@ -101,16 +103,16 @@ def to_distributed(
         start_process_group(device, config.timeout_s)
         plan = choose_plan(
             model, optimizer, dataloader, node_num, config, device,
-            splits_batches=has_own_loss, recomputes=recompute_switch(model) is not None,
+            splits_batches=has_own_loss, recomputes=recompute_switch(decoder) is not None,
         )  # fmt: skip
     check_launch(plan)
     if optimizer is not None and (plan.tp > 1 or plan.zero_stage > 0):
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
     structure = None
     if plan.tp > 1:
-        sharding_plan = config.sharding_plan or plan_for(model)
-        structure = describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-    _check_micro_batches(plan, has_own_loss, model)
+        sharding_plan = config.sharding_plan or plan_for(decoder)
+        structure = describe(decoder, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    _check_micro_batches(plan, has_own_loss, decoder)
 
     start_process_group(device, config.timeout_s)
     check_agreement(plan)
@@ -237,16 +239,21 @@ def _shard_model(
     device: torch.device,
     has_own_loss: bool,
 ) -> None:
-    layouts = structure.parameters if structure else {}
+    prefix, decoder = without_wrappers(model)
+    layouts = {prefix + name: layout for name, layout in structure.parameters.items()} if structure else {}
     made = succeed_together(lambda: weights.make(model, layouts, runtime.tp, device))
     replaced = made.attach(model)
     model.to(device)
     seed = torch.randint(2**31, (1,), device=device)
     agreed_seed = int(agree(seed, runtime.tp, runtime.dp))
     install(model, optimizer, replaced, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
-    export_with_full_weights(model)
+    # With adapters, the model is around the decoder, and a user may save either.
+    for part in {id(x): x for x in (model, decoder)}.values():
+        export_with_full_weights(part)
+        attach(part, runtime)
+    if structure is not None:
+        refuse_unloading(model)
     refuse_wrapping(model)
-    attach(model, runtime)
 
 
 def install(
@@ -268,11 +275,12 @@ def install(
         seed: of the dropout streams, the same on all ranks.
     """
     tp, dp = runtime.tp, runtime.dp
+    decoder: Any = without_wrappers(model)[1]
     if optimizer is not None:
         rebind(optimizer, replaced)
-    streams = DropoutStreams(model, tp=tp, dp=dp, seed=seed)
+    streams = DropoutStreams(decoder, tp=tp, dp=dp, seed=seed)
     forward = ForwardState(
-        model,
+        decoder,
         streams,
         tp=tp,
         dp=dp,
@@ -301,10 +309,10 @@ def install(
     if has_own_loss:
         vocab_size = structure.vocab_size if structure else 0
         loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, dp=dp, num_items=config.num_items_in_batch)
-        model.loss_function = loss
+        decoder.loss_function = loss
         if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
             split_forward(
-                model,
+                decoder,
                 dp=dp,
                 syncs=runtime.syncs,
                 loss=loss,
@@ -312,4 +320,4 @@ def install(
                 num_micro_batches=plan.gradient_accumulation_steps,
             )
     if plan.recompute == "full":
-        recompute_switch(model)({"use_reentrant": False})
+        recompute_switch(decoder)({"use_reentrant": False})
