@@ -78,8 +78,8 @@ def _initialize_by(
     config = read_config(kwargs[key])
     # They count every process as one with rows of its own.
     rows, steps = config.get(BATCH), config.get(STEPS)
-    are_known = isinstance(rows, int) and isinstance(steps, int)
-    if are_known and config.get("train_batch_size") == rows * steps * dist.get_world_size():
+    total = config.get("train_batch_size")
+    if isinstance(rows, int) and isinstance(steps, int) and total == rows * steps * dist.get_world_size():
         del config["train_batch_size"]
     return initialize(*args, **{**kwargs, key: config}, plan=plan, options=options)
 
