@@ -48,6 +48,7 @@ PUBLIC = {
     "register_plan",
     "reshard",
     "save_optimizer",
+    "save_weights",
     "shard_dataloader",
     "shard_optimizer",
     "shard_tensor",

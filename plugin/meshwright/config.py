@@ -155,6 +155,8 @@ class ToDistributedConfig:
         optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
             element from that element alone.
         bucket_size_mb: gradients are communicated in buckets of this size.
+        engine: the training engine that averages gradients over dp, shards the optimizer and clips in the runtime's
+            place, by name; set by an integration (meshwright_hf.deepspeed). The runtime then keeps to tp.
         loader: how the returned loader reads.
         timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
             that names it; the timeout of every process group.
@@ -172,6 +174,7 @@ class ToDistributedConfig:
     num_items_in_batch: NumItems = "auto"
     optimizer_is_elementwise: bool = False
     bucket_size_mb: float = 25.0
+    engine: str | None = None
     loader: LoaderOptions = LoaderOptions()
     timeout_s: float = 120.0
 

@@ -24,7 +24,7 @@ from meshwright.launch import build_axes, check_agreement, check_devices, check_
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
-from meshwright.optim.shard import install_gradient_sync
+from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_engine
 from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
@@ -122,7 +122,7 @@ def to_distributed(
     _equalise_weights(model, weights, tp, dp, device)
 
     loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
-    runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard, plan=plan)
+    runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard, plan=plan, engine=config.engine)
     _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
@@ -137,6 +137,7 @@ def _complete(
     config: ToDistributedConfig,
 ) -> tuple[Any, Any, Any]:
     """Add an optimizer or a loader to a model that was distributed without."""
+    runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
     _check_micro_batches(plan, isinstance(getattr(model, "loss_function", None), CausalLMLoss), model)
     loader = None
@@ -295,13 +296,16 @@ def install(
             streams=streams,
             keep_logits_sharded=forward.keep_logits_sharded,
         )
-    install_gradient_sync(
-        runtime,
-        model,
-        optimizer,
-        zero_stage=plan.zero_stage,
-        bucket_bytes=int(config.bucket_size_mb * 2**20),
-    )
+    if runtime.engine is not None:
+        leave_gradients_to_engine(runtime, model)
+    else:
+        install_gradient_sync(
+            runtime,
+            model,
+            optimizer,
+            zero_stage=plan.zero_stage,
+            bucket_bytes=int(config.bucket_size_mb * 2**20),
+        )
     if has_own_loss:
         vocab_size = structure.vocab_size if structure else 0
         loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, dp=dp, num_items=config.num_items_in_batch)

@@ -51,6 +51,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
         ValueError: if the model is not distributed, or the last backward pass ran under ``no_sync``.
     """
     runtime = runtime_of(model)
+    runtime.check_own("full_gradients", "it may have reduced or freed them already")
     runtime.check_synced()
     local: dict[int, Tensor] = {}
     if runtime.zero is not None:
@@ -75,7 +76,11 @@ def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
     """
     if isinstance(value, nn.Parameter):
-        return _gather(value.detach(), value, runtime)
+        if runtime.materialise is None:
+            return _gather(value.detach(), value, runtime)
+        with runtime.materialise(value):
+            whole = _gather(value.detach(), value, runtime)
+            return None if whole is None else whole.cpu().clone()
     return value.detach() if is_first(runtime) else None
 
 

@@ -150,7 +150,9 @@ def _save_stand_ins(
     """
     # With as many dims as the tensor, all of different sizes, and a value of its own, so that any conversion shows.
     numbers = {id(x): number for number, x in enumerate(state.values())}
-    stand_ins = {id(x): torch.full(tuple(range(1, x.ndim + 1)), float(numbers[id(x)])) for x in state.values()}
+    stand_ins = {
+        id(x): torch.full(tuple(range(1, len(global_shape(x)) + 1)), float(numbers[id(x)])) for x in state.values()
+    }
     names = {name: stand_ins[id(x)] for name, x in state.items()}
     try:
         save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})

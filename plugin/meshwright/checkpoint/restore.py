@@ -44,9 +44,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model.save_pretrained("checkpoint")
         mw.load_weights(model, "checkpoint")
     """
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.check_own("load_weights", "load a checkpoint of its own, or the weights before it takes the model")
     files = succeed_together(lambda: WeightFiles.open(path))
     names = succeed_together(lambda: files.names_for(model))
-    runtime = find_runtime(model)
 
     def read() -> None:
         with files.progress as progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ class Runtime:
         guard: watches over the ranks; None on one process.
         plan: of a ``to_distributed`` call.
         streams: the dropout streams of its model.
+        engine: who averages gradients over dp, steps and clips instead, e.g. "DeepSpeed"; None for the runtime.
+        materialise: makes a parameter whole on this rank's shard while inside, where an engine splits it further.
         has_optimizer: whether an optimizer is bound to the parameters.
     """
 
@@ -46,6 +48,17 @@ class Runtime:
     plan: ParallelPlan | None = None
     streams: DropoutStreams | None = None
     has_optimizer: bool = False
+    engine: str | None = None
+    materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
+
+    def check_own(self, what: str, instead: str) -> None:
+        """Refuse what an engine does in the runtime's place.
+
+        Raises:
+            ValueError: naming what to use instead.
+        """
+        if self.engine is not None:
+            raise ValueError(f"{what}: {self.engine} keeps this model's gradients and masters; {instead}")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,7 +164,9 @@ def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[N
                 optimizer.step()
                 optimizer.zero_grad()
     """
-    return runtime_of(owner).no_sync()
+    runtime = runtime_of(owner)
+    runtime.check_own("no_sync", "its own gradient_accumulation_steps decides when they are averaged")
+    return runtime.no_sync()
 
 
 def device_of(model: nn.Module) -> torch.device:

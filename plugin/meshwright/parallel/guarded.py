@@ -16,7 +16,7 @@ from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
 _METADATA: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "layout", "is_sparse")
-) | {Tensor.as_subclass, Tensor.detach}
+) | {Tensor.as_subclass, Tensor.detach, Tensor.register_hook}
 
 
 class ShardedLogits(Tensor):
