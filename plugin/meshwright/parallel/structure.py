@@ -13,18 +13,39 @@ from torch import nn
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.heads import HeadLayout, head_layout
 from meshwright.parallel.layout import RowLayout
-from meshwright.plans.base import BLOCK_ROLES, COLUMN_ROLES, ROW_ROLES, Role, ShardingPlan
+from meshwright.plans.base import (
+    BLOCK_ROLES,
+    COLUMN_ROLES,
+    FUSED_QKV_ROLES,
+    MLP_COLUMN_ROLES,
+    ROW_ROLES,
+    WIDE_NORM_ROLES,
+    Role,
+    ShardingPlan,
+)
+from meshwright.plans.projection import in_features, is_projection, is_transposed, out_features
+
+_MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}
+_INSIDE_BLOCKS = COLUMN_ROLES | ROW_ROLES | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD, Role.SHARED}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """An attention or MLP block: where activations are gathered, projected, and reduced again."""
+    """An attention or MLP block: where activations are gathered, projected, and reduced again.
+
+    Args:
+        name: of the module that owns the block, which for an MLP may be the decoder layer itself.
+        entries: where activations are gathered: the block, or the column projections of a layer's own MLP.
+        local_attributes: what the module's counts of heads become on a rank.
+    """
 
     name: str
     module: nn.Module
+    entries: tuple[nn.Module, ...]
     columns: tuple[nn.Module, ...]
     row: nn.Module
     heads: HeadLayout | None
+    local_attributes: dict[str, int]
     has_fused_qkv: bool
     wide_norms: tuple[tuple[nn.Module, RowLayout], ...]
 
@@ -43,8 +64,8 @@ class DecoderStructure:
 
     embedding: nn.Embedding
     head: nn.Linear | None
-    first_layer: nn.Module
-    final_norm: nn.Module
+    layers: tuple[nn.Module, ...]
+    final_norm: nn.Module | None
     blocks: tuple[Block, ...]
     parameters: dict[str, ParameterLayout] = field(repr=False)
     vocab_size: int
@@ -59,72 +80,93 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     roles = {name: role for name in modules if (role := plan.role_of(name)) is not None}
+    roles |= _roles_of_parameters(model, roles, plan)
     _check_coverage(model, modules, roles, plan)
     embedding = _only(modules, roles, Role.EMBEDDING, plan, nn.Embedding)
     _check_embedding(embedding)
     head = _only(modules, roles, Role.HEAD, plan, nn.Linear, required=False)
-    layers = [modules[name] for name, role in roles.items() if role is Role.LAYER]
+    layers = tuple(modules[name] for name, role in roles.items() if role is Role.LAYER)
     if not layers:
         raise PlanError(f"{plan.source} names no decoder layer of {type(model).__name__}")
-    blocks = tuple(_block(model, name, modules, roles, plan, tp) for name, role in roles.items() if role in BLOCK_ROLES)
+    owners = {name: block for name, role in roles.items() if (block := _owning_block(name, roles)) is not None}
+    names = [name for name in roles if roles[name] in BLOCK_ROLES or name in owners.values()]
+    blocks = tuple(_block(model, name, owners, modules, roles, plan, tp) for name in names)
     layouts: dict[str, ParameterLayout] = {}
     for block in blocks:
-        layouts |= _block_layouts(block, modules, roles, tp, sequence_parallel)
+        layouts |= _block_layouts(model, block, owners, modules, roles, tp, sequence_parallel)
     for name, role in roles.items():
-        for suffix, parameter in modules[name].named_parameters(recurse=False):
+        for full_name, parameter in _parameters(model, modules, name):
             if role in (Role.EMBEDDING, Role.HEAD):
-                layouts[f"{name}.{suffix}"] = ParameterLayout(
+                layouts[full_name] = ParameterLayout(
                     rows=RowLayout.padded(parameter.shape[0], tp), is_grad_partial=False
                 )
-            elif role in (Role.NORM, Role.FINAL_NORM):
-                layouts[f"{name}.{suffix}"] = ParameterLayout(
-                    rows=RowLayout.replicated(parameter.shape[0], tp), is_grad_partial=sequence_parallel
+            elif role in (Role.NORM, Role.FINAL_NORM, Role.WHOLE):
+                layouts[full_name] = ParameterLayout(
+                    rows=RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, tp),
+                    is_grad_partial=sequence_parallel and role is not Role.WHOLE,
                 )
     _check_ties(model, layouts)
     return DecoderStructure(
         embedding=embedding,
         head=head,
-        first_layer=layers[0],
-        final_norm=_only(modules, roles, Role.FINAL_NORM, plan, nn.Module),
+        layers=layers,
+        final_norm=_only(modules, roles, Role.FINAL_NORM, plan, nn.Module, required=False),
         blocks=blocks,
         parameters=layouts,
         vocab_size=embedding.num_embeddings,
     )
 
 
+def _roles_of_parameters(model: nn.Module, roles: dict[str, Role], plan: ShardingPlan) -> dict[str, Role]:
+    """The roles of parameters that the plan names themselves, since the module that owns them has none."""
+
+    def owner_has_one(name: str) -> bool:
+        owner = roles.get(name.rpartition(".")[0])
+        return owner is not None and not owner.is_structural
+
+    named = (name for name, _ in model.named_parameters(remove_duplicate=False) if not owner_has_one(name))
+    return {name: role for name in named if (role := plan.role_of(name)) is not None}
+
+
+def _parameters(model: nn.Module, modules: dict[str, nn.Module], name: str) -> list[tuple[str, nn.Parameter]]:
+    """The parameters, by full name, that the role of ``name`` is about."""
+    if name not in modules:
+        return [(name, model.get_parameter(name))]
+    return [(f"{name}.{suffix}".lstrip("."), p) for suffix, p in modules[name].named_parameters(recurse=False)]
+
+
 def _check_coverage(
     model: nn.Module, modules: dict[str, nn.Module], roles: dict[str, Role], plan: ShardingPlan
 ) -> None:
     covered = {
-        f"{name}.{suffix}"
+        full_name
         for name, role in roles.items()
-        if not role.is_structural
-        for suffix, _ in modules[name].named_parameters(recurse=False)
+        if not (role.is_structural or (role in _INSIDE_BLOCKS and _owning_block(name, roles) is None))
+        for full_name, _ in _parameters(model, modules, name)
     }
-    in_blocks = COLUMN_ROLES | ROW_ROLES | {Role.HEAD_NORM, Role.Q_NORM, Role.K_NORM}
-    homeless = {
-        f"{name}.{suffix}"
-        for name, role in roles.items()
-        if role in in_blocks and _owning_block(name, roles) is None
-        for suffix, _ in modules[name].named_parameters(recurse=False)
-    }
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    missing = [name for name in names if name not in covered or name in homeless]
+    missing = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in covered]
     if missing:
         raise UncoveredParameterError(missing, plan.source)
     for name, role in roles.items():
-        if role in COLUMN_ROLES | ROW_ROLES and not isinstance(modules[name], nn.Linear):
+        if role in COLUMN_ROLES | ROW_ROLES and not is_projection(modules[name]):
             raise PlanError(
                 f"{plan.source} makes {name!r} a {role.value}, but it is a {type(modules[name]).__name__}: "
                 "only nn.Linear projections can be sharded (merge adapters or quantised layers first)"
             )
+        if role in WIDE_NORM_ROLES and isinstance(modules[name], nn.LayerNorm):
+            raise PlanError(
+                f"{plan.source} makes {name!r} a {role.value}, but it is a LayerNorm: only the mean square of an RMS "
+                "norm is taken over all ranks"
+            )
 
 
 def _owning_block(name: str, roles: dict[str, Role]) -> str | None:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if roles.get(name) in BLOCK_ROLES:
-            return name
+    """The block around a module or parameter; a layer is the block of an MLP whose projections it owns itself."""
+    role, outer = roles[name], name
+    while "." in outer:
+        outer = outer.rpartition(".")[0]
+        if roles.get(outer) in BLOCK_ROLES or (role in _MLP_ROLES and roles.get(outer) is Role.LAYER):
+            return outer
     return None
 
 
@@ -159,15 +201,16 @@ def _check_embedding(embedding: nn.Embedding) -> None:
 def _block(
     model: nn.Module,
     block_name: str,
+    owners: dict[str, str],
     modules: dict[str, nn.Module],
     roles: dict[str, Role],
     plan: ShardingPlan,
     tp: int,
 ) -> Block:
-    inside = {name: role for name, role in roles.items() if _owning_block(name, roles) == block_name}
-    by_role = {role: modules[name] for name, role in inside.items()}
+    inside = {name: roles[name] for name, owner in owners.items() if owner == block_name}
     rows = [modules[name] for name, role in inside.items() if role in ROW_ROLES]
     columns = tuple(modules[name] for name, role in inside.items() if role in COLUMN_ROLES)
+    gates = (modules[name] for name, role in inside.items() if role is Role.PER_HEAD and name in modules)
     if len(rows) != 1 or not columns:
         raise PlanError(
             f"{plan.source}: the {roles[block_name].value} {block_name!r} needs one output projection and at "
@@ -175,77 +218,105 @@ def _block(
         )
     heads = None
     if roles[block_name] is Role.ATTENTION:
-        if not ({Role.Q, Role.K, Role.V} <= by_role.keys() or Role.QKV in by_role):
-            raise PlanError(f"{plan.source}: {block_name!r} has no query, key and value projections (or a fused one)")
-        query: Any = by_role.get(Role.Q)
-        heads = head_layout(
-            modules[block_name],
-            getattr(model, "config", None),
-            query_rows=query.weight.shape[0] if query is not None else None,
-            tp=tp,
-        )
-    wide = {Role.Q_NORM: HeadLayout.query_rows, Role.K_NORM: HeadLayout.kv_rows}
+        heads = _heads(model, block_name, inside, modules, plan, tp)
+    module = modules[block_name]
     return Block(
         name=block_name,
-        module=modules[block_name],
-        columns=columns,
+        module=module,
+        entries=columns if roles[block_name] is Role.LAYER else (module,),
+        columns=(*columns, *gates),
         row=rows[0],
         heads=heads,
-        has_fused_qkv=Role.QKV in by_role,
+        local_attributes=heads.local_attributes(module) if heads else {},
+        has_fused_qkv=not FUSED_QKV_ROLES.isdisjoint(inside.values()),
         wide_norms=tuple(
-            (modules[name], wide[role](heads)) for name, role in inside.items() if role in wide and heads is not None
+            (modules[name], _wide_rows(name, role, heads, in_features(rows[0]), tp))
+            for name, role in inside.items()
+            if role in WIDE_NORM_ROLES
         ),
     )
 
 
+def _heads(
+    model: nn.Module, block_name: str, inside: dict[str, Role], modules: dict[str, nn.Module], plan: ShardingPlan, tp: int
+) -> HeadLayout:
+    by_role = {role: modules[name] for name, role in inside.items() if name in modules}
+    query_width = in_features(by_role[Role.O])
+    if {Role.Q, Role.K, Role.V} <= by_role.keys():
+        kv_width = out_features(by_role[Role.K])
+    elif fused := FUSED_QKV_ROLES & by_role.keys():
+        kv_width = (out_features(by_role[fused.pop()]) - query_width) // 2
+    else:
+        raise PlanError(f"{plan.source}: {block_name!r} has no query, key and value projections (or a fused one)")
+    config = getattr(model, "config", None)
+    return head_layout(modules[block_name], config, query_width=query_width, kv_width=kv_width, tp=tp)
+
+
 def _block_layouts(
-    block: Block, modules: dict[str, nn.Module], roles: dict[str, Role], tp: int, sequence_parallel: bool
+    model: nn.Module,
+    block: Block,
+    owners: dict[str, str],
+    modules: dict[str, nn.Module],
+    roles: dict[str, Role],
+    tp: int,
+    sequence_parallel: bool,
 ) -> dict[str, ParameterLayout]:
     layouts = {}
-    for name, role in roles.items():
-        if _owning_block(name, roles) != block.name or role.is_structural or role is Role.NORM:
+    for name in (name for name, owner in owners.items() if owner == block.name):
+        role = roles[name]
+        if role.is_structural or role is Role.NORM:
             continue
-        for suffix, parameter in modules[name].named_parameters(recurse=False):
-            full_name = f"{name}.{suffix}"
-            rows = _rows(full_name, tuple(parameter.shape), role, block.heads, tp)
-            has_copies = rows.has_copies
-            # A shared head norm sees local heads only; a row bias, local tokens only.
-            sees_a_part = role is Role.HEAD_NORM or sequence_parallel
-            is_partial = sees_a_part if rows.is_replicated else has_copies
+        for full_name, parameter in _parameters(model, modules, name):
+            rows = _rows(full_name, tuple(parameter.shape), role, block, tp)
+            if name in modules and is_transposed(modules[name]) and parameter.ndim == 2:
+                rows = RowLayout(1 - rows.dim, rows.size, rows.spans)
+            if rows.size != (parameter.shape[rows.dim] if parameter.ndim else 1):
+                raise PlanError(
+                    f"{full_name} has {parameter.shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
+                    f"and the model's head counts make {rows.size}"
+                )
+            # A weight that all ranks share sees each rank's part only; a row bias, local tokens only.
+            sees_a_part = role in (Role.HEAD_NORM, Role.SHARED) or sequence_parallel
+            is_partial = sees_a_part if rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
 
 
-def _rows(name: str, shape: tuple[int, ...], role: Role, heads: HeadLayout | None, tp: int) -> RowLayout:
-    is_matrix = len(shape) == 2
-    if role is Role.HEAD_NORM or (role in ROW_ROLES and not is_matrix):
-        return RowLayout.replicated(shape[0], tp)
+def _rows(name: str, shape: tuple[int, ...], role: Role, block: Block, tp: int) -> RowLayout:
+    if role in (Role.HEAD_NORM, Role.SHARED) or (role in ROW_ROLES and len(shape) == 1):
+        return RowLayout.replicated(shape[0] if shape else 1, tp)
+    width = in_features(block.row)
     if role in ROW_ROLES:
-        if heads is not None and role is Role.O:
-            expected = heads.query_rows()
-            rows = RowLayout(1, expected.size, expected.spans)
-        else:
-            rows = RowLayout.even(_divisible(name, shape[1], tp), tp, dim=1)
-    elif role in (Role.Q, Role.Q_NORM):
-        assert heads is not None
-        rows = heads.query_rows()
-    elif role in (Role.K, Role.V, Role.K_NORM):
-        assert heads is not None
-        rows = heads.kv_rows()
-    elif role is Role.QKV:
-        assert heads is not None
-        rows = heads.fused_rows()
-    elif role is Role.GATE_UP:
-        half = _divisible(name, shape[0] // 2, tp)
-        rows = RowLayout.even(shape[0], tp, parts=(half, half))
-    else:
-        rows = RowLayout.even(_divisible(name, shape[0], tp), tp)
-    if rows.size != shape[rows.dim]:
-        raise PlanError(
-            f"{name} has {shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) and the model's "
-            f"head counts make {rows.size}"
-        )
-    return rows
+        rows = block.heads.query_rows() if block.heads else RowLayout.even(_divisible(name, width, tp), tp)
+        return RowLayout(1, rows.size, rows.spans)
+    if role in WIDE_NORM_ROLES:
+        return _wide_rows(name, role, block.heads, width, tp)
+    if role is Role.GATE_UP:
+        half = _divisible(name, width, tp)
+        return RowLayout.even(2 * half, tp, parts=(half, half))
+    if role in MLP_COLUMN_ROLES:
+        return RowLayout.even(_divisible(name, width, tp), tp)
+    assert block.heads is not None
+    if role is Role.PER_HEAD:
+        size = max(shape[0] // block.heads.heads, 1) * block.heads.heads
+        return RowLayout.even(size, tp)
+    return _ROWS_BY_HEAD[role](block.heads)
+
+
+_ROWS_BY_HEAD = {
+    Role.Q: HeadLayout.query_rows,
+    Role.K: HeadLayout.kv_rows,
+    Role.V: HeadLayout.kv_rows,
+    Role.QKV: HeadLayout.fused_rows,
+    Role.QKV_BY_GROUP: HeadLayout.grouped_rows,
+    Role.QKV_IN_FOUR: HeadLayout.rows_in_four,
+}
+
+
+def _wide_rows(name: str, role: Role, heads: HeadLayout | None, width: int, tp: int) -> RowLayout:
+    if heads is not None:
+        return heads.kv_rows() if role is Role.K_NORM else heads.query_rows()
+    return RowLayout.even(_divisible(name, width, tp), tp)
 
 
 def _divisible(name: str, size: int, tp: int) -> int:

@@ -7,19 +7,23 @@ all-reduce backward" and its mirror image; with it, all-gather and reduce-scatte
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import PlanError
 from meshwright.parallel.collectives import Axis, reduce, reduce_for_shards, share
 from meshwright.parallel.dropout import DropoutStreams, Restore
+from meshwright.parallel.heads import HeadLayout
 from meshwright.parallel.layout import RowLayout, ShardRecord, expanded
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.structure import Block, DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
+from meshwright.plans.projection import is_transposed, out_features
 
 # Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
@@ -86,6 +90,8 @@ def install_tensor_parallel(
     if structure.head is not None:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if sequence_parallel else None
+    for layer in structure.layers:
+        layer.register_forward_pre_hook(_refuse_second_activations, with_kwargs=True)
     for block in structure.blocks:
         _BlockHooks(block, axis, sequence, streams)
         _localise_attributes(block)
@@ -106,19 +112,25 @@ class _BlockHooks:
         self.axis, self.sequence, self.streams = axis, sequence, streams
         self._restore: Restore | None = None
         self._bias: nn.Parameter | None = None
+        self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
         self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
-        block.module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        block.module.register_forward_hook(self._close, always_call=True)
+        for entry in block.entries:
+            # First of its hooks: an entry may be a projection, whose input is then to be seen gathered.
+            entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            entry.register_forward_hook(self._close, always_call=True)
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._head_inputs is not None:
+            args, kwargs = self._head_inputs.take_own(args, kwargs)
         x, put_back = _hidden_states(args, kwargs)
         x = _cast_for_autocast(x)
         if self.sequence is None:
-            self._restore = self.streams.enter_shard(x)
+            if self._restore is None:  # else the second column of a layer's own MLP
+                self._restore = self.streams.enter_shard(x)
             return put_back(share(x, self.axis))
         assert self._projections is not None
         full = self.sequence.gather(x)
@@ -131,45 +143,97 @@ class _BlockHooks:
 
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # Each rank would add the bias to its partial sum: take it out of the call, add it once after.
-        self._bias, module._parameters["bias"] = module._parameters["bias"], None
+        self._bias = module._parameters["bias"]
+        none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(module) else None
+        module._parameters["bias"] = none  # type: ignore[assignment]  # Conv1D cannot do without
 
     def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         bias, self._bias = self._bias, None
         module._parameters["bias"] = bias
-        if output is None:  # the projection raised; the hook runs only to put the bias back
-            return None
         if self._restore is not None:
             self._restore()
             self._restore = None
+        if output is None:  # the projection raised; the hook runs only to put back what it changed
+            return None
         summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
         return summed if bias is None else summed + bias.to(summed.dtype)
+
+
+class HeadInputs:
+    """The arguments of an attention block that count heads: per-head biases, and masks that carry them."""
+
+    def __init__(self, attention: nn.Module, heads: HeadLayout, axis: Axis):
+        self._names = tuple(inspect.signature(attention.forward).parameters)
+        self._heads, self._rank = heads, axis.rank
+
+    def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with only this rank's heads in them."""
+        own = tuple(self._take(name, value) for name, value in zip(self._names, args, strict=False))
+        return (*own, *args[len(own) :]), {name: self._take(name, value) for name, value in kwargs.items()}
+
+    def _take(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 4 and name in ("attention_mask", *_HEAD_BIASES) and value.shape[1] == self._heads.heads:
+            return self._heads.take_heads(value, self._rank, dim=1)
+        if value.ndim == 3 and name in _HEAD_BIASES:  # heads, or batch times heads, come first
+            return self._heads.take_heads(value, self._rank)
+        return value
+
+
+_HEAD_BIASES = ("alibi", "position_bias")
 
 
 class _SequenceRegion:
     """From the first layer's input to the final norm's output, each rank has its own tokens.
 
     It starts after the embedding because models derive positions and masks from the embedding's full
-    length, and ends with the norm so that ``last_hidden_state`` is whole.
+    length, and ends with the norm so that ``last_hidden_state`` is whole. A model without one that is
+    known to come next ends it with the last layer.
     """
 
     def __init__(self, structure: DecoderStructure, sequence: SequenceSharding, streams: DropoutStreams):
         self.sequence, self.streams = sequence, streams
+        self._is_open = False
         self._restore: Restore | None = None
-        structure.first_layer.register_forward_pre_hook(self._start, with_kwargs=True)
-        structure.final_norm.register_forward_hook(self._end)
+        structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
+        (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
 
     def _start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, put_back = _hidden_states(args, kwargs)
         self._restore = self.streams.enter_shard(x)
+        self._is_open = True
         return put_back(self.sequence.split(x))
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._is_open:  # a norm that the model applies to its embeddings too
+            return output
+        self._is_open = False
         if self._restore is not None:
             self._restore()
             self._restore = None
-        return self.sequence.unsplit(output)
+        if isinstance(output, Tensor):
+            return self.sequence.unsplit(output)
+        return (self.sequence.unsplit(output[0]), *output[1:])
+
+
+def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A layer's only input with a gradient is its hidden states: of any other each rank would get a part."""
+    x, _ = _hidden_states(args, kwargs)
+    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+    others = [
+        name
+        for name, value in named.items()
+        for tensor in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(tensor, Tensor) and tensor.requires_grad and tensor is not x
+    ]
+    if others:
+        raise PlanError(
+            f"{type(module).__name__} is given {', '.join(others)} beside its hidden states, with a gradient: under "
+            "tensor parallelism each rank would have a part of that gradient only. Use ParallelPlan(tp=1)"
+        )
 
 
 class _WideNorm:
@@ -208,11 +272,12 @@ class LocalConfig:
 
 
 def _localise_attributes(block: Block) -> None:
-    if block.heads is None:
-        return
-    for name, value in block.heads.local_attributes(block.module).items():
+    for projection in (*block.columns, block.row):
+        if is_transposed(projection):
+            setattr(projection, "nf", out_features(projection))  # noqa: B010  the width that Conv1D reshapes to
+    for name, value in block.local_attributes.items():
         setattr(block.module, name, value)
-    if block.has_fused_qkv and hasattr(block.module, "config"):
+    if block.heads is not None and block.has_fused_qkv and hasattr(block.module, "config"):
         local = LocalConfig(
             block.module.config,
             num_attention_heads=block.heads.local_heads,

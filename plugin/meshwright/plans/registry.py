@@ -6,6 +6,7 @@ from torch import nn
 
 from meshwright.plans import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
 from meshwright.plans.base import ShardingPlan
+from meshwright.plans.families import hints_for
 from meshwright.plans.infer import infer_plan
 
 _PLANS: dict[str, ShardingPlan] = {
@@ -35,6 +36,6 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """The registered plan of the model's family, else one inferred from its structure."""
-    model_type = getattr(getattr(model, "config", None), "model_type", "")
-    return _PLANS.get(model_type) or infer_plan(model)
+    """The registered plan of the model's family, else one inferred from its structure and its family's hints."""
+    config = getattr(model, "config", None)
+    return _PLANS.get(getattr(config, "model_type", "")) or infer_plan(model, hints_for(config))

@@ -1,0 +1,62 @@
+"""What the structure of a family's layers cannot tell: how fused rows are ordered, what a lone weight is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.plans.base import Role
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The role of one module or parameter of each layer.
+
+    Args:
+        name: the end of its dotted name inside the layer.
+        role: what it is.
+        when: values that the config must have; the first hint of a name that applies wins.
+    """
+
+    name: str
+    role: Role
+    when: Mapping[str, object] = field(default_factory=dict)
+
+
+_HINTS: dict[str, tuple[Hint, ...]] = {
+    "apertus": (Hint("mlp.act_fn", Role.SHARED),),
+    "bitnet": (Hint("self_attn.attn_sub_norm", Role.INNER_NORM), Hint("mlp.ffn_sub_norm", Role.INNER_NORM)),
+    "bloom": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    "codegen": (Hint("qkv_proj", Role.QKV_IN_FOUR),),
+    "falcon": (
+        Hint("query_key_value", Role.QKV_BY_GROUP, when={"new_decoder_architecture": True}),
+        Hint("query_key_value", Role.QKV, when={"multi_query": True}),
+        Hint("query_key_value", Role.QKV_BY_GROUP),
+    ),
+    "glm": (Hint("gate_up_proj", Role.GATE_UP),),
+    "glm4": (Hint("gate_up_proj", Role.GATE_UP),),
+    "gpt2": (Hint("attn.c_attn", Role.QKV),),
+    "gpt_bigcode": (
+        Hint("attn.c_attn", Role.QKV, when={"multi_query": True}),
+        Hint("attn.c_attn", Role.QKV_BY_GROUP),
+    ),
+    "gpt_neox": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    # The last layer's attention returns its bias for the layer to add to each token.
+    "gpt_neox_japanese": (Hint("query_key_value", Role.QKV_BY_GROUP), Hint("attention.dense_bias", Role.NORM)),
+    "granite_swa": (Hint("self_attn.sinks", Role.PER_HEAD),),
+    "modernbert-decoder": (Hint("mlp.Wi", Role.GATE_UP),),
+    "mpt": (Hint("attn.Wqkv", Role.QKV),),
+    "nanochat": (Hint("q_norm", Role.HEAD_NORM), Hint("k_norm", Role.HEAD_NORM)),
+    "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
+    "persimmon": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    "phi3": (Hint("qkv_proj", Role.QKV), Hint("gate_up_proj", Role.GATE_UP)),
+}
+
+
+def hints_for(config: object) -> dict[str, Role]:
+    """The hints of a model's family that its config fits: end of a name inside a layer -> role."""
+    hints: dict[str, Role] = {}
+    for hint in _HINTS.get(getattr(config, "model_type", ""), ()):
+        if all(getattr(config, key, None) == value for key, value in hint.when.items()):
+            hints.setdefault(hint.name, hint.role)
+    return hints

@@ -1,0 +1,24 @@
+"""Linear projections in both of their forms: torch's, and GPT-2's ``Conv1D`` with its weight transposed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Whether a module is a matrix product, with a bias or without."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a projection's weight is ``[in, out]`` (transformers' ``Conv1D``), not ``[out, in]``."""
+    weight = getattr(module, "weight", None)
+    return type(module).__name__ == "Conv1D" and getattr(weight, "ndim", 0) == 2 and hasattr(module, "nf")
+
+
+def out_features(module: nn.Module) -> int:
+    return int(module.weight.shape[1 if is_transposed(module) else 0])  # type: ignore[union-attr,index]
+
+
+def in_features(module: nn.Module) -> int:
+    return int(module.weight.shape[0 if is_transposed(module) else 1])  # type: ignore[union-attr,index]
