@@ -36,6 +36,15 @@ DECODER: dict[str, Any] = {
     "is_encoder_decoder": False,
 }
 BIASES = {"attention_bias": True, "mlp_bias": True}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "attention_bias": True,
+}
 WINDOW = {"sliding_window": 5}
 
 # Dense decoders: model type -> what its tiny config has beside SIZES.
@@ -49,10 +58,18 @@ DENSE: dict[str, dict[str, Any]] = {
     "blenderbot": DECODER,
     "blenderbot-small": DECODER,
     "bloom": {},
-    "codegen": {"n_embd": 64, "n_head": 8, "rotary_dim": 4},
+    "codegen": {"num_attention_heads": 8, "rotary_dim": 4},
     "cohere": {"attention_bias": True},
     "cohere2": WINDOW,
-    "cohere_compass_text": {},
+    "cohere_compass_text": {
+        **WINDOW,
+        "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    },
     "ctrl": {"dff": 48, "n_positions": 64},
     "cwm": WINDOW,
     "ernie4_5": {"use_bias": True},
@@ -61,6 +78,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma": {"attention_bias": True},
     "gemma2": {**WINDOW, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
     "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 8},
+    "gemma4_unified_text": {**WINDOW, "global_head_dim": 16},
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "gpt-sw3": {},
@@ -81,6 +99,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "llama": BIASES,
     "marian": DECODER,
     "mbart": DECODER,
+    "minicpm3": LATENT,
     "ministral": WINDOW,
     "ministral3": {},
     "mistral": WINDOW,
@@ -105,9 +124,9 @@ DENSE: dict[str, dict[str, Any]] = {
     "smollm3": BIASES,
     "stablelm": {"use_qkv_bias": True},
     "starcoder2": WINDOW,
-    "trocr": DECODER,
     "vaultgemma": {**WINDOW, "query_pre_attn_scalar": 8},
     "whisper": {**DECODER, "max_target_positions": 64},
+    "youtu": LATENT,
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
 }
 

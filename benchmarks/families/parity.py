@@ -5,6 +5,8 @@ Tolerance 1e-10 relative to a tensor's largest value: only the order of sums dif
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +56,16 @@ def numbers(model: nn.Module, inputs: dict[str, Tensor], *, distributed: bool) -
     return Numbers(logits, loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def differences(model_type: str, *, packed: bool = False, **overrides: Any) -> dict[str, float]:
     """The relative difference of logits, loss and every gradient that two ranks make; every rank calls it.
 
@@ -61,7 +73,7 @@ def differences(model_type: str, *, packed: bool = False, **overrides: Any) -> d
         AssertionError: if a parameter has a gradient in one program only.
     """
     inputs = batch(packed=packed)
-    with Float64():
+    with Float64(), _default_dtype(torch.float64):
         expected = numbers(build(model_type, **overrides), inputs, distributed=False)
         model = mw.to_distributed(build(model_type, **overrides), config=mw.ToDistributedConfig(plan=PLAN))[0]
         actual = numbers(model, inputs, distributed=True)

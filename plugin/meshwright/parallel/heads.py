@@ -164,7 +164,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
 _GROUPS = ("num_key_value_groups", "n_rep")
 _QUERY_WIDTHS = ("embed_dim", "split_size", "all_head_size")
 _KEY_WIDTHS = ("kv_dim",)
-_HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "dim_head", "depth")
+_HEAD_WIDTHS = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "dim_head", "depth")
 
 
 def head_layout(attention: nn.Module, config: object, *, query_width: int, kv_width: int, tp: int) -> HeadLayout:

@@ -60,8 +60,13 @@ class ParameterLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderStructure:
-    """A decoder taken apart: its blocks, and the layout of each parameter by name."""
+    """A decoder taken apart: its blocks, and the layout of each parameter by name.
 
+    Args:
+        vocab_size: words that the head scores; a few families embed more.
+    """
+
+    model: nn.Module
     embedding: nn.Embedding
     head: nn.Linear | None
     layers: tuple[nn.Module, ...]
@@ -84,7 +89,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     _check_coverage(model, modules, roles, plan)
     embedding = _only(modules, roles, Role.EMBEDDING, plan, nn.Embedding)
     _check_embedding(embedding)
-    head = _only(modules, roles, Role.HEAD, plan, nn.Linear, required=False)
+    head: nn.Linear | None = _only(modules, roles, Role.HEAD, plan, nn.Linear, required=False)
     layers = tuple(modules[name] for name, role in roles.items() if role is Role.LAYER)
     if not layers:
         raise PlanError(f"{plan.source} names no decoder layer of {type(model).__name__}")
@@ -107,13 +112,14 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
                 )
     _check_ties(model, layouts)
     return DecoderStructure(
+        model=model,
         embedding=embedding,
         head=head,
         layers=layers,
         final_norm=_only(modules, roles, Role.FINAL_NORM, plan, nn.Module, required=False),
         blocks=blocks,
         parameters=layouts,
-        vocab_size=embedding.num_embeddings,
+        vocab_size=embedding.num_embeddings if head is None else head.weight.shape[0],
     )
 
 
@@ -210,11 +216,12 @@ def _block(
     inside = {name: roles[name] for name, owner in owners.items() if owner == block_name}
     rows = [modules[name] for name, role in inside.items() if role in ROW_ROLES]
     columns = tuple(modules[name] for name, role in inside.items() if role in COLUMN_ROLES)
-    gates = (modules[name] for name, role in inside.items() if role is Role.PER_HEAD and name in modules)
-    if len(rows) != 1 or not columns:
+    others = (modules[name] for name, role in inside.items() if role in (Role.PER_HEAD, Role.SHARED) and name in modules)
+    readers = (*columns, *(module for module in others if is_projection(module)))
+    if len(rows) != 1 or not readers:
         raise PlanError(
             f"{plan.source}: the {roles[block_name].value} {block_name!r} needs one output projection and at "
-            f"least one input projection, not {len(rows)} and {len(columns)}"
+            f"least one input projection, not {len(rows)} and {len(readers)}"
         )
     heads = None
     if roles[block_name] is Role.ATTENTION:
@@ -224,7 +231,7 @@ def _block(
         name=block_name,
         module=module,
         entries=columns if roles[block_name] is Role.LAYER else (module,),
-        columns=(*columns, *gates),
+        columns=readers,
         row=rows[0],
         heads=heads,
         local_attributes=heads.local_attributes(module) if heads else {},
@@ -244,6 +251,8 @@ def _heads(
     query_width = in_features(by_role[Role.O])
     if {Role.Q, Role.K, Role.V} <= by_role.keys():
         kv_width = out_features(by_role[Role.K])
+    elif Role.PER_HEAD in by_role:  # latent attention, whose keys and values are made for each query head
+        kv_width = query_width
     elif fused := FUSED_QKV_ROLES & by_role.keys():
         kv_width = (out_features(by_role[fused.pop()]) - query_width) // 2
     else:

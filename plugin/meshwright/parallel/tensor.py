@@ -86,7 +86,8 @@ def install_tensor_parallel(
     keep_logits_sharded: Callable[[], bool],
 ) -> None:
     """Add the hooks that move activations at the borders of every block."""
-    VocabParallelEmbedding(structure.embedding, RowLayout.padded(structure.vocab_size, axis.size), axis)
+    words = structure.embedding.num_embeddings
+    VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
     if structure.head is not None:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if sequence_parallel else None
@@ -198,6 +199,7 @@ class _SequenceRegion:
         self._restore: Restore | None = None
         structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
         (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+        structure.model.register_forward_hook(self._check_ended)
 
     def _start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -217,6 +219,15 @@ class _SequenceRegion:
         if isinstance(output, Tensor):
             return self.sequence.unsplit(output)
         return (self.sequence.unsplit(output[0]), *output[1:])
+
+
+    def _check_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_open:
+            self._is_open = False
+            raise PlanError(
+                f"the layers of {type(module).__name__} ran, but not after them what its sharding plan calls the final "
+                "norm; leave the FINAL_NORM out of the plan, and the sequence is whole again after the last layer"
+            )
 
 
 def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -289,13 +300,16 @@ def _localise_attributes(block: Block) -> None:
 def _hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The activation among a block's arguments, and how to put another in its place."""
-    if args and isinstance(args[0], Tensor):
-        return args[0], lambda x: ((x, *args[1:]), kwargs)
-    for name in ("hidden_states", "x", *kwargs):
-        value = kwargs.get(name)
+    """The activation among a block's arguments, and how to put another in its place, or places: v, k and q."""
+    first = args[:1] if args and isinstance(args[0], Tensor) else ()
+    for value in (*first, *(kwargs.get(name) for name in ("hidden_states", "x", *kwargs))):
         if isinstance(value, Tensor) and value.is_floating_point():
-            return value, lambda x, name=name: (args, {**kwargs, name: x})
+
+            def put(new: Tensor, old: Tensor = value) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                replaced = tuple(new if x is old else x for x in args)
+                return replaced, {name: new if x is old else x for name, x in kwargs.items()}
+
+            return value, put
     raise AssertionError("a block was called without hidden states")
 
 

@@ -23,6 +23,19 @@ class Hint:
     when: Mapping[str, object] = field(default_factory=dict)
 
 
+# Latent attention: the heads are made of two narrow projections that all ranks compute alike.
+_LATENT = (
+    Hint("self_attn", Role.ATTENTION),
+    Hint("q_proj", Role.PER_HEAD),
+    Hint("q_a_proj", Role.SHARED),
+    Hint("q_a_layernorm", Role.SHARED),
+    Hint("q_b_proj", Role.PER_HEAD),
+    Hint("kv_a_proj_with_mqa", Role.SHARED),
+    Hint("kv_a_layernorm", Role.SHARED),
+    Hint("kv_b_proj", Role.PER_HEAD),
+    Hint("o_proj", Role.O),
+)
+
 _HINTS: dict[str, tuple[Hint, ...]] = {
     "apertus": (Hint("mlp.act_fn", Role.SHARED),),
     "bitnet": (Hint("self_attn.attn_sub_norm", Role.INNER_NORM), Hint("mlp.ffn_sub_norm", Role.INNER_NORM)),
@@ -33,6 +46,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
         Hint("query_key_value", Role.QKV, when={"multi_query": True}),
         Hint("query_key_value", Role.QKV_BY_GROUP),
     ),
+    "gemma4_unified_text": (Hint("v_norm", Role.HEAD_NORM),),
     "glm": (Hint("gate_up_proj", Role.GATE_UP),),
     "glm4": (Hint("gate_up_proj", Role.GATE_UP),),
     "gpt2": (Hint("attn.c_attn", Role.QKV),),
@@ -44,12 +58,14 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     # The last layer's attention returns its bias for the layer to add to each token.
     "gpt_neox_japanese": (Hint("query_key_value", Role.QKV_BY_GROUP), Hint("attention.dense_bias", Role.NORM)),
     "granite_swa": (Hint("self_attn.sinks", Role.PER_HEAD),),
+    "minicpm3": _LATENT,
     "modernbert-decoder": (Hint("mlp.Wi", Role.GATE_UP),),
     "mpt": (Hint("attn.Wqkv", Role.QKV),),
     "nanochat": (Hint("q_norm", Role.HEAD_NORM), Hint("k_norm", Role.HEAD_NORM)),
     "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
     "persimmon": (Hint("query_key_value", Role.QKV_BY_GROUP),),
     "phi3": (Hint("qkv_proj", Role.QKV), Hint("gate_up_proj", Role.GATE_UP)),
+    "youtu": _LATENT,
 }
 
 

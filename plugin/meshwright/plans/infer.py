@@ -99,20 +99,28 @@ def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hi
     norms_after: list[str] = []
     is_after = False
     stacks = [f"{name}." for name, module in model.named_modules() if _is_stack(module)]
-    head = _ask(model, "get_output_embeddings")
+    heads = _heads(model, embedding)
+    cut = [f"{name}." for name, module in model.named_modules() if module is embedding or module in heads]
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(stack) for stack in stacks):
             is_after |= name == layers_name
-            continue
-        if isinstance(module, nn.Linear) and out_features(module) == embedding.num_embeddings:
-            roles[name] = Role.HEAD if head in (module, None) else Role.WHOLE
-        elif module is not embedding and list(module.parameters(recurse=False)):
+        elif module in heads:
+            roles[name] = Role.HEAD
+        elif not any(f"{name}.".startswith(prefix) for prefix in cut) and list(module.parameters(recurse=False)):
             roles[name] = Role.WHOLE
-            if is_after and _is_norm(module, hidden):
+            # A norm of the embeddings may be made after the layers, but it runs before them.
+            if is_after and _is_norm(module, hidden) and "emb" not in name.rpartition(".")[2]:
                 norms_after.append(name)
     if len(norms_after) == 1:  # of several, which one reads the last layer cannot be seen
         roles[norms_after[0]] = Role.FINAL_NORM
     return roles
+
+
+def _heads(model: nn.Module, embedding: nn.Embedding) -> list[nn.Module]:
+    own = _ask(model, "get_output_embeddings")
+    if isinstance(own, nn.Linear):
+        return [own]
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == embedding.num_embeddings]
 
 
 def _common_roles(layers_name: str, layers: list[dict[str, Role]]) -> dict[str, Role]:
