@@ -96,6 +96,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "internlm3": BIASES,
     "iquestcoder": BIASES,
     "jais2": BIASES,
+    "lfm2": {"layer_types": ["full_attention", "full_attention"], "block_auto_adjust_ff_dim": False},
     "llama": BIASES,
     "marian": DECODER,
     "mbart": DECODER,
@@ -104,6 +105,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "mistral": WINDOW,
     "modernbert-decoder": {**BIASES, "norm_bias": True, "local_attention": 6},
+    "moshi": {"ffn_dim": 96, **WINDOW},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
     "mvp": DECODER,
     "nanochat": {},
@@ -126,7 +128,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "starcoder2": WINDOW,
     "vaultgemma": {**WINDOW, "query_pre_attn_scalar": 8},
     "whisper": {**DECODER, "max_target_positions": 64},
-    "youtu": LATENT,
+    "youtu": {**LATENT, "head_dim": 4},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
 }
 

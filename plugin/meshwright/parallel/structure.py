@@ -168,12 +168,12 @@ def _check_coverage(
 
 def _owning_block(name: str, roles: dict[str, Role]) -> str | None:
     """The block around a module or parameter; a layer is the block of an MLP whose projections it owns itself."""
-    role, outer = roles[name], name
-    while "." in outer:
-        outer = outer.rpartition(".")[0]
-        if roles.get(outer) in BLOCK_ROLES or (role in _MLP_ROLES and roles.get(outer) is Role.LAYER):
-            return outer
-    return None
+    owner = name.rpartition(".")[0]
+    if roles[name] in _MLP_ROLES and roles.get(owner) is Role.LAYER:
+        return owner
+    while owner and roles.get(owner) not in BLOCK_ROLES:
+        owner = owner.rpartition(".")[0]
+    return owner or None
 
 
 def _only(
@@ -199,6 +199,11 @@ def _only(
 
 
 def _check_embedding(embedding: nn.Embedding) -> None:
+    if others := [name for name, _ in embedding.named_parameters() if name != "weight"]:
+        raise PlanError(
+            f"{type(embedding).__name__} has parameters beside its table ({', '.join(others)}): each rank would apply "
+            "them to its own words only, so it cannot be sharded over tp"
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(embedding, option):
             raise PlanError(f"an embedding with {option}={getattr(embedding, option)!r} cannot be sharded over tp")

@@ -60,6 +60,14 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "granite_swa": (Hint("self_attn.sinks", Role.PER_HEAD),),
     "minicpm3": _LATENT,
     "modernbert-decoder": (Hint("mlp.Wi", Role.GATE_UP),),
+    "moshi": (
+        Hint("self_attn", Role.ATTENTION),
+        Hint("q_proj.linear", Role.Q),
+        Hint("k_proj.linear", Role.K),
+        Hint("v_proj.linear", Role.V),
+        Hint("o_proj.linear", Role.O),
+        Hint("mlp.fc1", Role.GATE_UP),
+    ),
     "mpt": (Hint("attn.Wqkv", Role.QKV),),
     "nanochat": (Hint("q_norm", Role.HEAD_NORM), Hint("k_norm", Role.HEAD_NORM)),
     "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
@@ -76,3 +84,16 @@ def hints_for(config: object) -> dict[str, Role]:
         if all(getattr(config, key, None) == value for key, value in hint.when.items()):
             hints.setdefault(hint.name, hint.role)
     return hints
+
+
+# Families whose layers no plan cuts rightly, though one may seem to fit.
+_REFUSALS = {
+    "diffllama": "its heads work in pairs, the first half of them with the second",
+    "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
+    "trocr": "its attention reshapes its heads to the width of its input",
+}
+
+
+def reason_to_refuse(config: object) -> str | None:
+    """Why a model's family cannot be sharded over tp; None if nothing is known against it."""
+    return _REFUSALS.get(getattr(config, "model_type", ""))

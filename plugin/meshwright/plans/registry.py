@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.plans import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
 from meshwright.plans.base import ShardingPlan
-from meshwright.plans.families import hints_for
+from meshwright.plans.families import hints_for, reason_to_refuse
 from meshwright.plans.infer import infer_plan
 
 _PLANS: dict[str, ShardingPlan] = {
@@ -36,6 +37,15 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """The registered plan of the model's family, else one inferred from its structure and its family's hints."""
+    """The registered plan of the model's family, else one inferred from its structure and its family's hints.
+
+    Raises:
+        PlanError: for a family that cannot be sharded over tp, or where no plan can be inferred.
+    """
     config = getattr(model, "config", None)
-    return _PLANS.get(getattr(config, "model_type", "")) or infer_plan(model, hints_for(config))
+    model_type = getattr(config, "model_type", "")
+    if model_type in _PLANS:
+        return _PLANS[model_type]
+    if reason := reason_to_refuse(config):
+        raise PlanError(f"{model_type} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)")
+    return infer_plan(model, hints_for(config))
