@@ -150,7 +150,8 @@ def _structure(model: nn.Module) -> DecoderStructure:
 
 
 def _replicates_kv(model: nn.Module) -> bool:
-    return any(layout.rows.has_copies and not layout.rows.is_replicated for layout in _structure(model).parameters.values())
+    heads = [block.heads for block in _structure(model).blocks if block.heads is not None]
+    return any(layout.num_local_kv_heads * layout.tp > layout.kv_heads for layout in heads)
 
 
 def _has_kv_heads(family: str) -> bool:
@@ -207,6 +208,4 @@ def traits(model: nn.Module) -> str:
         found.append("position embeddings")
     if {"alibi", "position_bias"} & {p for b in structure.blocks for p in inspect.signature(b.module.forward).parameters}:
         found.append("alibi")
-    if Role.FINAL_NORM not in roles:
-        found.append("no final norm with weights")
     return ", ".join(found)
