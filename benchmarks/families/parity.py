@@ -72,17 +72,29 @@ def in_float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def differences(model_type: str, *, packed: bool = False, **overrides: Any) -> dict[str, float]:
+def differences(
+    model_type: str,
+    *,
+    packed: bool = False,
+    plan: mw.ParallelPlan = PLAN,
+    inputs: dict[str, Tensor] | None = None,
+    **overrides: Any,
+) -> dict[str, float]:
     """The relative difference of logits, loss and every gradient that two ranks make; every rank calls it.
+
+    Args:
+        packed: two documents a row.
+        inputs: what the model is given beside the batch.
+        overrides: of the tiny config.
 
     Raises:
         AssertionError: if a parameter has a gradient in one program only.
     """
-    inputs = batch(packed=packed)
+    given = batch(packed=packed) | (inputs or {})
     with in_float64():
-        expected = numbers(build(model_type, **overrides), inputs, distributed=False)
-        model = mw.to_distributed(build(model_type, **overrides), config=mw.ToDistributedConfig(plan=PLAN))[0]
-        actual = numbers(model, inputs, distributed=True)
+        expected = numbers(build(model_type, **overrides), given, distributed=False)
+        model = mw.to_distributed(build(model_type, **overrides), config=mw.ToDistributedConfig(plan=plan))[0]
+        actual = numbers(model, given, distributed=True)
     found = {
         "logits": relative_difference(actual.logits, expected.logits),
         "loss": abs(actual.loss - expected.loss) / abs(expected.loss),

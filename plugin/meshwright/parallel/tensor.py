@@ -232,18 +232,20 @@ class _SequenceRegion:
 
 def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A layer's only input with a gradient is its hidden states: of any other each rank would get a part."""
-    x, _ = _hidden_states(args, kwargs)
-    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
-    others = [
-        name
-        for name, value in named.items()
-        for tensor in (value if isinstance(value, list | tuple) else (value,))
-        if isinstance(tensor, Tensor) and tensor.requires_grad and tensor is not x
-    ]
-    if others:
+    if not torch.is_grad_enabled():
+        return
+    hidden, _ = _hidden_states(args, kwargs)
+
+    def has_gradient(value: Any) -> bool:
+        values = value if isinstance(value, list | tuple) else (value,)
+        return any(isinstance(x, Tensor) and x.requires_grad and x is not hidden for x in values)
+
+    if any(map(has_gradient, args)) or any(map(has_gradient, kwargs.values())):
+        named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         raise PlanError(
-            f"{type(module).__name__} is given {', '.join(others)} beside its hidden states, with a gradient: under "
-            "tensor parallelism each rank would have a part of that gradient only. Use ParallelPlan(tp=1)"
+            f"{type(module).__name__} is given {', '.join(n for n, value in named.items() if has_gradient(value))} "
+            "beside its hidden states, with a gradient: under tensor parallelism each rank would have a part of that "
+            "gradient only. Use ParallelPlan(tp=1)"
         )
 
 
