@@ -98,7 +98,10 @@ def test_adding_shards_sums_the_copies() -> None:
 def test_grouped_rows_are_what_the_stock_code_splits(kv_heads: int, tp: int) -> None:
     """For each key head its queries, its key and its value: the same view on a rank gives that rank's heads."""
     layout = HeadLayout(heads=12, kv_heads=kv_heads, head_dim=2, tp=tp)
-    names = [[f"q{kv * (12 // kv_heads) + i}" for i in range(12 // kv_heads)] + [f"k{kv}", f"v{kv}"] for kv in range(kv_heads)]
+    names = [
+        [f"q{kv * (12 // kv_heads) + i}" for i in range(12 // kv_heads)] + [f"k{kv}", f"v{kv}"]
+        for kv in range(kv_heads)
+    ]
     full = [f"{head}.{row}" for group in names for head in group for row in range(2)]
     for rank in range(tp):
         rows = [full[i] for i in layout.grouped_rows().take(torch.arange(len(full)), rank).tolist()]

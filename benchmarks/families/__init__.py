@@ -1,1 +1,1 @@
-"""Which of transformers' causal language models equal one device when sharded. Run ``python -m benchmarks.families``."""
+"""Which of transformers' causal language models equal one device when sharded: ``python -m benchmarks.families``."""

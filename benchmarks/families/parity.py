@@ -218,6 +218,8 @@ def traits(model: nn.Module) -> str:
         found.append("plain MLP")
     if any(isinstance(m, nn.Embedding) and m is not structure.embedding for m in model.modules()):
         found.append("position embeddings")
-    if {"alibi", "position_bias"} & {p for b in structure.blocks for p in inspect.signature(b.module.forward).parameters}:
+    if {"alibi", "position_bias"} & {
+        p for b in structure.blocks for p in inspect.signature(b.module.forward).parameters
+    }:
         found.append("alibi")
     return ", ".join(found)

@@ -55,7 +55,9 @@ def refusal(family: str) -> Refusal | None:
     """Describe a family as to_distributed would; None if it accepts it."""
     model = _on_meta(family)
     if model is None:
-        return Refusal(family, _UNBUILT.get(family, _MULTIMODAL), "transformers builds no model from its default config")
+        return Refusal(
+            family, _UNBUILT.get(family, _MULTIMODAL), "transformers builds no model from its default config"
+        )
     kind = "dense decoder" if reason_to_refuse(model.config) else _kind(model)
     try:
         describe(model, plan_for(model), tp=2, sequence_parallel=True)

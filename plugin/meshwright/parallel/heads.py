@@ -152,8 +152,8 @@ class HeadLayout:
                     continue
                 if own[name] != value:
                     raise PlanError(
-                        f"{type(attention).__name__}.{name} is {own[name]}, but its projections make {value}, so tensor "
-                        "parallelism cannot tell what it counts"
+                        f"{type(attention).__name__}.{name} is {own[name]}, but its projections make {value}, so "
+                        "tensor parallelism cannot tell what it counts"
                     )
                 local[name] = local_value
         return local

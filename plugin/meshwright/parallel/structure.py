@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.heads import HeadLayout, head_layout
 from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.rows import rows_of, wide_rows
 from meshwright.plans.base import (
     BLOCK_ROLES,
     COLUMN_ROLES,
@@ -221,7 +222,9 @@ def _block(
     inside = {name: roles[name] for name, owner in owners.items() if owner == block_name}
     rows = [modules[name] for name, role in inside.items() if role in ROW_ROLES]
     columns = tuple(modules[name] for name, role in inside.items() if role in COLUMN_ROLES)
-    others = (modules[name] for name, role in inside.items() if role in (Role.PER_HEAD, Role.SHARED) and name in modules)
+    others = (
+        modules[name] for name, role in inside.items() if role in (Role.PER_HEAD, Role.SHARED) and name in modules
+    )
     readers = (*columns, *(module for module in others if is_projection(module)))
     if len(rows) != 1 or not readers:
         raise PlanError(
@@ -242,7 +245,7 @@ def _block(
         local_attributes=heads.local_attributes(module) if heads else {},
         has_fused_qkv=not FUSED_QKV_ROLES.isdisjoint(inside.values()),
         wide_norms=tuple(
-            (modules[name], _wide_rows(name, role, heads, in_features(rows[0]), tp))
+            (modules[name], wide_rows(name, role, heads, in_features(rows[0]), tp))
             for name, role in inside.items()
             if role in WIDE_NORM_ROLES
         ),
@@ -250,7 +253,12 @@ def _block(
 
 
 def _heads(
-    model: nn.Module, block_name: str, inside: dict[str, Role], modules: dict[str, nn.Module], plan: ShardingPlan, tp: int
+    model: nn.Module,
+    block_name: str,
+    inside: dict[str, Role],
+    modules: dict[str, nn.Module],
+    plan: ShardingPlan,
+    tp: int,
 ) -> HeadLayout:
     by_role = {role: modules[name] for name, role in inside.items() if name in modules}
     query_width = in_features(by_role[Role.O])
@@ -281,7 +289,7 @@ def _block_layouts(
         if role.is_structural or role is Role.NORM:
             continue
         for full_name, parameter in _parameters(model, modules, name):
-            rows = _rows(full_name, tuple(parameter.shape), role, block, tp)
+            rows = rows_of(full_name, tuple(parameter.shape), role, block.heads, in_features(block.row), tp)
             if name in modules and is_transposed(modules[name]) and parameter.ndim == 2:
                 rows = RowLayout(1 - rows.dim, rows.size, rows.spans)
             if rows.size != (parameter.shape[rows.dim] if parameter.ndim else 1):
@@ -294,49 +302,6 @@ def _block_layouts(
             is_partial = sees_a_part if rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
-
-
-def _rows(name: str, shape: tuple[int, ...], role: Role, block: Block, tp: int) -> RowLayout:
-    if role in (Role.HEAD_NORM, Role.SHARED) or (role in ROW_ROLES and len(shape) == 1):
-        return RowLayout.replicated(shape[0] if shape else 1, tp)
-    width = in_features(block.row)
-    if role in ROW_ROLES:
-        rows = block.heads.query_rows() if block.heads else RowLayout.even(_divisible(name, width, tp), tp)
-        return RowLayout(1, rows.size, rows.spans)
-    if role in WIDE_NORM_ROLES:
-        return _wide_rows(name, role, block.heads, width, tp)
-    if role is Role.GATE_UP:
-        half = _divisible(name, width, tp)
-        return RowLayout.even(2 * half, tp, parts=(half, half))
-    if role in MLP_COLUMN_ROLES:
-        return RowLayout.even(_divisible(name, width, tp), tp)
-    assert block.heads is not None
-    if role is Role.PER_HEAD:
-        size = max(shape[0] // block.heads.heads, 1) * block.heads.heads
-        return RowLayout.even(size, tp)
-    return _ROWS_BY_HEAD[role](block.heads)
-
-
-_ROWS_BY_HEAD = {
-    Role.Q: HeadLayout.query_rows,
-    Role.K: HeadLayout.kv_rows,
-    Role.V: HeadLayout.kv_rows,
-    Role.QKV: HeadLayout.fused_rows,
-    Role.QKV_BY_GROUP: HeadLayout.grouped_rows,
-    Role.QKV_IN_FOUR: HeadLayout.rows_in_four,
-}
-
-
-def _wide_rows(name: str, role: Role, heads: HeadLayout | None, width: int, tp: int) -> RowLayout:
-    if heads is not None:
-        return heads.kv_rows() if role is Role.K_NORM else heads.query_rows()
-    return RowLayout.even(_divisible(name, width, tp), tp)
-
-
-def _divisible(name: str, size: int, tp: int) -> int:
-    if size % tp:
-        raise PlanError(f"{name}: its width {size} cannot be divided over tp={tp}; change ParallelPlan.tp")
-    return size
 
 
 def _check_ties(model: nn.Module, layouts: dict[str, ParameterLayout]) -> None:

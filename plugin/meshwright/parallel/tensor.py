@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import Axis, reduce, reduce_for_shards, share
 from meshwright.parallel.dropout import DropoutStreams, Restore
-from meshwright.parallel.heads import HeadLayout
 from meshwright.parallel.layout import RowLayout, ShardRecord, expanded
+from meshwright.parallel.localise import HeadInputs, localise_attributes
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.structure import Block, DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
-from meshwright.plans.projection import is_transposed, out_features
+from meshwright.plans.projection import is_transposed
 
 # Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
@@ -95,7 +95,7 @@ def install_tensor_parallel(
         layer.register_forward_pre_hook(_refuse_second_activations, with_kwargs=True)
     for block in structure.blocks:
         _BlockHooks(block, axis, sequence, streams)
-        _localise_attributes(block)
+        localise_attributes(block)
         for norm, rows in block.wide_norms:
             _WideNorm(norm, rows, axis)
     if sequence is not None:
@@ -160,31 +160,6 @@ class _BlockHooks:
         return summed if bias is None else summed + bias.to(summed.dtype)
 
 
-class HeadInputs:
-    """The arguments of an attention block that count heads: per-head biases, and masks that carry them."""
-
-    def __init__(self, attention: nn.Module, heads: HeadLayout, axis: Axis):
-        self._names = tuple(inspect.signature(attention.forward).parameters)
-        self._heads, self._rank = heads, axis.rank
-
-    def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with only this rank's heads in them."""
-        own = tuple(self._take(name, value) for name, value in zip(self._names, args, strict=False))
-        return (*own, *args[len(own) :]), {name: self._take(name, value) for name, value in kwargs.items()}
-
-    def _take(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.ndim == 4 and name in ("attention_mask", *_HEAD_BIASES) and value.shape[1] == self._heads.heads:
-            return self._heads.take_heads(value, self._rank, dim=1)
-        if value.ndim == 3 and name in _HEAD_BIASES:  # heads, or batch times heads, come first
-            return self._heads.take_heads(value, self._rank)
-        return value
-
-
-_HEAD_BIASES = ("alibi", "position_bias")
-
-
 class _SequenceRegion:
     """From the first layer's input to the final norm's output, each rank has its own tokens.
 
@@ -219,7 +194,6 @@ class _SequenceRegion:
         if isinstance(output, Tensor):
             return self.sequence.unsplit(output)
         return (self.sequence.unsplit(output[0]), *output[1:])
-
 
     def _check_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_open:
@@ -270,33 +244,6 @@ class _WideNorm:
         weighted = (square * self.weight.to(square)).sum(-1, keepdim=True)
         mean = reduce_for_shards(weighted, self.axis) / self.size
         return output * ((own_mean + self.eps) / (mean + self.eps)).sqrt().to(output.dtype)
-
-
-class LocalConfig:
-    """A model's config with some values replaced, for one module that reads its head counts there."""
-
-    def __init__(self, config: Any, **local: int):
-        self.__dict__.update(_config=config, **local)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_config" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_config"], name)
-
-
-def _localise_attributes(block: Block) -> None:
-    for projection in (*block.columns, block.row):
-        if is_transposed(projection):
-            setattr(projection, "nf", out_features(projection))  # noqa: B010  the width that Conv1D reshapes to
-    for name, value in block.local_attributes.items():
-        setattr(block.module, name, value)
-    if block.heads is not None and block.has_fused_qkv and hasattr(block.module, "config"):
-        local = LocalConfig(
-            block.module.config,
-            num_attention_heads=block.heads.local_heads,
-            num_key_value_heads=block.heads.num_local_kv_heads,
-        )
-        setattr(block.module, "config", local)  # noqa: B010  nn.Module's annotations refuse the plain form
 
 
 def _hidden_states(

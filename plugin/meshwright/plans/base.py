@@ -61,8 +61,9 @@ class ShardingPlan:
     """The roles of a model family's modules.
 
     Args:
-        roles: name of a module, or of a parameter that no such module owns, -> role. A ``*`` stands for exactly one dotted component, so
-            ``model.layers.*.mlp`` is the MLP of every layer; an exact name wins over a wildcard.
+        roles: name of a module, or of a parameter whose module has no such role, -> role. A ``*`` stands for
+            exactly one dotted component, so ``model.layers.*.mlp`` is the MLP of every layer; an exact name
+            wins over a wildcard.
         source: who wrote it, for messages.
 
     Example:

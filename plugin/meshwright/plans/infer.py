@@ -153,8 +153,8 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         is_inside = any(name.startswith(block) for block in blocks)
         if is_inside and _is_weightless_norm(module):
             raise PlanError(
-                f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each head "
-                "or the whole width, which is sharded, cannot be seen; pass ToDistributedConfig(sharding_plan=...)"
+                f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each "
+                "head or the whole width, which is sharded, cannot be seen; pass ToDistributedConfig(sharding_plan=...)"
             )
         if not is_inside and _is_norm(module, hidden):
             roles[name] = Role.NORM
