@@ -71,6 +71,13 @@ def test_without_sequence_parallelism(family: str, pool2: Any) -> None:
     assert max(found.values()) <= TOLERANCE, found
 
 
+def test_more_ranks_than_groups(pool4: Any) -> None:
+    plan = mw.ParallelPlan(tp=4, sequence_parallel=True)
+    options = {"num_attention_heads": 8, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
+    found = pool4.run(differences, "falcon", plan=plan, **options)[0]
+    assert max(found.values()) <= TOLERANCE, found
+
+
 def cross_attention(needs_gradient: bool) -> dict[str, float]:
     states = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     return differences("bart", inputs={"encoder_hidden_states": states.requires_grad_(needs_gradient)})

@@ -277,6 +277,58 @@ def plan_with_a_norm_that_comes_first() -> None:
     model(tokens(2, 4))
 
 
+class UncalledProjection(nn.Module):
+    """Reads the weight of its output projection instead of calling it, as Bloom does if told to."""
+
+    def __init__(self, inner: nn.Linear, outer: nn.Linear) -> None:
+        super().__init__()
+        self.up, self.down = inner, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.relu(self.up(x)), self.down.weight)
+
+
+class UncalledBlock(FlatLayer):
+    """Calls its attention's forward method, past all hooks."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x + self.attn.forward(x)
+
+
+def run_small(change: Any) -> None:
+    torch.manual_seed(0)
+    model = OwnDecoder() if change is use_uncalled_projection else FlatDecoder()
+    for block in model.blocks:
+        change(block)
+    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+    model(tokens(2, 4), labels=tokens(2, 4))
+
+
+def use_uncalled_projection(block: nn.Module) -> None:
+    block.ff = UncalledProjection(block.ff[0], block.ff[2])
+
+
+def use_uncalled_block(block: nn.Module) -> None:
+    block.__class__ = UncalledBlock
+
+
+def drop_layers(block: nn.Module) -> None:
+    block.layerdrop = 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (use_uncalled_projection, "blocks.0.ff ran without calling its output projection as a module"),
+        (use_uncalled_block, "output projection of blocks.0.attn ran before the block was called as a module"),
+        (drop_layers, "blocks.0 skips layers at random (layerdrop=0.1)"),
+    ],
+)
+def test_what_would_miss_a_reduction_is_refused(change: Any, says: str, pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(run_small, change):
+        assert kind == "PlanError" and says in message
+
+
 def test_what_shows_only_when_it_runs_is_refused_then(pool2: Any) -> None:
     for kind, message in pool2.run_expecting_error(flat_model_with_a_learned_bias):
         assert kind == "PlanError" and "FlatLayer is given bias beside its hidden states" in message

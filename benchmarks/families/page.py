@@ -49,8 +49,8 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "",
         "Which module plays which role is inferred from the structure. What a structure cannot tell (the order of "
         "fused rows, what a lone weight is) stands in `plugin/meshwright/plans/families.py`, a line or two a family. "
-        "A class that nobody here has seen is inferred by the same rules; where a parameter has no clear role the call raises "
-        "and lists the names, before anything is changed.",
+        "A class that nobody here has seen is inferred by the same rules; where a parameter has no clear role the call "
+        "raises and lists the names, before anything is changed.",
         "",
         "| family | beside Llama's structure | tp2+sp | kv | tied | packed | remark |",
         "|---|---|---|---|---|---|---|",

@@ -90,11 +90,12 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     _check_coverage(model, modules, roles, plan)
     embedding = _only(modules, roles, Role.EMBEDDING, plan, nn.Embedding)
     _check_embedding(embedding)
+    _check_layerdrop(modules)
     head: nn.Linear | None = _only(modules, roles, Role.HEAD, plan, nn.Linear, required=False)
     layers = tuple(modules[name] for name, role in roles.items() if role is Role.LAYER)
     if not layers:
         raise PlanError(f"{plan.source} names no decoder layer of {type(model).__name__}")
-    owners = {name: block for name, role in roles.items() if (block := _owning_block(name, roles)) is not None}
+    owners = {name: owner for name in roles if (owner := _owning_block(name, roles)) is not None}
     names = [name for name in roles if roles[name] in BLOCK_ROLES or name in owners.values()]
     blocks = tuple(_block(model, name, owners, modules, roles, plan, tp) for name in names)
     layouts: dict[str, ParameterLayout] = {}
@@ -199,6 +200,15 @@ def _only(
     return module
 
 
+def _check_layerdrop(modules: dict[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        if (rate := getattr(module, "layerdrop", 0)) and isinstance(rate, float):
+            raise PlanError(
+                f"{name or type(module).__name__} skips layers at random (layerdrop={rate:g}): the ranks would skip "
+                "different ones. Set layerdrop to 0 in the model's config"
+            )
+
+
 def _check_embedding(embedding: nn.Embedding) -> None:
     if others := [name for name, _ in embedding.named_parameters() if name != "weight"]:
         raise PlanError(
@@ -266,8 +276,8 @@ def _heads(
         kv_width = out_features(by_role[Role.K])
     elif Role.PER_HEAD in by_role:  # latent attention, whose keys and values are made for each query head
         kv_width = query_width
-    elif fused := FUSED_QKV_ROLES & by_role.keys():
-        kv_width = (out_features(by_role[fused.pop()]) - query_width) // 2
+    elif fused := [module for role, module in by_role.items() if role in FUSED_QKV_ROLES]:
+        kv_width = (out_features(fused[0]) - query_width) // 2
     else:
         raise PlanError(f"{plan.source}: {block_name!r} has no query, key and value projections (or a fused one)")
     config = getattr(model, "config", None)

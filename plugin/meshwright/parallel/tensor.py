@@ -113,6 +113,8 @@ class _BlockHooks:
         self.axis, self.sequence, self.streams = axis, sequence, streams
         self._restore: Restore | None = None
         self._bias: nn.Parameter | None = None
+        self._name, self._is_whole_module = block.name, block.entries == (block.module,)
+        self._is_entered = self._is_reduced = False
         self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
         self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
         for entry in block.entries:
@@ -127,6 +129,7 @@ class _BlockHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._head_inputs is not None:
             args, kwargs = self._head_inputs.take_own(args, kwargs)
+        self._is_entered, self._is_reduced = True, False
         x, put_back = _hidden_states(args, kwargs)
         x = _cast_for_autocast(x)
         if self.sequence is None:
@@ -141,8 +144,22 @@ class _BlockHooks:
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._projections is not None:
             self._projections.close()
+        if not self._is_whole_module:  # one of the columns of a layer's own MLP
+            return
+        self._is_entered = False
+        if output is not None and not self._is_reduced:
+            raise PlanError(
+                f"{self._name} ran without calling its output projection as a module, so its result would be one "
+                "rank's part; it must not read the projection's weight itself (pretraining_tp, slow_but_exact)"
+            )
 
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._is_entered:
+            raise PlanError(
+                f"the output projection of {self._name} ran before the block was called as a module, so its input "
+                "would lack a part of its gradient; call the block itself, not its forward method"
+            )
+        self._is_reduced = True
         # Each rank would add the bias to its partial sum: take it out of the call, add it once after.
         self._bias = module._parameters["bias"]
         none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(module) else None

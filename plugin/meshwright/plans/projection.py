@@ -17,8 +17,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def out_features(module: nn.Module) -> int:
-    return int(module.weight.shape[1 if is_transposed(module) else 0])  # type: ignore[union-attr,index]
+    return int(module.weight.shape[1 if is_transposed(module) else 0])  # type: ignore[index]
 
 
 def in_features(module: nn.Module) -> int:
-    return int(module.weight.shape[0 if is_transposed(module) else 1])  # type: ignore[union-attr,index]
+    return int(module.weight.shape[0 if is_transposed(module) else 1])  # type: ignore[index]
