@@ -52,6 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon, kv of all heads": ("falcon", {"multi_query": False, "num_kv_heads": 4}),
     "falcon, eager alibi": ("falcon", {"attn_implementation": "eager"}),
     "gpt_bigcode, all heads": ("gpt_bigcode", {"multi_query": False}),
+    "bloom, residual from the norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
     "minicpm3, direct queries": ("minicpm3", {"q_lora_rank": None}),
     "opt, norms after": ("opt", {"do_layer_norm_before": False}),
     "olmo2, three of six heads": ("olmo2", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
@@ -65,9 +66,10 @@ def test_variants(name: str, pool2: Any) -> None:
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("family", ["apertus", "bitnet", "bloom", "gpt2", "granite_swa", "minicpm3", "opt"])
+@pytest.mark.parametrize("family", ["apertus", "bitnet", "bloom", "ctrl", "gpt2", "granite_swa", "minicpm3", "opt"])
 def test_without_sequence_parallelism(family: str, pool2: Any) -> None:
-    found = pool2.run(differences, family, plan=mw.ParallelPlan(tp=2))[0]
+    options = {"apply_residual_connection_post_layernorm": True} if family == "bloom" else {}
+    found = pool2.run(differences, family, plan=mw.ParallelPlan(tp=2), **options)[0]
     assert max(found.values()) <= TOLERANCE, found
 
 

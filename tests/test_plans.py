@@ -297,7 +297,7 @@ class UncalledBlock(FlatLayer):
 
 def run_small(change: Any) -> None:
     torch.manual_seed(0)
-    model = OwnDecoder() if change is use_uncalled_projection else FlatDecoder()
+    model = OwnDecoder() if change in (use_uncalled_projection, add_residual) else FlatDecoder()
     for block in model.blocks:
         change(block)
     model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
@@ -312,6 +312,21 @@ def use_uncalled_block(block: nn.Module) -> None:
     block.__class__ = UncalledBlock
 
 
+class OwnResidual(nn.Module):
+    """An MLP that adds its input itself."""
+
+    def __init__(self, inner: nn.Linear, outer: nn.Linear) -> None:
+        super().__init__()
+        self.up, self.down = inner, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def add_residual(block: nn.Module) -> None:
+    block.ff = OwnResidual(block.ff[0], block.ff[2])
+
+
 def drop_layers(block: nn.Module) -> None:
     block.layerdrop = 0.1
 
@@ -321,6 +336,7 @@ def drop_layers(block: nn.Module) -> None:
     [
         (use_uncalled_projection, "blocks.0.ff ran without calling its output projection as a module"),
         (use_uncalled_block, "output projection of blocks.0.attn ran before the block was called as a module"),
+        (add_residual, "blocks.0.ff adds to its output what it was given"),
         (drop_layers, "blocks.0 skips layers at random (layerdrop=0.1)"),
     ],
 )
