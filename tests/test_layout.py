@@ -92,3 +92,40 @@ def test_adding_shards_sums_the_copies() -> None:
         layout.add(total, torch.tensor([1.0, rank]), rank)
     assert total.tolist() == [4.0, 6.0]
     assert layout.copies(0) == [(2, 4)]
+
+
+@pytest.mark.parametrize(("kv_heads", "tp"), [(2, 2), (4, 2), (1, 2), (3, 2), (2, 4), (12, 3)])
+def test_grouped_rows_are_what_the_stock_code_splits(kv_heads: int, tp: int) -> None:
+    """For each key head its queries, its key and its value: the same view on a rank gives that rank's heads."""
+    layout = HeadLayout(heads=12, kv_heads=kv_heads, head_dim=2, tp=tp)
+    names = [
+        [f"q{kv * (12 // kv_heads) + i}" for i in range(12 // kv_heads)] + [f"k{kv}", f"v{kv}"]
+        for kv in range(kv_heads)
+    ]
+    full = [f"{head}.{row}" for group in names for head in group for row in range(2)]
+    for rank in range(tp):
+        rows = [full[i] for i in layout.grouped_rows().take(torch.arange(len(full)), rank).tolist()]
+        heads = [row.removesuffix(".0") for row in rows[::2]]
+        size = layout.queries_per_kv_head + 2
+        groups = [heads[i : i + size] for i in range(0, len(heads), size)]
+        queries = [head for group in groups for head in group[:-2]]
+        assert queries == [f"q{rank * layout.local_heads + i}" for i in range(layout.local_heads)]
+        assert [group[-2:] for group in groups] == [[f"k{kv}", f"v{kv}"] for kv in layout.local_kv_heads(rank)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_rows_in_four_are_what_the_stock_code_splits(tp: int) -> None:
+    layout = HeadLayout(heads=16, kv_heads=16, head_dim=1, tp=tp)
+    full = [f"{kind}{part * 4 + i}" for part in range(4) for kind in "qvk" for i in range(4)]
+    for rank in range(tp):
+        rows = [full[i] for i in layout.rows_in_four().take(torch.arange(48), rank).tolist()]
+        own = layout.local_heads // 4
+        parts = [rows[i : i + 3 * own] for i in range(0, len(rows), 3 * own)]
+        for kind, name in enumerate("qvk"):
+            heads = [head for part in parts for head in part[kind * own : (kind + 1) * own]]
+            assert heads == [f"{name}{rank * layout.local_heads + i}" for i in range(layout.local_heads)]
+
+
+def test_rows_in_four_need_four_heads_a_rank() -> None:
+    with pytest.raises(PlanError, match=r"a multiple of 4 heads on each rank, not 8 heads over tp=4"):
+        HeadLayout(heads=8, kv_heads=8, head_dim=2, tp=4).rows_in_four()

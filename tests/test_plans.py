@@ -136,3 +136,217 @@ def test_a_class_nobody_has_seen_equals_one_process(plan: dict[str, Any], pool2:
     for name, gradient in expected.items():  # 1e-10 in float64: only the order of sums differs
         if not name.endswith("wk.bias"):  # zero but for rounding
             assert relative_difference(actual[name], gradient) < 1e-10, name
+
+
+class FlatLayer(nn.Module):
+    """Its MLP has no module of its own, and works on rows, as OPT's does; the norms come after the blocks."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attn = OwnAttention(hidden, 8, 8)
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.grow, self.shrink = nn.Linear(hidden, 40), nn.Linear(40, hidden)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = self.norm1(x + self.attn(x if bias is None else x + bias))
+        rows = x.reshape(-1, x.shape[-1])
+        return self.norm2(rows + self.shrink(torch.relu(self.grow(rows)))).view(x.shape)
+
+
+class FlatDecoder(nn.Module):
+    """Learned positions, normed embeddings narrower than the layers, and no norm after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(97, 16), nn.Embedding(64, 16)
+        self.emb_norm, self.widen = nn.LayerNorm(16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(FlatLayer(32) for _ in range(2))
+        self.narrow, self.out = nn.Linear(32, 16), nn.Linear(16, 97)
+        self.bias: nn.Parameter | None = None
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        places = self.places(torch.arange(input_ids.shape[1]))
+        x = self.widen(self.emb_norm(self.words(input_ids) + places))
+        for block in self.blocks:
+            x = block(x, self.bias)
+        logits = self.out(self.narrow(x))
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 97), labels[:, 1:].reshape(-1))
+
+
+def flat_model_step(plan: dict[str, Any] | None) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = FlatDecoder().double()
+    if plan is not None:
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    ids = tokens(3, 11)  # neither rows nor length divide
+    loss = model(ids, labels=labels_for(ids))
+    loss.backward()
+    if plan is None:
+        return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), mw.full_gradients(model)
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}])
+def test_another_class_nobody_has_seen_equals_one_process(plan: dict[str, Any], pool2: Any) -> None:
+    loss, expected = flat_model_step(None)
+    actual_loss, actual = pool2.run(flat_model_step, plan)[0]
+    assert abs(actual_loss - loss) < 1e-12
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():  # 1e-10 in float64: only the order of sums differs
+        if not name.endswith("wk.bias"):  # zero but for rounding
+            assert relative_difference(actual[name], gradient) < 1e-10, name
+
+
+def decoder_with(change: Any) -> nn.Module:
+    model = OwnDecoder()
+    for block in model.blocks:
+        change(block)
+    return model
+
+
+def add_inner_norm(block: nn.Module) -> None:
+    block.attn.sub_norm = nn.RMSNorm(32)  # as wide as the hidden states, but its input is sharded
+
+
+def add_weightless_norm(block: nn.Module) -> None:
+    block.attn.v_norm = nn.RMSNorm(4, elementwise_affine=False)
+
+
+def add_convolution(block: nn.Module) -> None:
+    block.mix = nn.Conv1d(32, 32, 3)
+
+
+def add_third_projection(block: nn.Module) -> None:
+    block.ff.append(nn.Linear(32, 32))
+
+
+def add_lone_weight(block: nn.Module) -> None:
+    block.attn.temperature = nn.Parameter(torch.ones(8))
+
+
+def widen_keys(block: nn.Module) -> None:
+    block.attn.wk = nn.Linear(32, 18)  # no whole number of heads
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (add_inner_norm, "blocks.0.attn.sub_norm.weight"),
+        (add_weightless_norm, "attn.v_norm"),
+        (add_convolution, "blocks.1.mix.weight"),
+        (add_third_projection, "blocks.0.ff.3.weight"),
+        (add_lone_weight, "blocks.1.attn.temperature"),
+        (widen_keys, "the 18 rows of its keys"),
+    ],
+)
+def test_what_cannot_be_placed_is_named(change: Any, name: str) -> None:
+    model = decoder_with(change)
+    with pytest.raises(mw.PlanError) as raised:
+        describe(model, mw.infer_plan(model), tp=2, sequence_parallel=True)
+    assert name in str(raised.value)
+
+
+def test_an_embedding_with_weights_of_its_own_is_refused() -> None:
+    model = OwnDecoder()
+    model.words.norm = nn.LayerNorm(32)
+    with pytest.raises(mw.PlanError, match=r"words.norm.weight"):
+        describe(model, mw.infer_plan(model), tp=2, sequence_parallel=True)
+
+
+def test_a_layer_norm_over_a_sharded_width_is_refused() -> None:
+    model = decoder_with(lambda block: setattr(block.attn, "q_norm", nn.LayerNorm(32)))
+    with pytest.raises(mw.PlanError, match=r"'blocks.0.attn.q_norm' a query norm .* is a LayerNorm"):
+        describe(model, mw.infer_plan(model), tp=2, sequence_parallel=True)
+
+
+def flat_model_with_a_learned_bias() -> None:
+    model = FlatDecoder()
+    model.bias = nn.Parameter(torch.zeros(32))
+    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+    model(tokens(2, 4), labels=tokens(2, 4))
+
+
+def plan_with_a_norm_that_comes_first() -> None:
+    model = FlatDecoder()
+    plan = mw.infer_plan(model)
+    plan = mw.ShardingPlan(roles={**plan.roles, "emb_norm": mw.Role.FINAL_NORM})
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2, sequence_parallel=True), sharding_plan=plan)
+    model, _, _ = mw.to_distributed(model, config=config)
+    model(tokens(2, 4))
+
+
+class UncalledProjection(nn.Module):
+    """Reads the weight of its output projection instead of calling it, as Bloom does if told to."""
+
+    def __init__(self, inner: nn.Linear, outer: nn.Linear) -> None:
+        super().__init__()
+        self.up, self.down = inner, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.relu(self.up(x)), self.down.weight)
+
+
+class UncalledBlock(FlatLayer):
+    """Calls its attention's forward method, past all hooks."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x + self.attn.forward(x)
+
+
+def run_small(change: Any) -> None:
+    torch.manual_seed(0)
+    model = OwnDecoder() if change in (use_uncalled_projection, add_residual) else FlatDecoder()
+    for block in model.blocks:
+        change(block)
+    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+    model(tokens(2, 4), labels=tokens(2, 4))
+
+
+def use_uncalled_projection(block: nn.Module) -> None:
+    block.ff = UncalledProjection(block.ff[0], block.ff[2])
+
+
+def use_uncalled_block(block: nn.Module) -> None:
+    block.__class__ = UncalledBlock
+
+
+class OwnResidual(nn.Module):
+    """An MLP that adds its input itself."""
+
+    def __init__(self, inner: nn.Linear, outer: nn.Linear) -> None:
+        super().__init__()
+        self.up, self.down = inner, outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def add_residual(block: nn.Module) -> None:
+    block.ff = OwnResidual(block.ff[0], block.ff[2])
+
+
+def drop_layers(block: nn.Module) -> None:
+    block.layerdrop = 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (use_uncalled_projection, "blocks.0.ff ran without calling its output projection as a module"),
+        (use_uncalled_block, "output projection of blocks.0.attn ran before the block was called as a module"),
+        (add_residual, "blocks.0.ff adds to its output what it was given"),
+        (drop_layers, "blocks.0 skips layers at random (layerdrop=0.1)"),
+    ],
+)
+def test_what_would_miss_a_reduction_is_refused(change: Any, says: str, pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(run_small, change):
+        assert kind == "PlanError" and says in message
+
+
+def test_what_shows_only_when_it_runs_is_refused_then(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(flat_model_with_a_learned_bias):
+        assert kind == "PlanError" and "FlatLayer is given bias beside its hidden states" in message
+    for kind, message in pool2.run_expecting_error(plan_with_a_norm_that_comes_first):
+        assert kind == "PlanError" and "leave the FINAL_NORM out of the plan" in message

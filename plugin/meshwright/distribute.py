@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -185,7 +186,11 @@ def _check_model(model: nn.Module) -> None:
 
 def _uses_causal_lm_loss(model: nn.Module) -> bool:
     """Whether the loss is transformers' causal-LM loss, which ours stands in for; a user's own stays."""
-    return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+    if getattr(getattr(model, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
+        return False
+    # Every transformers model of a causal LM has the attribute; decoders of older families do not read it.
+    forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Module) -> None:

@@ -24,6 +24,28 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(output, field.name, None))
 
 
+def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
+    """Whether the first tensor of a result depends on ``start`` on a way that does not pass the graph node ``gate``.
+
+    The second may be attention's weights. Only nodes younger than that of ``start`` are looked at, so what came
+    before is never walked through.
+    """
+    if start.grad_fn is None:
+        return False
+    oldest = start.grad_fn._sequence_nr()
+    nodes: list[Any] = [t.grad_fn for t in tensors_in(output)][:1]
+    seen: set[Any] = {gate}
+    while nodes:
+        node = nodes.pop()
+        if node is start.grad_fn:
+            return True
+        if node is None or node in seen or node._sequence_nr() < oldest:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
 def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters that no output depends on; none where the graph does not tell."""
     unused = {id(p): p for p in parameters}

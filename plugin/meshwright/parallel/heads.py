@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.layout import RowLayout, Span
@@ -85,57 +86,118 @@ class HeadLayout:
         )
         return RowLayout(0, queries + 2 * keys, spans)
 
+    def grouped_rows(self) -> RowLayout:
+        """The rows of a projection that stacks, for each key head, its queries, its key and its value."""
+        group = self.heads // self.kv_heads
+
+        def spans(rank: int) -> Iterator[Span]:
+            for i, kv_head in enumerate(self.local_kv_heads(rank)):
+                first = rank * self.local_heads + i * self.queries_per_kv_head
+                query = kv_head * (group + 2) + first % group
+                yield self._span(query, self.queries_per_kv_head)
+                yield self._span(kv_head * (group + 2) + group, 2)
+
+        size = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return RowLayout(0, size, tuple(tuple(spans(rank)) for rank in range(self.tp)))
+
+    def rows_in_four(self) -> RowLayout:
+        """The rows of a projection of four parts, each a quarter of the queries, then values, then keys.
+
+        The code that reads it cuts the local rows in four again, so each rank's heads must divide by four.
+        """
+        if self.local_heads % 4 or self.kv_heads != self.heads:
+            raise PlanError(
+                f"a projection in four parts needs a multiple of 4 heads on each rank, not {self.heads} heads over "
+                f"tp={self.tp}; change ParallelPlan.tp"
+            )
+        own, quarter = self.local_heads // 4, self.heads // 4
+
+        def spans(rank: int) -> Iterator[Span]:
+            for first in range(rank * self.local_heads, (rank + 1) * self.local_heads, own):
+                for kind in range(3):
+                    for head in range(first, first + own):
+                        yield self._span((head // quarter * 3 + kind) * quarter + head % quarter, 1)
+
+        return RowLayout(0, 3 * self.heads * self.head_dim, tuple(tuple(spans(rank)) for rank in range(self.tp)))
+
     def _kv_spans(self, rank: int, *, offset: int) -> tuple[Span, ...]:
         return tuple(
             (offset + head * self.head_dim, offset + (head + 1) * self.head_dim) for head in self.local_kv_heads(rank)
         )
 
+    def _span(self, first_head: int, count: int) -> Span:
+        return first_head * self.head_dim, (first_head + count) * self.head_dim
+
+    def take_heads(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
+        """This rank's part of a tensor whose ``dim`` counts the query heads, or batch times query heads."""
+        by_head = x.unflatten(dim, (-1, self.heads))
+        return by_head.narrow(dim + 1, rank * self.local_heads, self.local_heads).flatten(dim, dim + 1)
+
     def local_attributes(self, attention: nn.Module) -> dict[str, int]:
-        """The attributes of a stock attention module that count heads, with their local values."""
-        local = {
-            "num_heads": self.local_heads,
-            "num_attention_heads": self.local_heads,
-            "n_heads": self.local_heads,
-            "num_key_value_heads": self.num_local_kv_heads,
-            "num_kv_heads": self.num_local_kv_heads,
-            "n_kv_heads": self.num_local_kv_heads,
-            "num_key_value_groups": self.queries_per_kv_head,
-            "n_rep": self.queries_per_kv_head,
-        }
-        own = vars(attention)
-        return {name: value for name, value in local.items() if isinstance(own.get(name), int)}
+        """The attributes of a stock attention module that count heads or their width, with their local values.
+
+        Raises:
+            PlanError: for a count that is not that of the projections: what the module does with it is unknown.
+        """
+        local, own = {}, vars(attention)
+        for names, value, local_value in (
+            (_QUERY_HEADS, self.heads, self.local_heads),
+            (_KEY_HEADS, self.kv_heads, self.num_local_kv_heads),
+            (_GROUPS, self.heads // self.kv_heads, self.queries_per_kv_head),
+            (_QUERY_WIDTHS, self.heads * self.head_dim, self.local_heads * self.head_dim),
+            (_KEY_WIDTHS, self.kv_heads * self.head_dim, self.num_local_kv_heads * self.head_dim),
+        ):
+            for name in names:
+                if not _is_count(own.get(name)):
+                    continue
+                if own[name] != value:
+                    raise PlanError(
+                        f"{type(attention).__name__}.{name} is {own[name]}, but its projections make {value}, so "
+                        "tensor parallelism cannot tell what it counts"
+                    )
+                local[name] = local_value
+        return local
 
 
-def head_layout(attention: nn.Module, config: object, *, query_rows: int | None, tp: int) -> HeadLayout:
-    """Read the heads of an attention block from the module, else from the model's config.
+_QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
+_GROUPS = ("num_key_value_groups", "n_rep")
+_QUERY_WIDTHS = ("embed_dim", "split_size", "all_head_size")
+_KEY_WIDTHS = ("kv_dim",)
+_HEAD_WIDTHS = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "dim_head", "depth")
+
+
+def head_layout(attention: nn.Module, config: object, *, query_width: int, kv_width: int, tp: int) -> HeadLayout:
+    """Read the width of a head from the module, else from the model's config, and count the heads in the widths.
+
+    Args:
+        query_width: columns of the output projection.
+        kv_width: rows that make the keys.
 
     Raises:
-        PlanError: if neither tells the heads, or they do not match the projection.
+        PlanError: if neither tells the heads, or they do not match the projections.
     """
-
-    def read(*names: str) -> int | None:
-        for owner in (config, attention):
-            for name in names:
-                value = getattr(owner, name, None)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    return value
-        return None
-
-    heads = read("num_attention_heads", "num_heads", "n_heads", "n_head")
-    head_dim = getattr(attention, "head_dim", None) or read("head_dim")
-    if head_dim is None and heads and query_rows:
-        head_dim = query_rows // heads
-    if heads is None and head_dim and query_rows:
-        heads = query_rows // head_dim
-    if not heads or not head_dim:
+    head_dim = _read(attention, _HEAD_WIDTHS)
+    for owner in (attention, config):
+        if head_dim is None and (heads := _read(owner, _QUERY_HEADS)):
+            head_dim = query_width // heads
+        head_dim = head_dim or _read(owner, _HEAD_WIDTHS)
+    if not head_dim:
         raise PlanError(
             f"cannot tell the attention heads of {type(attention).__name__}: neither it nor the model's config "
             "has num_attention_heads (or num_heads) and head_dim"
         )
-    if query_rows is not None and heads * head_dim != query_rows:
+    if query_width % head_dim or kv_width % head_dim:
         raise PlanError(
-            f"{type(attention).__name__}: {heads} heads of width {head_dim} do not make the {query_rows} rows "
-            "of its query projection"
+            f"{type(attention).__name__}: heads of width {head_dim} do not make the {query_width} columns of its "
+            f"output projection and the {kv_width} rows of its keys"
         )
-    kv_heads = read("num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
-    return HeadLayout(heads=heads, kv_heads=kv_heads, head_dim=head_dim, tp=tp)
+    return HeadLayout(heads=query_width // head_dim, kv_heads=kv_width // head_dim, head_dim=head_dim, tp=tp)
+
+
+def _read(owner: object, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if _is_count(value := getattr(owner, name, None))), None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

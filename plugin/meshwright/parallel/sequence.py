@@ -37,7 +37,12 @@ class SequenceSharding:
         return self._shape_local(split_rows(self._flatten(x_BSH), self.axis), x_BSH)
 
     def gather(self, x_BLH: Tensor) -> Tensor:
-        """All tokens, ``[B, S, H]``, for sharded projections (backward: reduce-scatter)."""
+        """All tokens, ``[B, S, H]``, for sharded projections (backward: reduce-scatter).
+
+        A layer that has flattened its tokens to rows gets all rows, the padding included.
+        """
+        if x_BLH.ndim == 2:
+            return gather_rows(x_BLH, self.axis)
         return self._shape_full(gather_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
 
     def unsplit(self, x_BLH: Tensor) -> Tensor:
@@ -45,7 +50,9 @@ class SequenceSharding:
         return self._shape_full(unsplit_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
 
     def reduce_scatter(self, x_BSH: Tensor) -> Tensor:
-        """This rank's tokens of a partial sum, ``[B, L, H]`` (backward: all-gather)."""
+        """This rank's tokens of a partial sum, ``[B, L, H]`` (backward: all-gather); or rows, as ``gather``."""
+        if x_BSH.ndim == 2:
+            return reduce_scatter_rows(x_BSH, self.axis)
         return self._shape_local(reduce_scatter_rows(self._flatten(x_BSH), self.axis), x_BSH)
 
     def _local_length(self, length: int) -> int:

@@ -7,20 +7,22 @@ all-reduce backward" and its mirror image; with it, all-gather and reduce-scatte
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, reduce, reduce_for_shards, share
+from meshwright.errors import PlanError
+from meshwright.parallel.block import BlockHooks, hidden_states
+from meshwright.parallel.collectives import Axis, reduce_for_shards
 from meshwright.parallel.dropout import DropoutStreams, Restore
 from meshwright.parallel.layout import RowLayout, ShardRecord, expanded
-from meshwright.parallel.regather import RegatheredProjections
+from meshwright.parallel.localise import localise_attributes
 from meshwright.parallel.sequence import SequenceSharding
-from meshwright.parallel.structure import Block, DecoderStructure
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
-from meshwright.plans.adapters import projection
 
 # Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
@@ -83,13 +85,16 @@ def install_tensor_parallel(
     keep_logits_sharded: Callable[[], bool],
 ) -> None:
     """Add the hooks that move activations at the borders of every block."""
-    VocabParallelEmbedding(structure.embedding, RowLayout.padded(structure.vocab_size, axis.size), axis)
+    words = structure.embedding.num_embeddings
+    VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
     if structure.head is not None:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if sequence_parallel else None
+    for layer in structure.layers:
+        layer.register_forward_pre_hook(_refuse_second_activations, with_kwargs=True)
     for block in structure.blocks:
-        _BlockHooks(block, axis, sequence, streams)
-        _localise_attributes(block)
+        BlockHooks(block, axis, sequence, streams)
+        localise_attributes(block)
         for norm, rows in block.wide_norms:
             _WideNorm(norm, rows, axis)
     if sequence is not None:
@@ -100,101 +105,67 @@ def _whole(parameter: Tensor, axis: Axis) -> RowLayout:
     return RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, axis.size)
 
 
-class _BlockHooks:
-    """The two borders of one block."""
-
-    def __init__(self, block: Block, axis: Axis, sequence: SequenceSharding | None, streams: DropoutStreams):
-        self.axis, self.sequence, self.streams = axis, sequence, streams
-        self._restore: Restore | None = None
-        self._bias: nn.Parameter | None = None
-        self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
-        block.module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        block.module.register_forward_hook(self._close, always_call=True)
-        for dropout in block.shared_dropouts:
-            _SharedDropout(dropout, streams)
-        # The bias is the projection's own; the sum is that of its output and its adapters'.
-        self._row = projection(block.row)
-        block.row.register_forward_pre_hook(self._lift_bias)
-        block.row.register_forward_hook(self._reduce, always_call=True)
-
-    def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, put_back = _hidden_states(args, kwargs)
-        x = _cast_for_autocast(x)
-        if self.sequence is None:
-            self._restore = self.streams.enter_shard(x)
-            return put_back(share(x, self.axis))
-        assert self._projections is not None
-        full = self.sequence.gather(x)
-        self._projections.open(full, x, self.axis)
-        return put_back(full)
-
-    def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._projections is not None:
-            self._projections.close()
-
-    def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # Each rank would add the bias to its partial sum: take it out of the call, add it once after.
-        parameters = self._row._parameters
-        self._bias, parameters["bias"] = parameters["bias"], None
-
-    def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
-        bias, self._bias = self._bias, None
-        self._row._parameters["bias"] = bias
-        if output is None:  # the projection raised; the hook runs only to put the bias back
-            return None
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-        summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
-        return summed if bias is None else summed + bias.to(summed.dtype)
-
-
-class _SharedDropout:
-    """A dropout that all ranks apply to the same activation, amid others on parts of one."""
-
-    def __init__(self, dropout: nn.Module, streams: DropoutStreams):
-        self.streams = streams
-        self._restore: Restore | None = None
-        dropout.register_forward_pre_hook(self._enter)
-        dropout.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and getattr(module, "p", 0) > 0:
-            self._restore = self.streams.enter_shared(args[0])
-
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-
-
 class _SequenceRegion:
     """From the first layer's input to the final norm's output, each rank has its own tokens.
 
     It starts after the embedding because models derive positions and masks from the embedding's full
-    length, and ends with the norm so that ``last_hidden_state`` is whole.
+    length, and ends with the norm so that ``last_hidden_state`` is whole. A model without one that is
+    known to come next ends it with the last layer.
     """
 
     def __init__(self, structure: DecoderStructure, sequence: SequenceSharding, streams: DropoutStreams):
         self.sequence, self.streams = sequence, streams
+        self._is_open = False
         self._restore: Restore | None = None
-        structure.first_layer.register_forward_pre_hook(self._start, with_kwargs=True)
-        structure.final_norm.register_forward_hook(self._end)
+        structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
+        (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+        structure.model.register_forward_hook(self._check_ended)
 
     def _start(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, put_back = _hidden_states(args, kwargs)
+        x, put_back = hidden_states(args, kwargs)
         self._restore = self.streams.enter_shard(x)
+        self._is_open = True
         return put_back(self.sequence.split(x))
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._is_open:  # a norm that the model applies to its embeddings too
+            return output
+        self._is_open = False
         if self._restore is not None:
             self._restore()
             self._restore = None
-        return self.sequence.unsplit(output)
+        if isinstance(output, Tensor):
+            return self.sequence.unsplit(output)
+        return (self.sequence.unsplit(output[0]), *output[1:])
+
+    def _check_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_open:
+            self._is_open = False
+            raise PlanError(
+                f"the layers of {type(module).__name__} ran, but not after them what its sharding plan calls the final "
+                "norm; leave the FINAL_NORM out of the plan, and the sequence is whole again after the last layer"
+            )
+
+
+def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A layer's only input with a gradient is its hidden states: of any other each rank would get a part."""
+    if not torch.is_grad_enabled():
+        return
+    hidden, _ = hidden_states(args, kwargs)
+
+    def has_gradient(value: Any) -> bool:
+        values = value if isinstance(value, list | tuple) else (value,)
+        return any(isinstance(x, Tensor) and x.requires_grad and x is not hidden for x in values)
+
+    if any(map(has_gradient, args)) or any(map(has_gradient, kwargs.values())):
+        named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+        raise PlanError(
+            f"{type(module).__name__} is given {', '.join(n for n, value in named.items() if has_gradient(value))} "
+            "beside its hidden states, with a gradient: under tensor parallelism each rank would have a part of that "
+            "gradient only. Use ParallelPlan(tp=1)"
+        )
 
 
 class _WideNorm:
@@ -218,48 +189,3 @@ class _WideNorm:
         weighted = (square * self.weight.to(square)).sum(-1, keepdim=True)
         mean = reduce_for_shards(weighted, self.axis) / self.size
         return output * ((own_mean + self.eps) / (mean + self.eps)).sqrt().to(output.dtype)
-
-
-class LocalConfig:
-    """A model's config with some values replaced, for one module that reads its head counts there."""
-
-    def __init__(self, config: Any, **local: int):
-        self.__dict__.update(_config=config, **local)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_config" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_config"], name)
-
-
-def _localise_attributes(block: Block) -> None:
-    if block.heads is None:
-        return
-    for name, value in block.heads.local_attributes(block.module).items():
-        setattr(block.module, name, value)
-    if block.has_fused_qkv and hasattr(block.module, "config"):
-        local = LocalConfig(
-            block.module.config,
-            num_attention_heads=block.heads.local_heads,
-            num_key_value_heads=block.heads.num_local_kv_heads,
-        )
-        setattr(block.module, "config", local)  # noqa: B010  nn.Module's annotations refuse the plain form
-
-
-def _hidden_states(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The activation among a block's arguments, and how to put another in its place."""
-    if args and isinstance(args[0], Tensor):
-        return args[0], lambda x: ((x, *args[1:]), kwargs)
-    for name in ("hidden_states", "x", *kwargs):
-        value = kwargs.get(name)
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value, lambda x, name=name: (args, {**kwargs, name: x})
-    raise AssertionError("a block was called without hidden states")
-
-
-def _cast_for_autocast(x: Tensor) -> Tensor:
-    """Under autocast the projections would cast their input anyway: doing it first halves the bytes."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

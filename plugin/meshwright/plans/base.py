@@ -20,18 +20,25 @@ class Role(enum.Enum):
     K = "key projection"
     V = "value projection"
     QKV = "fused projection: all queries, then all keys, then all values"
+    QKV_BY_GROUP = "fused projection: for each key head its queries, its key, its value"
+    QKV_IN_FOUR = "fused projection in four parts, each of queries, then values, then keys"
     O = "attention output projection"  # noqa: E741  the field's own name
     HEAD_NORM = "query or key norm over one head, its weight shared by all heads"
     Q_NORM = "query norm over the whole width"
     K_NORM = "key norm over the whole width"
+    PER_HEAD = "rows that belong to the query heads in their order: sinks, gates"
     # MLP.
     GATE = "gate projection"
     UP = "up projection"
     GATE_UP = "fused projection: the gate half, then the up half"
     DOWN = "down projection"
+    # Either block.
+    INNER_NORM = "norm over the width that the block's output projection reads"
+    SHARED = "weight that every rank applies to its part of a block"
     # The rest.
-    NORM = "norm over the hidden width"
+    NORM = "norm over the hidden width, or another weight applied to each token's hidden state"
     FINAL_NORM = "norm after the last layer"
+    WHOLE = "module before the first or after the last layer, where each rank has all tokens"
     EMBEDDING = "token embedding"
     HEAD = "language-model head"
 
@@ -41,8 +48,11 @@ class Role(enum.Enum):
         return self in (Role.LAYER, Role.ATTENTION, Role.MLP)
 
 
-COLUMN_ROLES = frozenset({Role.Q, Role.K, Role.V, Role.QKV, Role.GATE, Role.UP, Role.GATE_UP})
+FUSED_QKV_ROLES = frozenset({Role.QKV, Role.QKV_BY_GROUP, Role.QKV_IN_FOUR})
+MLP_COLUMN_ROLES = frozenset({Role.GATE, Role.UP, Role.GATE_UP})
+COLUMN_ROLES = frozenset({Role.Q, Role.K, Role.V}) | FUSED_QKV_ROLES | MLP_COLUMN_ROLES
 ROW_ROLES = frozenset({Role.O, Role.DOWN})
+WIDE_NORM_ROLES = frozenset({Role.Q_NORM, Role.K_NORM, Role.INNER_NORM})
 BLOCK_ROLES = frozenset({Role.ATTENTION, Role.MLP})
 
 
@@ -51,8 +61,9 @@ class ShardingPlan:
     """The roles of a model family's modules.
 
     Args:
-        roles: module name -> role. A ``*`` stands for exactly one dotted component, so
-            ``model.layers.*.mlp`` is the MLP of every layer; an exact name wins over a wildcard.
+        roles: name of a module, or of a parameter whose module has no such role, -> role. A ``*`` stands for
+            exactly one dotted component, so ``model.layers.*.mlp`` is the MLP of every layer; an exact name
+            wins over a wildcard.
         source: who wrote it, for messages.
 
     Example:
@@ -75,9 +86,9 @@ class ShardingPlan:
         patterns = sorted(self.roles.items(), key=lambda item: item[0].count("*"))
         object.__setattr__(self, "_patterns", tuple((tuple(p.split(".")), r) for p, r in patterns))
 
-    def role_of(self, module_name: str) -> Role | None:
-        """The role of a module, or None."""
-        parts = module_name.split(".")
+    def role_of(self, name: str) -> Role | None:
+        """The role of a module (or parameter), or None."""
+        parts = name.split(".")
         for pattern, role in self._patterns:
             if len(pattern) == len(parts) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True)):
                 return role

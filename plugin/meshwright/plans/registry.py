@@ -10,6 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.plans import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
 from meshwright.plans.base import Role, ShardingPlan
+from meshwright.plans.families import hints_for, reason_to_refuse
 from meshwright.plans.infer import infer_plan
 
 _PLANS: dict[str, ShardingPlan] = {
@@ -47,14 +48,19 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     """The plan in the model's config, else the registered one of its family, else one inferred from its structure.
 
     Raises:
-        PlanError: for roles in the config that there are not.
+        PlanError: for roles in the config that there are not, for a family that cannot be sharded over tp, or where no
+            plan can be inferred.
     """
     config = getattr(model, "config", None)
     saved = getattr(config, CONFIG_KEY, None)
     if isinstance(saved, Mapping) and ROLES_KEY in saved:
         return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
     model_type = getattr(config, "model_type", "")
-    return _PLANS.get(model_type) or infer_plan(model)
+    if model_type in _PLANS:
+        return _PLANS[model_type]
+    if reason := reason_to_refuse(config):
+        raise PlanError(f"{model_type} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)")
+    return infer_plan(model, hints_for(config))
 
 
 def _from_names(roles: Any, source: str) -> ShardingPlan:

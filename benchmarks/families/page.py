@@ -1,0 +1,92 @@
+"""docs/families.md, written from what a sweep found, and read back by the test that keeps it true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.families.models import DENSE
+from benchmarks.families.parity import TOLERANCE, Record
+from benchmarks.families.refusals import Refusal
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+
+_REMARKS = {
+    "falcon": "alibi and multi-query here; its other two orders of fused rows have plans too",
+    "gpt-sw3": "GPT-2's class",
+    "internlm3": "Llama's class",
+    "iquestcoder": "Llama's class",
+    "lfm2": "with attention layers only: its convolutions are refused",
+    "stablelm": "without qk_layernorm, whose norms (one a head) are refused",
+}
+_DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
+
+
+def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
+    """The page."""
+    records = sorted(records, key=lambda record: record.family)
+    refusals = sorted(refusals, key=lambda refusal: (refusal.kind, refusal.family))
+    passed = sum(record.passes for record in records)
+    lines = [
+        "# Families",
+        "",
+        f"All {len(records) + len(refusals)} types that `AutoModelForCausalLM` knows in transformers "
+        f"{transformers.__version__}, with torch {torch.__version__}. `make families` runs the sweep and writes this "
+        "page (two processes, a few minutes).",
+        "",
+        f"**{passed} families pass.** Each is a model of two layers with random weights and biases, run on two ranks "
+        "with `tp=2` and sequence parallelism and on one device, in float64: logits, loss and the gradient of every "
+        f"parameter differ by at most {TOLERANCE:g} of a tensor's largest value (only the order of sums differs; "
+        "about 1e-14 is measured). The other columns repeat that with one more trait; a dash is a trait that the "
+        "family does not have.",
+        "",
+        "- kv: one key/value head, which both ranks then hold",
+        "- tied: one matrix for embedding and head",
+        "- packed: two documents a row, told apart by `position_ids`",
+        "",
+        "Which module plays which role is inferred from the structure. What a structure cannot tell (the order of "
+        "fused rows, what a lone weight is) stands in `plugin/meshwright/plans/families.py`, a line or two a family. "
+        "A class that nobody here has seen is inferred by the same rules; where a parameter has no clear role the call "
+        "raises and lists the names, before anything is changed.",
+        "",
+        "| family | beside Llama's structure | tp2+sp | kv | tied | packed | remark |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(record) for record in records),
+        "",
+        "## Refused",
+        "",
+        f"{len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that says why; with data "
+        "parallelism and ZeRO alone they run.",
+        "",
+        "| family | what it is | first reason given |",
+        "|---|---|---|",
+        *(f"| {r.family} | {r.kind} | {_short(r.message)} |" for r in refusals),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(record: Record) -> str:
+    remark = _REMARKS.get(record.family, _DECODER_HALF if "is_encoder_decoder" in DENSE[record.family] else "")
+    cells = (record.parity, record.kv, record.tied, record.packed)
+    return f"| {record.family} | {record.traits} | {' | '.join(map(verdict, cells))} | {remark} |"
+
+
+def verdict(difference: float | None) -> str:
+    """A cell: yes, no with the difference, or a dash where there is nothing to compare."""
+    if difference is None:
+        return "-"
+    return "yes" if difference <= TOLERANCE else f"**no** ({difference:.0e})"
+
+
+def _short(message: str) -> str:
+    return message.split(": whether")[0].split(", so no")[0].split(". Use ")[0].replace("|", "/")
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Family -> the other cells of its row, of both tables."""
+    table = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in row] for row in table]
+    return {family: rest for family, *rest in cells if family != "family"}

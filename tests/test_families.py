@@ -1,0 +1,163 @@
+"""Every dense causal LM of transformers equals one device, as docs/families.md says; the rest is refused by name.
+
+Tolerance 1e-10 in float64, relative to a tensor's largest value: only the order of sums differs, about 1e-16 a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import meshwright as mw
+from benchmarks.families import page
+from benchmarks.families.models import DENSE, build, model_types
+from benchmarks.families.parity import TOLERANCE, Record, check, differences
+from benchmarks.families.refusals import refusal
+from meshwright.parallel.buckets import Bucket
+from meshwright.parallel.structure import describe
+from meshwright.plans import plan_for
+
+FAMILIES = sorted(DENSE.keys() & set(model_types()))  # an older transformers lacks the newest
+CHUNKS = [FAMILIES[i::10] for i in range(10)]
+ROWS = page.rows(page.PAGE.read_text())
+
+
+def check_all(families: list[str]) -> list[Record]:
+    return [check(family) for family in families]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: f"{chunk[0]} and so on")
+def test_equals_one_device_as_the_page_says(chunk: list[str], pool2: Any) -> None:
+    for record in pool2.run(check_all, chunk, timeout=280)[0]:
+        assert record.passes, record
+        verdicts = [page.verdict(x) for x in (record.parity, record.kv, record.tied, record.packed)]
+        assert [record.traits, *verdicts] == ROWS[record.family][:5]
+
+
+def test_the_page_is_about_these_families_and_all_the_others() -> None:
+    passed = {family for family, cells in ROWS.items() if len(cells) == 6}
+    assert passed == DENSE.keys()
+    assert len(passed) >= 60
+    if f"transformers {transformers.__version__}" in page.PAGE.read_text():
+        assert ROWS.keys() == set(model_types())
+
+
+# What a family's config can choose beside what its row of the page was made with.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon, grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "falcon, kv of all heads": ("falcon", {"multi_query": False, "num_kv_heads": 4}),
+    "falcon, eager alibi": ("falcon", {"attn_implementation": "eager"}),
+    "gpt_bigcode, all heads": ("gpt_bigcode", {"multi_query": False}),
+    "bloom, residual from the norm": ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    "minicpm3, direct queries": ("minicpm3", {"q_lora_rank": None}),
+    "opt, norms after": ("opt", {"do_layer_norm_before": False}),
+    "olmo2, three of six heads": ("olmo2", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str, pool2: Any) -> None:
+    family, overrides = VARIANTS[name]
+    found = pool2.run(differences, family, **overrides)[0]
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("family", ["apertus", "bitnet", "bloom", "ctrl", "gpt2", "granite_swa", "minicpm3", "opt"])
+def test_without_sequence_parallelism(family: str, pool2: Any) -> None:
+    options = {"apply_residual_connection_post_layernorm": True} if family == "bloom" else {}
+    found = pool2.run(differences, family, plan=mw.ParallelPlan(tp=2), **options)[0]
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def test_more_ranks_than_groups(pool4: Any) -> None:
+    plan = mw.ParallelPlan(tp=4, sequence_parallel=True)
+    options = {"num_attention_heads": 8, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
+    found = pool4.run(differences, "falcon", plan=plan, **options)[0]
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def cross_attention(needs_gradient: bool) -> dict[str, float]:
+    states = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return differences("bart", inputs={"encoder_hidden_states": states.requires_grad_(needs_gradient)})
+
+
+def test_cross_attention(pool2: Any) -> None:
+    found = pool2.run(cross_attention, False)[0]
+    assert any("encoder_attn" in name for name in found)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def test_a_gradient_that_would_stay_in_parts_is_refused(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(cross_attention, True):
+        assert kind == "PlanError" and "is given encoder_hidden_states" in message
+
+
+def with_another_order() -> dict[str, float]:
+    """GPT-NeoX with its rows cut as if they were ordered by kind."""
+    plan = mw.infer_plan(build("gpt_neox"), {"query_key_value": mw.Role.QKV})
+    mw.register_plan("gpt_neox", plan)
+    try:
+        return differences("gpt_neox")
+    finally:
+        from meshwright.plans import registry
+
+        del registry._PLANS["gpt_neox"]
+
+
+def without_summing_parts(family: str) -> dict[str, float]:
+    original = Bucket.average_copies
+    Bucket.average_copies = lambda *_: None  # type: ignore[method-assign]
+    try:
+        return differences(family)
+    finally:
+        Bucket.average_copies = original  # type: ignore[method-assign]
+
+
+def test_wrong_answers_would_be_caught(pool2: Any) -> None:
+    # Off by more than 1e-3, ten million times the tolerance.
+    assert pool2.run(with_another_order)[0]["logits"] > 1e-3
+    assert pool2.run(without_summing_parts, "apertus")[0]["model.layers.0.mlp.act_fn.alpha_p"] > 1e-3
+    assert pool2.run(without_summing_parts, "minicpm3")[0]["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"] > 1e-3
+
+
+REFUSED = {
+    "bert": r"no role for bert.encoder.layer.0.attention.self.query.weight",
+    "diffllama": r"its heads work in pairs",
+    "doge": r"self_attn.dt_proj",
+    "gemma4_text": r"self_attn.v_norm of Gemma4TextDecoderLayer is a norm without weights",
+    "mamba": r"no role for backbone.layers.0.mixer.A_log",
+    "mixtral": r"no role for model.layers.0.mlp.gate.weight",
+    "qwen3_5_text": r"no role for model.layers.0.linear_attn",
+    "trocr": r"reshapes its heads to the width of its input",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED.keys() & set(model_types()))
+def test_what_is_no_dense_decoder_is_refused_by_name(family: str) -> None:
+    found = refusal(family)
+    assert found is not None
+    assert REFUSED[family] in found.message
+    assert ROWS[family][0] == found.kind
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "name"),
+    [
+        ("lfm2", {"layer_types": ["full_attention", "conv"]}, "model.layers.1.conv.conv.weight"),
+        ("stablelm", {"qk_layernorm": True}, "model.layers.0.self_attn.q_layernorm.norms.0.weight"),
+        ("cohere", {"use_qk_norm": True}, "model.layers.0.self_attn.q_norm.weight"),
+        ("gpt2", {"add_cross_attention": True}, "transformer.h.0.crossattention.q_attn.weight"),
+    ],
+)
+def test_a_variant_that_does_not_fit_is_refused_by_name(family: str, overrides: dict[str, Any], name: str) -> None:
+    with pytest.raises(mw.PlanError) as raised:
+        _describe(build(family, **overrides))
+    assert name in str(raised.value)
+
+
+def _describe(model: nn.Module) -> Any:
+    return describe(model, plan_for(model), tp=2, sequence_parallel=True)
