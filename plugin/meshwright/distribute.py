@@ -246,7 +246,7 @@ def install(
     tp, dp = runtime.tp, runtime.dp
     if optimizer is not None:
         rebind(optimizer, replaced)
-    streams = DropoutStreams(model, tp=tp, dp=dp, seed=seed)
+    streams = runtime.streams = DropoutStreams(model, tp=tp, dp=dp, seed=seed)
     forward = ForwardState(
         model,
         streams,

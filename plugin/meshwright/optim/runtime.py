@@ -15,6 +15,7 @@ from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
 from meshwright.optim.zero import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.gradients import GradientSync
 from meshwright.parallel.layout import record_of
 
@@ -32,6 +33,7 @@ class Runtime:
         zero: the ZeRO shards, if any.
         guard: watches over the ranks; None on one process.
         plan: of a ``to_distributed`` call.
+        streams: its dropout masks come from these.
     """
 
     tp: Axis
@@ -41,6 +43,7 @@ class Runtime:
     zero: ReduceScatter | None = None
     guard: Guard | None = None
     plan: ParallelPlan | None = None
+    streams: DropoutStreams | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

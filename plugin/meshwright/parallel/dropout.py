@@ -8,7 +8,7 @@ the same masks in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,14 @@ class DropoutStreams:
         self._model = model
         self._seeds = torch.Generator().manual_seed(seed)
         self._has_dropout = _has_dropout(model)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where the streams are; the same on every rank, and holds under another plan too."""
+        return {"seeds": self._seeds.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self._seeds.set_state(state["seeds"])
 
     @property
     def is_active(self) -> bool:

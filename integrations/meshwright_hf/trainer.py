@@ -1,0 +1,275 @@
+"""transformers' Trainer on a plan: the same class, arguments and numbers, and a model that is sharded."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+import meshwright as mw
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.data.loader import DistributedLoader
+from meshwright.launch import world_size
+from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.parallel.collectives import all_gather
+from meshwright_hf import trainer_state
+from meshwright_hf.batches import global_batches
+from meshwright_hf.fused_head import gather_for_fused_head
+from meshwright_hf.trainer_checks import arguments_of, check_arguments, check_run, check_trainer, config_of
+from meshwright_hf.trainer_data import gather_rows, mesh_loader, rest_of_epoch
+
+logger = logging.getLogger(__name__)
+
+
+class MeshwrightTrainerMixin:
+    """Makes a subclass of transformers' Trainer train by a plan; put it first among the bases.
+
+    The model is sharded when the Trainer is made, and stays the user's object. Batch sizes keep their meaning: rows of
+    one data-parallel rank. Losses, gradient norms, metrics and predictions are those of one process with a batch dp
+    times as large. Checkpoints have one-device weights and optimizer state, and are resumed under any plan.
+
+    Args:
+        meshwright: a ParallelPlan, a ToDistributedConfig, or the path of a plan file. By default the launcher's plan,
+            or the one that the planner picks.
+
+    Raises:
+        PlanError: for a plan that cannot run, and for arguments that contradict it.
+
+    Example::
+
+        class PlannedSFTTrainer(MeshwrightTrainerMixin, SFTTrainer): ...
+
+        trainer = PlannedSFTTrainer(model, args=args, train_dataset=data, meshwright=mw.ParallelPlan(tp=2))
+    """
+
+    # What the mixin uses of the Trainer.
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    state: Any
+    train_dataset: Any
+    model_init: Any
+    _train_batch_size: int
+
+    def __init__(
+        self, *args: Any, meshwright: ToDistributedConfig | ParallelPlan | str | None = None, **kwargs: Any
+    ) -> None:
+        self._mesh_config = config_of(meshwright)
+        self._train_loader: DistributedLoader | None = None
+        self._is_training_loader = self._is_distributing = False
+        check_arguments(arguments_of(args, kwargs))
+        super().__init__(*args, **kwargs)
+        check_trainer(self)
+        self._distribute()
+
+    @property
+    def _runtime(self) -> Runtime:
+        return runtime_of(self.model)
+
+    # ---- set-up
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's own, told to leave the model to the plan and to put loaders on its mesh."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self.accelerator
+        prepare_model = accelerator.prepare_model
+
+        def prepare(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+            # For evaluation accelerate adds autocast and compilation, and no DDP: the plan has reduced the gradients.
+            return prepare_model(model, device_placement=False, evaluation_mode=True)
+
+        accelerator.prepare_model = prepare
+        accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
+        accelerator.prepare_data_loader = self._prepare_data_loader
+        accelerator.gather_for_metrics = self._gather_for_metrics
+        self.gather_function = functools.partial(
+            self._gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _distribute(self) -> None:
+        """Shard the model, unless it is."""
+        if find_runtime(self.model) is None:
+            if self.train_dataset is not None:
+                self.create_optimizer()  # type: ignore[attr-defined]
+            mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
+            atexit.register(_leave_process_group)
+        runtime = self._runtime
+        check_run(self.args, runtime)
+        self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
+        gather_for_fused_head(self.model, runtime)
+
+    def _config(self) -> ToDistributedConfig:
+        # The Trainer multiplies a loss that it divided by the global count by dp, since DDP averages gradients. Read as
+        # counts of each rank, dp global ones add up to the divisor that undoes this.
+        config = dataclasses.replace(self._mesh_config, num_items_in_batch="local")
+        if _reads_logits(type(self)) and not config.gather_logits:
+            logger.info("%s has a compute_loss of its own, so training gathers whole logits", type(self).__name__)
+            config = dataclasses.replace(config, gather_logits=True)
+        return config
+
+    def _batches_to_plan_for(self) -> Any:
+        """The batches of all processes, where the planner is to pick."""
+        is_given = self._mesh_config.plan not in (None, "auto") or self._mesh_config.input_spec is not None
+        if is_given or self.train_dataset is None:
+            return None
+        self._is_distributing = True
+        try:
+            return global_batches(self.get_train_dataloader(), world_size())
+        finally:
+            self._is_distributing = False
+
+    def get_tp_size(self) -> int:
+        """Ranks with the same rows; batch sizes, step counts and the loss's scale follow from it."""
+        runtime = find_runtime(self.model)
+        return super().get_tp_size() if runtime is None else runtime.tp.size  # type: ignore[misc]
+
+    # ---- data
+
+    def get_train_dataloader(self) -> Any:
+        """This rank's rows of the global batches."""
+        if self.model_init is not None and find_runtime(self.model) is None and not self._is_distributing:
+            self._distribute()  # train() has built a new model
+        self._is_training_loader = True
+        try:
+            loader = super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            self._is_training_loader = False
+        self._train_loader = loader if isinstance(loader, DistributedLoader) else None
+        return loader
+
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
+        if find_runtime(self.model) is None:
+            return data_loader  # only to be looked at by the planner
+        return mesh_loader(
+            data_loader,
+            self._runtime,
+            device=self.args.device,
+            options=self._mesh_config.loader,
+            is_training=self._is_training_loader,
+            data_seed=self.args.data_seed,
+        )
+
+    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return gather_rows(input_data, self._runtime.dp, as_objects=use_gather_object)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        if count is not None and not self.args.average_tokens_across_devices:
+            count = count * self.get_tp_size()  # the Trainer has divided by it without summing over those ranks
+        return count
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self.get_tp_size()
+
+    # ---- steps
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return mw.clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return mw.clip_grad_norm_(self.model, math.inf) if grad_norm is None else grad_norm
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """The Trainer's own, with the loss of the global batch on every rank."""
+        loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        return None if loss is None else self._global_loss(loss), logits, labels
+
+    def _global_loss(self, loss: Tensor) -> Tensor:
+        """Ranks differ where the loss is not the model's causal-LM loss: a label smoother's, or the user's own."""
+        return all_gather(loss.reshape(1), self._runtime.dp).mean()
+
+    # ---- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and not hasattr(self.model, "save_pretrained"):
+            state_dict = mw.full_state_dict(self.model)
+        self.is_distributed_loading_by_transformers = True  # the Trainer's switch for: every rank joins the save
+        try:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+        finally:
+            self.is_distributed_loading_by_transformers = False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        mw.save_optimizer(self.model, self.optimizer, os.path.join(output_dir, trainer_state.OPTIMIZER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, trainer_state.SCHEDULER))
+            trainer_state.save_progress(
+                output_dir, self._runtime, self._train_loader, global_batch=self._global_batch()
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if find_runtime(self.model) is None:
+            self._distribute()
+        trainer_state.load_weights(self.model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        logger.info("loading the best model, of %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
+        trainer_state.load_weights(self.model, self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint, trainer_state.OPTIMIZER)
+        if not folder.is_dir():
+            logger.warning("%s has no %s: the optimizer starts anew", checkpoint, trainer_state.OPTIMIZER)
+            return
+        mw.load_optimizer(self.model, self.optimizer, folder)
+        scheduler = Path(checkpoint, trainer_state.SCHEDULER)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        progress = trainer_state.read_progress(checkpoint)
+        if self._runtime.streams is not None and "streams" in progress:
+            self._runtime.streams.load_state_dict(progress["streams"])
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Where to go on, which the Trainer counts in steps: wrong where a step has another number of rows now."""
+        epoch, steps = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
+        checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
+        progress = trainer_state.read_progress(checkpoint) if checkpoint else {}
+        if progress.get("loader") is None or progress["global_batch"] == self._global_batch():
+            return epoch, steps
+        return trainer_state.place_in_epoch(
+            progress, batch=self._global_batch(), accumulation=self.args.gradient_accumulation_steps
+        )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        skipped, checkpoint = kwargs["steps_trained_in_current_epoch"], kwargs["resume_from_checkpoint"]
+        loader, is_first = kwargs["train_dataloader"], kwargs["epoch"] == kwargs["epochs_trained"]
+        if is_first and checkpoint and skipped and isinstance(loader, DistributedLoader):
+            loader.set_epoch(kwargs["epoch"])
+            state = trainer_state.read_progress(checkpoint).get("loader")
+            kwargs["train_dataloader"] = rest_of_epoch(loader, state, skipped)
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _global_batch(self) -> int:
+        return self._train_batch_size * self._runtime.dp.size
+
+
+class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
+    """transformers' Trainer with a plan; see MeshwrightTrainerMixin."""
+
+
+def _leave_process_group() -> None:
+    """gloo's threads abort the interpreter otherwise."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _reads_logits(kind: type) -> bool:
+    """Whether a Trainer computes its loss itself, perhaps from the logits."""
+    return kind.compute_loss is not Trainer.compute_loss  # type: ignore[attr-defined]
