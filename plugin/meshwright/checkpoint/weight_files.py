@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.safetensors_file import Entry, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.layout import RowLayout, Span, global_shape
 from meshwright.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class WeightFiles:
         for name, tensor in state.items():
             if name in self.entries:
                 shape = self.entries[name][1].shape
-                if shape != tuple(tensor.shape):
-                    others.append(f"{name}: {list(shape)} in the checkpoint, {list(tensor.shape)} in the model")
+                if shape != tuple(global_shape(tensor)):
+                    others.append(f"{name}: {list(shape)} in the checkpoint, {list(global_shape(tensor))} in the model")
                 found.setdefault(id(tensor), name)
             elif isinstance(tensor, nn.Parameter):
                 missing.setdefault(id(tensor), name)
@@ -93,11 +93,11 @@ class WeightFiles:
             )
         return found
 
-    def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype) -> Tensor:
-        """This rank's shard of a tensor, on the CPU; only its bytes are read."""
+    def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype, part: Span | None = None) -> Tensor:
+        """This rank's shard of a tensor (or a part of it, see ``read_rows``), on the CPU; only its bytes are read."""
         path, entry = self.entries[name]
         with path.open("rb", buffering=0) as file:
-            return read_rows(file, entry, rows, rank, dtype, self.progress.add)
+            return read_rows(file, entry, rows, rank, dtype, self.progress.add, part)
 
     def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]

@@ -208,10 +208,9 @@ def _block_layouts(
         for suffix, parameter in modules[name].named_parameters(recurse=False):
             full_name = f"{name}.{suffix}"
             rows = _rows(full_name, tuple(parameter.shape), role, block.heads, tp)
-            has_copies = rows.has_copies
-            # A shared head norm sees local heads only; a row bias, local tokens only.
-            sees_a_part = role is Role.HEAD_NORM or sequence_parallel
-            is_partial = sees_a_part if rows.is_replicated else has_copies
+            # A shared head norm sees local heads only, and so does a key head that several ranks hold (all of them do
+            # where it is the only one); a row bias sees local tokens only.
+            is_partial = sequence_parallel if role in ROW_ROLES and rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
 
