@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from support.trainers import Run, run_trainer
 
@@ -64,3 +66,109 @@ def test_20_steps_evaluation_and_predictions_equal_one_process(
         assert largest_difference(list(run.metrics.values()), list(expected.metrics.values())) <= TOLERANCE
         assert np.array_equal(run.label_ids, expected.label_ids)
         assert np.allclose(run.predictions, expected.predictions, rtol=0, atol=TOLERANCE)
+
+
+def cross_entropy_of_sums(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A user's compute_loss_func: reads whole logits."""
+    logits = outputs.logits[:, :-1].flatten(0, 1).float()
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return loss / num_items_in_batch
+
+
+# What else a Trainer is told; 6 steps each.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "label smoothing, lengths grouped, last batch dropped": {
+        "label_smoothing_factor": 0.1,
+        "train_sampling_strategy": "group_by_length",
+        "dataloader_drop_last": True,
+    },
+    "gradient checkpointing, no clipping, a stream, tokens counted": {
+        "gradient_checkpointing": True,
+        "max_grad_norm": 0.0,
+        "stream": True,
+        "include_num_input_tokens_seen": "all",
+    },
+    "a loss function of the user's, odd rows, seeded data": {
+        "extra": {"compute_loss_func": cross_entropy_of_sums},
+        "rows": 13,
+        "data_seed": 5,
+    },
+    "tokens averaged per device, tied embeddings": {
+        "average_tokens_across_devices": False,
+        "model": {"tie_word_embeddings": True},
+    },
+    "SGD by a name, batches evaluated one by one": {"optim": "sgd", "learning_rate": 0.1, "evaluated": 5},
+}
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_keep_their_meaning(setting: str, plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
+    options = {"max_steps": 6, **SETTINGS[setting]}
+    (run, other) = pool2.run(run_trainer, tmp_path, plan, **options, timeout=200)
+    expected = run_trainer(tmp_path / "one", **options)
+    assert_same_training(run, expected)
+    assert other.losses == run.losses and other.norms == run.norms
+    assert run.tokens_seen == expected.tokens_seen
+    if run.metrics:
+        assert largest_difference(list(run.metrics.values()), list(expected.metrics.values())) <= TOLERANCE
+
+
+def save_and_resume(output_dir: Path, plan: dict[str, Any], then: dict[str, Any], **options: Any) -> tuple[Run, Run]:
+    """Six steps with a checkpoint in the middle, and the last three again from there."""
+    whole = run_trainer(output_dir, plan, max_steps=6, save_strategy="steps", save_steps=3, **options)
+    return whole, run_trainer(output_dir, then, max_steps=6, resume=str(output_dir / "checkpoint-3"), **options)
+
+
+def last_three(run: Run) -> Run:
+    return Run(run.losses[3:], run.norms[3:], run.learning_rates[3:], run.epochs[3:])
+
+
+@pytest.mark.parametrize(
+    ("plan", "then"),
+    [({"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero_stage": 1}), ({"dp": 2}, {"tp": 2})],
+    ids=str,
+)
+def test_resuming_in_mid_epoch_gives_the_same_numbers_under_any_plan(
+    plan: dict[str, Any], then: dict[str, Any], pool2: Any, tmp_path: Path
+) -> None:
+    whole, resumed = pool2.run(save_and_resume, tmp_path, plan, then, timeout=200)[0]
+    expected = reference(max_steps=6)
+    assert_same_training(whole, expected)
+    assert_same_training(resumed, last_three(expected))
+    # The weights are those of one device, which stock code reads.
+    folder = tmp_path / "checkpoint-6"
+    stock = {"config.json", "model.safetensors", "trainer_state.json", "training_args.bin"}
+    assert stock <= {path.name for path in folder.iterdir()}
+    LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_resuming_goes_on_with_the_dropout_masks(pool2: Any, tmp_path: Path) -> None:
+    # Same plan, same sums: equal to the bit. Other masks change the losses by about 1e-3.
+    masked = {"model": {"attention_dropout": 0.3}}
+    for whole, resumed in pool2.run(save_and_resume, tmp_path, {"tp": 2}, {"tp": 2}, **masked, timeout=200):
+        assert resumed.losses == whole.losses[3:] and resumed.norms == whole.norms[3:]
+
+
+def test_the_best_model_is_loaded_at_the_end(pool2: Any, tmp_path: Path) -> None:
+    options = {
+        "max_steps": 8,
+        "learning_rate": 3e-2,
+        "rows": 8,
+        "evaluated": 7,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+    }
+    for plan in ({"tp": 2}, {"dp": 2, "zero_stage": 1}):
+        folder = tmp_path / str(plan)
+        run = pool2.run(run_trainer, folder, plan, **options, timeout=200)[0]
+        expected = run_trainer(tmp_path / "one", **options)
+        assert largest_difference(run.evaluations, expected.evaluations) <= 1e-3  # at this rate training is not stable
+        assert Path(run.best).name == Path(expected.best).name
+        # The last evaluation is of the best weights, not of the last ones.
+        assert run.metrics["eval_loss"] == pytest.approx(min(run.evaluations), rel=1e-6) < run.evaluations[-2]
+        assert len(list(folder.glob("checkpoint-*"))) <= 2

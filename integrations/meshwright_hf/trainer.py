@@ -25,6 +25,8 @@ from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.parallel.collectives import all_gather
 from meshwright_hf import trainer_state
 from meshwright_hf.batches import global_batches
+from meshwright_hf.callback import MeshwrightCallback
+from meshwright_hf.compiling import keep_hooks_out
 from meshwright_hf.fused_head import gather_for_fused_head
 from meshwright_hf.trainer_checks import arguments_of, check_arguments, check_run, check_trainer, config_of
 from meshwright_hf.trainer_data import gather_rows, mesh_loader, rest_of_epoch
@@ -62,6 +64,8 @@ class MeshwrightTrainerMixin:
     state: Any
     train_dataset: Any
     model_init: Any
+    processing_class: Any
+    data_collator: Any
     _train_batch_size: int
 
     def __init__(
@@ -71,6 +75,8 @@ class MeshwrightTrainerMixin:
         self._train_loader: DistributedLoader | None = None
         self._is_training_loader = self._is_distributing = False
         check_arguments(arguments_of(args, kwargs))
+        if kwargs.get("callbacks"):
+            kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self._distribute()
@@ -104,12 +110,15 @@ class MeshwrightTrainerMixin:
         if find_runtime(self.model) is None:
             if self.train_dataset is not None:
                 self.create_optimizer()  # type: ignore[attr-defined]
-            mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
+            # Before the guard's own, so that it runs after: exit hooks run last first.
             atexit.register(_leave_process_group)
+            mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         runtime = self._runtime
         check_run(self.args, runtime)
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
         gather_for_fused_head(self.model, runtime)
+        if self.args.torch_compile:
+            keep_hooks_out(self.model)
 
     def _config(self) -> ToDistributedConfig:
         # The Trainer multiplies a loss that it divided by the global count by dp, since DDP averages gradients. Read as
@@ -196,14 +205,23 @@ class MeshwrightTrainerMixin:
 
     # ---- checkpoints
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write one-device weights and all else that ``from_pretrained`` reads; every rank makes the call."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and not hasattr(self.model, "save_pretrained"):
-            state_dict = mw.full_state_dict(self.model)
-        self.is_distributed_loading_by_transformers = True  # the Trainer's switch for: every rank joins the save
-        try:
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
-        finally:
-            self.is_distributed_loading_by_transformers = False
+        directory = self.args.output_dir if output_dir is None else output_dir
+        if self.args.should_save:
+            os.makedirs(directory, exist_ok=True)
+        trainer_state.save_weights(self.model, directory)
+        if not self.args.should_save:
+            return
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processor is not None:
+            processor.save_pretrained(directory)
+        torch.save(self.args, os.path.join(directory, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         mw.save_optimizer(self.model, self.optimizer, os.path.join(output_dir, trainer_state.OPTIMIZER))
@@ -262,6 +280,15 @@ class MeshwrightTrainerMixin:
 
 class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
     """transformers' Trainer with a plan; see MeshwrightTrainerMixin."""
+
+
+def _told(callback: Any) -> Any:
+    """A callback that need not tell the user to take this Trainer."""
+    if isinstance(callback, type) and issubclass(callback, MeshwrightCallback):
+        callback = callback()
+    if isinstance(callback, MeshwrightCallback):
+        callback.trainer_shards = True
+    return callback
 
 
 def _leave_process_group() -> None:

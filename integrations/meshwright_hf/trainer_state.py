@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.layout import record_of
+from meshwright.parallel.outcome import on_first_rank
 
 OPTIMIZER = "meshwright_optimizer"
 PROGRESS = "meshwright_progress.pt"
@@ -48,6 +50,15 @@ def place_in_epoch(progress: dict[str, Any], *, batch: int, accumulation: int) -
             "gradient_accumulation_steps so that a step divides it, or set ignore_data_skip=True"
         )
     return epoch, samples // batch
+
+
+def save_weights(model: Any, directory: str) -> None:
+    """Write one-device weights, and the config of a model that has one; every rank makes the call."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(directory)
+        return
+    weights = mw.full_state_dict(model)
+    on_first_rank(lambda: save_file(weights, Path(directory, "model.safetensors"), metadata={"format": "pt"}))
 
 
 def load_weights(model: nn.Module, directory: str) -> None:

@@ -30,6 +30,8 @@ class Rows(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)  # for those who iterate
         ids = torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(index))
         if not self.has_labels:
             return {"input_ids": ids}
