@@ -17,6 +17,7 @@ from support.models import build
 from support.trainers import Run, arguments, fresh_accelerate, run_trainer
 from support.words import texts, tokenizer
 
+
 def largest_difference(actual: list[float], expected: list[float]) -> float:
     assert len(actual) == len(expected) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
@@ -82,7 +83,7 @@ def run_adapted(output_dir: Path, plan: dict[str, Any] | None) -> tuple[Run, Run
 
 
 def test_an_adapter_trains_and_is_resumed(pool2: Any, tmp_path: Path) -> None:
-    whole, resumed = pool2.run(run_adapted, tmp_path / "planned", {"tp": 2}, timeout=200)[0]
+    whole, resumed = pool2.run(run_adapted, tmp_path / "planned", {"dp": 2, "zero_stage": 1}, timeout=200)[0]
     expected = run_trainer(tmp_path / "one", max_steps=6, extra={"model_init": adapted})
     assert largest_difference(whole.losses, expected.losses) <= 1e-5
     assert largest_difference(whole.norms, expected.norms) <= 1e-5

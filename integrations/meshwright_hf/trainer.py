@@ -74,6 +74,7 @@ class MeshwrightTrainerMixin:
         self._mesh_config = config_of(meshwright)
         self._train_loader: DistributedLoader | None = None
         self._is_training_loader = self._is_distributing = False
+        self._epoch_draws: Tensor | None = None  # torch's random state, of which samplers draw the epoch's order
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
             kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
@@ -112,7 +113,8 @@ class MeshwrightTrainerMixin:
                 self.create_optimizer()  # type: ignore[attr-defined]
             # Before the guard's own, so that it runs after: exit hooks run last first.
             atexit.register(_leave_process_group)
-            mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
+            with torch.random.fork_rng(devices=[]):  # what the Trainer draws later is what it draws on one process
+                mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         runtime = self._runtime
         check_run(self.args, runtime)
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
@@ -228,7 +230,11 @@ class MeshwrightTrainerMixin:
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, trainer_state.SCHEDULER))
             trainer_state.save_progress(
-                output_dir, self._runtime, self._train_loader, global_batch=self._global_batch()
+                output_dir,
+                self._runtime,
+                self._train_loader,
+                global_batch=self._global_batch(),
+                epoch_draws=self._epoch_draws,
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -244,15 +250,16 @@ class MeshwrightTrainerMixin:
         if checkpoint is None:
             return
         folder = Path(checkpoint, trainer_state.OPTIMIZER)
-        if not folder.is_dir():
-            logger.warning("%s has no %s: the optimizer starts anew", checkpoint, trainer_state.OPTIMIZER)
-            return
-        mw.load_optimizer(self.model, self.optimizer, folder)
+        if folder.is_dir():
+            mw.load_optimizer(self.model, self.optimizer, folder)
+        else:
+            logger.warning("%s has no %s: the optimizer's state starts anew", checkpoint, trainer_state.OPTIMIZER)
         scheduler = Path(checkpoint, trainer_state.SCHEDULER)
-        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        progress = trainer_state.read_progress(checkpoint)
-        if self._runtime.streams is not None and "streams" in progress:
-            self._runtime.streams.load_state_dict(progress["streams"])
+        if scheduler.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        streams = trainer_state.read_progress(checkpoint).get("streams")
+        if self._runtime.streams is not None and streams is not None:
+            self._runtime.streams.load_state_dict(streams)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Where to go on, which the Trainer counts in steps: wrong where a step has another number of rows now."""
@@ -268,10 +275,14 @@ class MeshwrightTrainerMixin:
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         skipped, checkpoint = kwargs["steps_trained_in_current_epoch"], kwargs["resume_from_checkpoint"]
         loader, is_first = kwargs["train_dataloader"], kwargs["epoch"] == kwargs["epochs_trained"]
+        self._epoch_draws = torch.get_rng_state()
         if is_first and checkpoint and skipped and isinstance(loader, DistributedLoader):
             loader.set_epoch(kwargs["epoch"])
-            state = trainer_state.read_progress(checkpoint).get("loader")
-            kwargs["train_dataloader"] = rest_of_epoch(loader, state, skipped)
+            progress = trainer_state.read_progress(checkpoint)
+            self._epoch_draws = progress.get("epoch_draws", self._epoch_draws)
+            kwargs["train_dataloader"] = rest_of_epoch(
+                loader, progress.get("loader"), draws=self._epoch_draws, skipped=skipped
+            )
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _global_batch(self) -> int:

@@ -144,7 +144,9 @@ def _gather(x: Tensor, dp: Axis) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-def rest_of_epoch(loader: DistributedLoader, state: dict[str, Any] | None, skipped: int) -> DataLoader[Any]:
+def rest_of_epoch(
+    loader: DistributedLoader, state: dict[str, Any] | None, *, draws: Tensor, skipped: int
+) -> DataLoader[Any]:
     """What the Trainer may skip ``skipped`` batches of, to go on where a checkpoint was saved.
 
     The Trainer hands its loader to accelerate's ``skip_first_batches``, which rebuilds what it knows, and drops that
@@ -153,18 +155,21 @@ def rest_of_epoch(loader: DistributedLoader, state: dict[str, Any] | None, skipp
     Args:
         loader: of the epoch.
         state: of the loader when the checkpoint was saved; None to read up to there.
+        draws: torch's random state when the epoch began.
     """
     if state is not None:
         loader.load_state_dict(state)
-    return DataLoader(_Rest(loader, skipped if state is not None else 0), batch_size=None, collate_fn=_unchanged)
+    rest = _Rest(loader, draws, skipped if state is not None else 0)
+    return DataLoader(rest, batch_size=None, collate_fn=_unchanged)
 
 
 class _Rest(IterableDataset[Any]):
-    def __init__(self, loader: DistributedLoader, placeholders: int):
-        self._loader, self._placeholders = loader, placeholders
+    def __init__(self, loader: DistributedLoader, draws: Tensor, placeholders: int):
+        self._loader, self._draws, self._placeholders = loader, draws, placeholders
 
     def __iter__(self) -> Iterator[Any]:
         yield from repeat(None, self._placeholders)
+        torch.set_rng_state(self._draws)  # the Trainer restores its own once the first batches are there
         yield from self._loader
 
 

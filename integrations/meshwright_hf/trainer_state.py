@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
@@ -22,9 +22,23 @@ SCHEDULER = "scheduler.pt"
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def save_progress(directory: str, runtime: Runtime, loader: DistributedLoader | None, *, global_batch: int) -> None:
-    """Write where the data and the dropout masks are: equal on all ranks, so that one rank writes it for all."""
+def save_progress(
+    directory: str,
+    runtime: Runtime,
+    loader: DistributedLoader | None,
+    *,
+    global_batch: int,
+    epoch_draws: Tensor | None,
+) -> None:
+    """Write where the data and the dropout masks are: equal on all ranks, so that one rank writes it for all.
+
+    Args:
+        global_batch: rows of all ranks in one forward pass.
+        epoch_draws: torch's random state when the epoch began.
+    """
     state: dict[str, Any] = {"global_batch": global_batch, "loader": None if loader is None else loader.state_dict()}
+    if epoch_draws is not None:
+        state["epoch_draws"] = epoch_draws
     if runtime.streams is not None:
         state["streams"] = runtime.streams.state_dict()
     torch.save(state, os.path.join(directory, PROGRESS))
