@@ -122,6 +122,7 @@ def save_and_resume(output_dir: Path, plan: dict[str, Any], then: dict[str, Any]
 
 
 def last_three(run: Run) -> Run:
+    """The steps after the checkpoint: a resumed run has the logs of those before from there."""
     return Run(run.losses[3:], run.norms[3:], run.learning_rates[3:], run.epochs[3:])
 
 
@@ -136,7 +137,7 @@ def test_resuming_in_mid_epoch_gives_the_same_numbers_under_any_plan(
     whole, resumed = pool2.run(save_and_resume, tmp_path, plan, then, timeout=200)[0]
     expected = reference(max_steps=6)
     assert_same_training(whole, expected)
-    assert_same_training(resumed, last_three(expected))
+    assert_same_training(last_three(resumed), last_three(expected))
     # The weights are those of one device, which stock code reads.
     folder = tmp_path / "checkpoint-6"
     stock = {"config.json", "model.safetensors", "trainer_state.json", "training_args.bin"}
@@ -149,7 +150,7 @@ def test_resuming_goes_on_with_the_dropout_masks(pool2: Any, tmp_path: Path) -> 
     # Rows grouped by length are shuffled by torch's own random state, which has to be that of the epoch's start.
     masked = {"model": {"attention_dropout": 0.3}, "train_sampling_strategy": "group_by_length"}
     for whole, resumed in pool2.run(save_and_resume, tmp_path, {"tp": 2}, {"tp": 2}, **masked, timeout=200):
-        assert resumed.losses == whole.losses[3:] and resumed.norms == whole.norms[3:]
+        assert len(resumed.losses) == 6 and (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
 
 
 def test_the_best_model_is_loaded_at_the_end(pool2: Any, tmp_path: Path) -> None:
@@ -172,5 +173,6 @@ def test_the_best_model_is_loaded_at_the_end(pool2: Any, tmp_path: Path) -> None
         assert largest_difference(run.evaluations, expected.evaluations) <= 1e-3  # at this rate training is not stable
         assert Path(run.best).name == Path(expected.best).name
         # The last evaluation is of the best weights, not of the last ones.
-        assert run.metrics["eval_loss"] == pytest.approx(min(run.evaluations), rel=1e-6) < run.evaluations[-2]
+        best = min(run.evaluations)
+        assert run.metrics["eval_loss"] == pytest.approx(best, rel=1e-6) and best < run.evaluations[-1] * 0.999
         assert len(list(folder.glob("checkpoint-*"))) <= 2

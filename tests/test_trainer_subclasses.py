@@ -20,7 +20,7 @@ from support.words import texts, tokenizer
 
 def largest_difference(actual: list[float], expected: list[float]) -> float:
     assert len(actual) == len(expected) > 0
-    return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
+    return max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(actual, expected, strict=True))
 
 
 def as_dataset(lines: list[str]) -> Any:
@@ -87,7 +87,7 @@ def test_an_adapter_trains_and_is_resumed(pool2: Any, tmp_path: Path) -> None:
     expected = run_trainer(tmp_path / "one", max_steps=6, extra={"model_init": adapted})
     assert largest_difference(whole.losses, expected.losses) <= 1e-5
     assert largest_difference(whole.norms, expected.norms) <= 1e-5
-    assert resumed.losses == whole.losses[3:] and resumed.norms == whole.norms[3:]
+    assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
 
 
 @pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero_stage": 1}], ids=str)

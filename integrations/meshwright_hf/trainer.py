@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import logging
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,20 +19,21 @@ import meshwright as mw
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
 from meshwright.launch import world_size
-from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.collectives import all_gather
-from meshwright_hf import trainer_state
+from meshwright.parallel.loss import CausalLMLoss
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.compiling import keep_hooks_out
 from meshwright_hf.fused_head import gather_for_fused_head
+from meshwright_hf.trainer_checkpoints import CheckpointMixin
 from meshwright_hf.trainer_checks import arguments_of, check_arguments, check_run, check_trainer, config_of
-from meshwright_hf.trainer_data import gather_rows, mesh_loader, rest_of_epoch
+from meshwright_hf.trainer_data import gather_rows, mesh_loader
 
 logger = logging.getLogger(__name__)
 
 
-class MeshwrightTrainerMixin:
+class MeshwrightTrainerMixin(CheckpointMixin):
     """Makes a subclass of transformers' Trainer train by a plan; put it first among the bases.
 
     The model is sharded when the Trainer is made, and stays the user's object. Batch sizes keep their meaning: rows of
@@ -55,36 +54,22 @@ class MeshwrightTrainerMixin:
         trainer = PlannedSFTTrainer(model, args=args, train_dataset=data, meshwright=mw.ParallelPlan(tp=2))
     """
 
-    # What the mixin uses of the Trainer.
-    args: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
+    # What the mixin uses of the Trainer, beside what checkpoints use.
     accelerator: Any
-    state: Any
     train_dataset: Any
-    model_init: Any
-    processing_class: Any
-    data_collator: Any
-    _train_batch_size: int
 
     def __init__(
         self, *args: Any, meshwright: ToDistributedConfig | ParallelPlan | str | None = None, **kwargs: Any
     ) -> None:
         self._mesh_config = config_of(meshwright)
-        self._train_loader: DistributedLoader | None = None
         self._is_training_loader = self._is_distributing = False
-        self._epoch_draws: Tensor | None = None  # torch's random state, of which samplers draw the epoch's order
+        self._distributed: Any = None  # the model for which all is set up
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
             kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self._distribute()
-
-    @property
-    def _runtime(self) -> Runtime:
-        return runtime_of(self.model)
 
     # ---- set-up
 
@@ -107,7 +92,9 @@ class MeshwrightTrainerMixin:
         )
 
     def _distribute(self) -> None:
-        """Shard the model, unless it is."""
+        """Shard the model, and make it fit for the Trainer; once for each model that ``model_init`` makes."""
+        if self._distributed is self.model:
+            return
         if find_runtime(self.model) is None:
             if self.train_dataset is not None:
                 self.create_optimizer()  # type: ignore[attr-defined]
@@ -115,8 +102,11 @@ class MeshwrightTrainerMixin:
             atexit.register(_leave_process_group)
             with torch.random.fork_rng(devices=[]):  # what the Trainer draws later is what it draws on one process
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
-        runtime = self._runtime
+        self._distributed, runtime = self.model, self._runtime
         check_run(self.args, runtime)
+        loss = getattr(self.model, "loss_function", None)
+        if isinstance(loss, CausalLMLoss):
+            loss.num_items = "local"  # see _config; the model may have been distributed before
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
@@ -151,8 +141,8 @@ class MeshwrightTrainerMixin:
 
     def get_train_dataloader(self) -> Any:
         """This rank's rows of the global batches."""
-        if self.model_init is not None and find_runtime(self.model) is None and not self._is_distributing:
-            self._distribute()  # train() has built a new model
+        if not self._is_distributing:
+            self._distribute()  # model_init may have made a new model
         self._is_training_loader = True
         try:
             loader = super().get_train_dataloader()  # type: ignore[misc]
@@ -204,89 +194,6 @@ class MeshwrightTrainerMixin:
     def _global_loss(self, loss: Tensor) -> Tensor:
         """Ranks differ where the loss is not the model's causal-LM loss: a label smoother's, or the user's own."""
         return all_gather(loss.reshape(1), self._runtime.dp).mean()
-
-    # ---- checkpoints
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write one-device weights and all else that ``from_pretrained`` reads; every rank makes the call."""
-        self._save(output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        directory = self.args.output_dir if output_dir is None else output_dir
-        if self.args.should_save:
-            os.makedirs(directory, exist_ok=True)
-        trainer_state.save_weights(self.model, directory)
-        if not self.args.should_save:
-            return
-        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processor is not None:
-            processor.save_pretrained(directory)
-        torch.save(self.args, os.path.join(directory, "training_args.bin"))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        mw.save_optimizer(self.model, self.optimizer, os.path.join(output_dir, trainer_state.OPTIMIZER))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, trainer_state.SCHEDULER))
-            trainer_state.save_progress(
-                output_dir,
-                self._runtime,
-                self._train_loader,
-                global_batch=self._global_batch(),
-                epoch_draws=self._epoch_draws,
-            )
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if find_runtime(self.model) is None:
-            self._distribute()
-        trainer_state.load_weights(self.model, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        logger.info("loading the best model, of %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
-        trainer_state.load_weights(self.model, self.state.best_model_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        folder = Path(checkpoint, trainer_state.OPTIMIZER)
-        if folder.is_dir():
-            mw.load_optimizer(self.model, self.optimizer, folder)
-        else:
-            logger.warning("%s has no %s: the optimizer's state starts anew", checkpoint, trainer_state.OPTIMIZER)
-        scheduler = Path(checkpoint, trainer_state.SCHEDULER)
-        if scheduler.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        streams = trainer_state.read_progress(checkpoint).get("streams")
-        if self._runtime.streams is not None and streams is not None:
-            self._runtime.streams.load_state_dict(streams)
-
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Where to go on, which the Trainer counts in steps: wrong where a step has another number of rows now."""
-        epoch, steps = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
-        checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        progress = trainer_state.read_progress(checkpoint) if checkpoint else {}
-        if progress.get("loader") is None or progress["global_batch"] == self._global_batch():
-            return epoch, steps
-        return trainer_state.place_in_epoch(
-            progress, batch=self._global_batch(), accumulation=self.args.gradient_accumulation_steps
-        )
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        skipped, checkpoint = kwargs["steps_trained_in_current_epoch"], kwargs["resume_from_checkpoint"]
-        loader, is_first = kwargs["train_dataloader"], kwargs["epoch"] == kwargs["epochs_trained"]
-        self._epoch_draws = torch.get_rng_state()
-        if is_first and checkpoint and skipped and isinstance(loader, DistributedLoader):
-            loader.set_epoch(kwargs["epoch"])
-            progress = trainer_state.read_progress(checkpoint)
-            self._epoch_draws = progress.get("epoch_draws", self._epoch_draws)
-            kwargs["train_dataloader"] = rest_of_epoch(
-                loader, progress.get("loader"), draws=self._epoch_draws, skipped=skipped
-            )
-        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
-
-    def _global_batch(self) -> int:
-        return self._train_batch_size * self._runtime.dp.size
 
 
 class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):

@@ -57,6 +57,8 @@ def place_in_epoch(progress: dict[str, Any], *, batch: int, accumulation: int) -
         ValueError: for a place inside a step of the new size.
     """
     epoch, samples = progress["loader"]["epoch"], progress["loader"]["samples"]
+    if samples == progress["loader"].get("length"):
+        return epoch + 1, 0
     if samples % (batch * accumulation):
         raise ValueError(
             f"the checkpoint was saved {samples} rows into epoch {epoch}, in steps of other sizes, which is inside a "
