@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.errors import PlanError
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
 from meshwright.parallel.layout import record_of
@@ -21,9 +22,13 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
 
     Args:
         model: changed in place.
-        runtime: of the model; nothing to do without tensor parallelism.
+        runtime: of the model; nothing to do where each rank has the whole head.
+
+    Raises:
+        PlanError: from such a call under ZeRO stage 3, where weights are whole only while their own module runs.
     """
-    if runtime.tp.size == 1 or not hasattr(model, "get_output_embeddings"):
+    is_gathered_late = runtime.plan is not None and runtime.plan.zero_stage == 3
+    if (runtime.tp.size == 1 and not is_gathered_late) or not hasattr(model, "get_output_embeddings"):
         return
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     forward, find_head = owner.forward, owner.get_output_embeddings
@@ -32,6 +37,11 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
     def with_whole_head(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
             return forward(*args, **kwargs)
+        if is_gathered_late:
+            raise PlanError(
+                "ParallelPlan.zero_stage=3 gathers the head's weight only while the head runs, and TRL's fused head "
+                "reads it past the module; set zero_stage=2"
+            )
         owner.get_output_embeddings = lambda: _whole(find_head(), runtime)
         try:
             return forward(*args, **kwargs)

@@ -24,7 +24,7 @@ from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
-from meshwright_hf.compiling import keep_hooks_out
+from meshwright_hf.compiling import compile_decoder, left_to_us
 from meshwright_hf.fused_head import gather_for_fused_head
 from meshwright_hf.trainer_checkpoints import CheckpointMixin
 from meshwright_hf.trainer_checks import arguments_of, check_arguments, check_run, check_trainer, config_of
@@ -80,8 +80,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         prepare_model = accelerator.prepare_model
 
         def prepare(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-            # For evaluation accelerate adds autocast and compilation, and no DDP: the plan has reduced the gradients.
-            return prepare_model(model, device_placement=False, evaluation_mode=True)
+            # For evaluation accelerate adds autocast, and no DDP: the plan has reduced the gradients.
+            with left_to_us(accelerator.state.dynamo_plugin):
+                return prepare_model(model, device_placement=False, evaluation_mode=True)
 
         accelerator.prepare_model = prepare
         accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
@@ -110,7 +111,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
-            keep_hooks_out(self.model)
+            compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
 
     def _config(self) -> ToDistributedConfig:
         # The Trainer multiplies a loss that it divided by the global count by dp, since DDP averages gradients. Read as
