@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from meshwright.parallel.loss import CausalLMLoss
 from support.trainers import Run, run_trainer
 
 TOLERANCE = 1e-5
@@ -66,6 +68,28 @@ def test_20_steps_evaluation_and_predictions_equal_one_process(
         assert largest_difference(list(run.metrics.values()), list(expected.metrics.values())) <= TOLERANCE
         assert np.array_equal(run.label_ids, expected.label_ids)
         assert np.allclose(run.predictions, expected.predictions, rtol=0, atol=TOLERANCE)
+
+
+def run_misreading_counts(output_dir: Path, plan: dict[str, Any], **options: Any) -> Run:
+    """The classic mistake: the Trainer's count is the global one, and its factor dp is forgotten."""
+    with mock.patch.object(CausalLMLoss, "_items", lambda self, per_rank, valid: per_rank[0]):
+        return run_trainer(output_dir, plan, **options)
+
+
+def run_with_rows_of_all_processes(output_dir: Path, plan: dict[str, Any], **options: Any) -> Run:
+    """Another: predictions are gathered over all ranks, those with the same rows included."""
+    with mock.patch(
+        "meshwright_hf.trainer.gather_rows", lambda x, dp, as_objects: torch.cat([torch.atleast_1d(x)] * 2)
+    ):
+        return run_trainer(output_dir, plan, **options)
+
+
+def test_wrong_answers_would_be_caught(pool2: Any, tmp_path: Path) -> None:
+    expected = reference(max_steps=2)
+    run = pool2.run(run_misreading_counts, tmp_path, {"dp": 2}, max_steps=2, timeout=200)[0]
+    assert largest_difference(run.losses, expected.losses) > 0.9  # twice the loss
+    run = pool2.run(run_with_rows_of_all_processes, tmp_path, {"tp": 2}, max_steps=2, evaluated=11, timeout=200)[0]
+    assert run.metrics["eval_rows"] == 22
 
 
 def cross_entropy_of_sums(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
