@@ -49,9 +49,8 @@ def main() -> None:
     parser.add_argument("--output-dir", default="out")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, of whatever plan")
     options = parser.parse_args()
-    plan = mw.ParallelPlan(
-        dp=options.dp, tp=options.tp, sequence_parallel=options.tp > 1, zero_stage=options.zero_stage
-    )
+    sizes = {"dp": options.dp, "tp": options.tp, "zero_stage": options.zero_stage}
+    plan = mw.ParallelPlan(**sizes, sequence_parallel=options.tp > 1)
     args = TrainingArguments(
         output_dir=options.output_dir,
         per_device_train_batch_size=8 // options.dp,  # rows of a data-parallel rank, as ever
