@@ -24,7 +24,6 @@ CONFIG = LlamaConfig(
     intermediate_size=128,
     num_hidden_layers=2,
     num_attention_heads=4,
-    num_key_value_heads=2,
     max_position_embeddings=64,
 )
 

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
 from meshwright.parallel.loss import CausalLMLoss
 from support.trainers import Run, run_trainer
@@ -99,6 +99,11 @@ def cross_entropy_of_sums(outputs: Any, labels: Any, num_items_in_batch: Any = N
     return loss / num_items_in_batch
 
 
+def packed(features: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of a rank as one, with positions that start anew."""
+    return DataCollatorWithFlattening()([{name: x.tolist() for name, x in row.items()} for row in features])
+
+
 # What else a Trainer is told; 6 steps each.
 SETTINGS: dict[str, dict[str, Any]] = {
     "label smoothing, lengths grouped, last batch dropped": {
@@ -122,7 +127,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "average_tokens_across_devices": False,
         "model": {"tie_word_embeddings": True},
     },
-    "SGD by a name, batches evaluated one by one": {"optim": "sgd", "learning_rate": 0.1, "evaluated": 5},
+    "rows packed into one": {"extra": {"data_collator": packed}},
+    "SGD by a name, evaluation": {"optim": "sgd", "learning_rate": 0.1, "evaluated": 5},
 }
 
 

@@ -33,7 +33,7 @@ class Runtime:
         zero: the ZeRO shards, if any.
         guard: watches over the ranks; None on one process.
         plan: of a ``to_distributed`` call.
-        streams: its dropout masks come from these.
+        streams: the dropout streams of its model.
     """
 
     tp: Axis

@@ -8,7 +8,7 @@ the same masks in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,14 +37,6 @@ class DropoutStreams:
         self._seeds = torch.Generator().manual_seed(seed)
         self._has_dropout = _has_dropout(model)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Where the streams are; the same on every rank, and holds under another plan too."""
-        return {"seeds": self._seeds.get_state()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
-        self._seeds.set_state(state["seeds"])
-
     @property
     def is_active(self) -> bool:
         return self._has_dropout and self._model.training
@@ -59,6 +51,14 @@ class DropoutStreams:
             return _nothing
         seed = int(torch.randint(_MAX_SEED, (), generator=self._seeds))
         return _switch(device, seed + self.dp.rank)
+
+    def state_dict(self) -> dict[str, str]:
+        """Where the seeds of the next forward passes come from; the same on every rank, JSON."""
+        return {"seeds": bytes(self._seeds.get_state().tolist()).hex()}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Go on from there."""
+        self._seeds.set_state(torch.tensor(list(bytes.fromhex(state["seeds"])), dtype=torch.uint8))
 
     def enter_shard(self, x: Tensor) -> Restore:
         """Start a stretch in which each rank of the TP axis holds another part of ``x``."""
