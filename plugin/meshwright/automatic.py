@@ -24,7 +24,8 @@ from meshwright.parallel.outcome import text_from_first
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.hardware import CATALOGUE, Cluster, Device, HardwareProfile
+from meshwright.planner.devices import Device
+from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.plan_file import read_plan, runnable_fields
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import describe
