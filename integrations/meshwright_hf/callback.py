@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,10 +51,10 @@ class MeshwrightCallback(TrainerCallback):
             )
         self.check_every, self.shows_plan = check_every, shows_plan
         self.trainer_shards = False  # MeshwrightTrainer sets it before it makes the Trainer
-        self._tokens = 0
+        self._tokens = self._length = 0
         self._since = 0.0
         self._hook: Any = None
-        self._flops: float | None = None  # of a token
+        self._flops: Callable[[int], float] | None = None  # of a token, by the length of its row
         self._peak: float | None = None  # of a device, a second
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
