@@ -159,6 +159,13 @@ def test_training_goes_on_exactly(
     assert difference(actual, expected) < 1e-10
 
 
+def test_zero_on_one_process(saves: dict[str, Path], expected: Run, tmp_path: Path) -> None:
+    one = {"zero_stage": 1}
+    start_and_save(one, tmp_path)
+    for folder in (saves["dp2+zero1"], tmp_path):
+        assert difference(resume(one, folder), expected) < 1e-10  # as above
+
+
 def test_without_the_state_the_numbers_are_others(saves: dict[str, Path], expected: Run) -> None:
     assert difference(resume(ONE, saves["one"], loads=False), expected) > 1e-4
 

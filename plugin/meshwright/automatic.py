@@ -32,6 +32,7 @@ from meshwright.planner.shapes import describe
 from meshwright.planner.space import FUTURE
 from meshwright.planner.units import gib, seconds
 from meshwright.plans import plan_for
+from meshwright.plans.registry import CONFIG_KEY, ROLES_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,37 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
         raise PlanError(
             f"ToDistributedConfig.plan must be a meshwright.ParallelPlan, 'auto', or the path of a plan file, not "
             f"{type(plan).__name__}"
+        )
+    return _with_sequence_parallel(plan, config)
+
+
+def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan | None:
+    """Return the plan that came with the model, under "meshwright" in its config.json; None without one.
+
+    Raises:
+        PlanError: one that this version cannot run, or for another number of processes; it says where it is.
+    """
+    saved = getattr(getattr(model, "config", None), CONFIG_KEY, None)
+    if saved is None or config.plan == "auto":
+        return None
+    source = f'"{CONFIG_KEY}" in the config of {getattr(model.config, "name_or_path", "") or type(model).__name__}'
+    if not isinstance(saved, Mapping):
+        raise PlanError(f"{source} must be an object with the fields of a ParallelPlan, not {saved!r}")
+    fields = {name: value for name, value in saved.items() if name != ROLES_KEY}
+    if not fields:
+        return None
+    known = [field.name for field in dataclasses.fields(ParallelPlan)]
+    if unknown := sorted(set(fields) - set(known)):
+        raise PlanError(f"{source} has {', '.join(unknown)}; the fields of a plan are {', '.join(known)}")
+    try:
+        plan = ParallelPlan(**fields)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from error
+    if plan.world_size != world_size():
+        raise PlanError(
+            f"{source} plans dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} = {plan.world_size} processes, "
+            f"but {world_size()} were launched; pass another: ToDistributedConfig(plan=ParallelPlan(...)), or launch "
+            f"with: torchrun --nproc-per-node {plan.world_size} SCRIPT"
         )
     return _with_sequence_parallel(plan, config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,24 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def check_agreement(plan: ParallelPlan) -> None:
+    """Compare the plans of all ranks, before they build groups that would not fit together.
+
+    Raises:
+        PlanError: on every rank, naming one of those that differ.
+    """
+    if not dist.is_initialized() or world_size() == 1:
+        return
+    plans: list[Any] = [None] * world_size()
+    dist.all_gather_object(plans, plan)
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            raise PlanError(
+                f"the ranks were given different plans; rank 0: {plans[0]}, rank {rank}: {other}. Every process must "
+                "make the same call"
+            )
 
 
 def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Axis, Axis]:

@@ -21,8 +21,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             torch.save(weights, "model.pt")
     """
+    return gather_state(model, model.state_dict(keep_vars=True))
+
+
+def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`full_state_dict`, of some of a model's tensors."""
     runtime = find_runtime(model)
-    state = model.state_dict(keep_vars=True)
     if runtime is None:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
     full: dict[str, Tensor] = {}

@@ -18,20 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.assemble import is_first
-from meshwright.checkpoint.export import full_state_dict, gather_full
+from meshwright.checkpoint.export import gather_full, gather_state
 from meshwright.checkpoint.safetensors_file import read_header, read_rows
 from meshwright.checkpoint.stream import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.layout import RowLayout, global_shape
 from meshwright.parallel.outcome import on_first_rank
+from meshwright.plans.adapters import wrapped
 
 
 def export_with_full_weights(model: nn.Module) -> None:
     """Make ``model.save_pretrained`` write one-device weights, from rank 0; every rank calls it.
 
     A plain save of transformers' model streams: rank 0 never holds more than one full tensor above
-    its own shard. With ``state_dict``, that is what is written. With ``push_to_hub``, adapters, or a
-    model whose names on disk are not its own, rank 0 collects the whole model first.
+    its own shard. With ``state_dict``, that is what is written. With ``push_to_hub``, or a model whose
+    names on disk are not its own, rank 0 collects the whole model first; of PEFT's, the adapters alone.
     """
     save_pretrained = getattr(model, "save_pretrained", None)
     if save_pretrained is None:
@@ -49,7 +50,7 @@ def export_with_full_weights(model: nn.Module) -> None:
         if plan is not None:
             _stream(model, runtime, plan)
             return
-        state = full_state_dict(model)
+        state = gather_state(model, _saved_by(model))
         on_first_rank(lambda: save_pretrained(save_directory, *args, **{**kwargs, "state_dict": state}))
 
     object.__setattr__(model, "save_pretrained", save_full)
@@ -61,6 +62,20 @@ def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, 
     bound.apply_defaults()
     rest = bound.arguments.pop("kwargs", {})
     return {**bound.arguments, **rest}
+
+
+def _saved_by(model: Any) -> dict[str, Tensor]:
+    """The tensors that ``save_pretrained`` may write: of a model with adapters, those and the vocabulary's."""
+    state = model.state_dict(keep_vars=True)
+    if wrapped(model) is None:
+        return state
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabulary = {id(p) for module in ends if module is not None for p in module.parameters()}
+    return {
+        name: x
+        for name, x in state.items()
+        if x.requires_grad or id(x) in vocabulary or "lora_" in name or name.endswith(".bias")
+    }
 
 
 def _can_stream(model: nn.Module) -> bool:

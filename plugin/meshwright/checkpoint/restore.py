@@ -209,9 +209,9 @@ def _read_tensor(tensor: str, part: Part, files: WeightFiles) -> Tensor:
     # As torch's own load_state_dict: state is of its parameter's dtype.
     dtype = key.dtype if entry.dtype.is_floating_point else entry.dtype
     read: Callable[..., Tensor] = functools.partial(files.read, tensor, part.record.layout, part.record.rank, dtype)
-    if entry.shape != tuple(part.record.global_shape) or part.cut.is_replicated:
+    if entry.shape != tuple(part.record.global_shape):
         return read()
-    return read(part.own).view(key.shape)
+    return (read() if part.cut.is_replicated else read(part.own)).view(key.shape)
 
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ class Runtime:
         guard: watches over the ranks; None on one process.
         plan: of a ``to_distributed`` call.
         streams: the dropout streams of its model.
+        has_optimizer: whether an optimizer is bound to the parameters.
     """
 
     tp: Axis
@@ -44,6 +45,7 @@ class Runtime:
     guard: Guard | None = None
     plan: ParallelPlan | None = None
     streams: DropoutStreams | None = None
+    has_optimizer: bool = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -57,6 +57,7 @@ def install_gradient_sync(
     if trainable:
         runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=AllReduce(dp), unreduced=unreduced, meet=meet))
     if optimizer is not None:
+        runtime.has_optimizer = True
         optimizer.register_step_pre_hook(runtime.check_synced)
         attach(optimizer, runtime)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axis, agree
 
 _MAX_SEED = 2**62
 
@@ -66,6 +66,16 @@ class DropoutStreams:
             return _nothing
         seed = int(torch.randint(_MAX_SEED, (), device=x.device))
         return _switch(x.device, seed + 1 + self.tp.rank)
+
+    def enter_shared(self, x: Tensor) -> Restore:
+        """Start a stretch, amid one of :meth:`enter_shard`, in which each rank of the TP axis holds all of ``x``.
+
+        The ranks have no random state in common there, so the first one's seed is sent to the others.
+        """
+        if not self.is_active or self.tp.size == 1:
+            return _nothing
+        seed = torch.randint(_MAX_SEED, (), device=x.device)
+        return _switch(x.device, int(agree(seed, self.tp)))
 
 
 def _nothing() -> None:

@@ -92,7 +92,8 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
     for option in ("output_hidden_states", "output_attentions"):
-        if kwargs.get(option, getattr(getattr(model, "config", None), option, False)):
+        value = kwargs.get(option)  # PEFT passes None
+        if getattr(getattr(model, "config", None), option, False) if value is None else value:
             raise ValueError(
                 f"{option}=True is not available under tensor parallelism: each rank has only its own heads, and "
                 "under sequence parallelism its own tokens. Turn it off, or run this on the one-device model"

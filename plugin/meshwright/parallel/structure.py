@@ -13,7 +13,10 @@ from torch import nn
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.heads import HeadLayout, head_layout
 from meshwright.parallel.layout import RowLayout
+from meshwright.plans.adapters import check_adapters, is_adapted, projection
 from meshwright.plans.base import BLOCK_ROLES, COLUMN_ROLES, ROW_ROLES, Role, ShardingPlan
+
+PROJECTIONS = COLUMN_ROLES | ROW_ROLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,12 @@ class Block:
     heads: HeadLayout | None
     has_fused_qkv: bool
     wide_norms: tuple[tuple[nn.Module, RowLayout], ...]
+
+    @property
+    def shared_dropouts(self) -> list[nn.Module]:
+        """Dropout of adapters on the block's input, of which every rank has all."""
+        adapted: list[Any] = [module for module in self.columns if is_adapted(module)]
+        return [module for column in adapted for module in column.lora_dropout.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
         PlanError: where the model's sizes do not divide, or its structure is not a decoder's.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    check_adapters(modules)
     roles = {name: role for name in modules if (role := plan.role_of(name)) is not None}
     _check_coverage(model, modules, roles, plan)
     embedding = _only(modules, roles, Role.EMBEDDING, plan, nn.Embedding)
@@ -99,9 +109,9 @@ def _check_coverage(
         f"{name}.{suffix}"
         for name, role in roles.items()
         if not role.is_structural
-        for suffix, _ in modules[name].named_parameters(recurse=False)
+        for suffix, _ in modules[name].named_parameters(recurse=role in PROJECTIONS and is_adapted(modules[name]))
     }
-    in_blocks = COLUMN_ROLES | ROW_ROLES | {Role.HEAD_NORM, Role.Q_NORM, Role.K_NORM}
+    in_blocks = PROJECTIONS | {Role.HEAD_NORM, Role.Q_NORM, Role.K_NORM}
     homeless = {
         f"{name}.{suffix}"
         for name, role in roles.items()
@@ -113,10 +123,10 @@ def _check_coverage(
     if missing:
         raise UncoveredParameterError(missing, plan.source)
     for name, role in roles.items():
-        if role in COLUMN_ROLES | ROW_ROLES and not isinstance(modules[name], nn.Linear):
+        if role in PROJECTIONS and not isinstance(projection(modules[name]), nn.Linear):
             raise PlanError(
                 f"{plan.source} makes {name!r} a {role.value}, but it is a {type(modules[name]).__name__}: "
-                "only nn.Linear projections can be sharded (merge adapters or quantised layers first)"
+                "only nn.Linear projections can be sharded, alone or with LoRA (merge quantised layers first)"
             )
 
 
@@ -181,7 +191,7 @@ def _block(
         heads = head_layout(
             modules[block_name],
             getattr(model, "config", None),
-            query_rows=query.weight.shape[0] if query is not None else None,
+            query_rows=projection(query).weight.shape[0] if query is not None else None,
             tp=tp,
         )
     wide = {Role.Q_NORM: HeadLayout.query_rows, Role.K_NORM: HeadLayout.kv_rows}
@@ -205,14 +215,30 @@ def _block_layouts(
     for name, role in roles.items():
         if _owning_block(name, roles) != block.name or role.is_structural or role is Role.NORM:
             continue
-        for suffix, parameter in modules[name].named_parameters(recurse=False):
+        module = modules[name]
+        for suffix, parameter in module.named_parameters(recurse=is_adapted(module)):
             full_name = f"{name}.{suffix}"
+            if _is_replicated_factor(full_name, suffix, role):
+                rows = RowLayout.replicated(parameter.shape[0], tp)
+                # Each rank's half of the product is of its own rows or columns, and so is what flows back from it.
+                layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=True)
+                continue
             rows = _rows(full_name, tuple(parameter.shape), role, block.heads, tp)
             # A shared head norm sees local heads only, and so does a key head that several ranks hold (all of them do
             # where it is the only one); a row bias sees local tokens only.
             is_partial = sequence_parallel if role in ROW_ROLES and rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
+
+
+def _is_replicated_factor(name: str, suffix: str, role: Role) -> bool:
+    """Whether a parameter is the factor of an adapter that has no dim in common with the weight's sharded one."""
+    if role in ROW_ROLES and suffix.startswith("lora_B.") and suffix.endswith(".bias"):
+        raise PlanError(
+            f"{name}: every rank would add the bias of an adapter on an output projection; use lora_bias=False, or "
+            "ParallelPlan(tp=1)"
+        )
+    return suffix.startswith("lora_A." if role in COLUMN_ROLES else "lora_B." if role in ROW_ROLES else "\0")
 
 
 def _rows(name: str, shape: tuple[int, ...], role: Role, heads: HeadLayout | None, tp: int) -> RowLayout:

@@ -20,6 +20,7 @@ from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.structure import Block, DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
+from meshwright.plans.adapters import projection
 
 # Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
@@ -109,6 +110,10 @@ class _BlockHooks:
         self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
         block.module.register_forward_pre_hook(self._enter, with_kwargs=True)
         block.module.register_forward_hook(self._close, always_call=True)
+        for dropout in block.shared_dropouts:
+            _SharedDropout(dropout, streams)
+        # The bias is the projection's own; the sum is that of its output and its adapters'.
+        self._row = projection(block.row)
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)
 
@@ -131,11 +136,12 @@ class _BlockHooks:
 
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # Each rank would add the bias to its partial sum: take it out of the call, add it once after.
-        self._bias, module._parameters["bias"] = module._parameters["bias"], None
+        parameters = self._row._parameters
+        self._bias, parameters["bias"] = parameters["bias"], None
 
     def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         bias, self._bias = self._bias, None
-        module._parameters["bias"] = bias
+        self._row._parameters["bias"] = bias
         if output is None:  # the projection raised; the hook runs only to put the bias back
             return None
         if self._restore is not None:
@@ -143,6 +149,25 @@ class _BlockHooks:
             self._restore = None
         summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
         return summed if bias is None else summed + bias.to(summed.dtype)
+
+
+class _SharedDropout:
+    """A dropout that all ranks apply to the same activation, amid others on parts of one."""
+
+    def __init__(self, dropout: nn.Module, streams: DropoutStreams):
+        self.streams = streams
+        self._restore: Restore | None = None
+        dropout.register_forward_pre_hook(self._enter)
+        dropout.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and getattr(module, "p", 0) > 0:
+            self._restore = self.streams.enter_shared(args[0])
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
 
 class _SequenceRegion:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.plans.adapters import projection
 from meshwright.plans.base import Role, ShardingPlan
 
 _ATTENTION_NAMES = {
@@ -90,7 +91,8 @@ def _is_norm(module: nn.Module, *sizes: int) -> bool:
 def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Linear]]]:
     """Linear layers by the submodule that owns them; those that the layer owns itself have no block."""
     for name, module in layer.named_modules():
-        linears = {n: child for n, child in module.named_children() if isinstance(child, nn.Linear)}
+        children = {n: projection(child) for n, child in module.named_children()}
+        linears = {n: child for n, child in children.items() if isinstance(child, nn.Linear)}
         if name and linears:
             yield name, linears
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.plans import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
-from meshwright.plans.base import ShardingPlan
+from meshwright.plans.base import Role, ShardingPlan
 from meshwright.plans.infer import infer_plan
 
 _PLANS: dict[str, ShardingPlan] = {
@@ -17,6 +21,11 @@ _PLANS: dict[str, ShardingPlan] = {
     "qwen2": qwen2.PLAN,
     "qwen3": qwen3.PLAN,
 }
+
+
+# What a model's config.json may hold: {"meshwright": {"tp": 2, ..., "roles": {"model.embed": "embedding", ...}}}.
+CONFIG_KEY = "meshwright"
+ROLES_KEY = "roles"
 
 
 def register_plan(model_type: str, plan: ShardingPlan) -> None:
@@ -35,6 +44,23 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """The registered plan of the model's family, else one inferred from its structure."""
-    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    """The plan in the model's config, else the registered one of its family, else one inferred from its structure.
+
+    Raises:
+        PlanError: for roles in the config that there are not.
+    """
+    config = getattr(model, "config", None)
+    saved = getattr(config, CONFIG_KEY, None)
+    if isinstance(saved, Mapping) and ROLES_KEY in saved:
+        return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
+    model_type = getattr(config, "model_type", "")
     return _PLANS.get(model_type) or infer_plan(model)
+
+
+def _from_names(roles: Any, source: str) -> ShardingPlan:
+    if not isinstance(roles, Mapping):
+        raise PlanError(f"{source}: {ROLES_KEY!r} must map module names to roles, not {roles!r}")
+    known = {role.name.lower(): role for role in Role}
+    if unknown := [f"{module}: {name!r}" for module, name in roles.items() if name not in known]:
+        raise PlanError(f"{source} has roles that there are not: {', '.join(unknown)}; there are {', '.join(known)}")
+    return ShardingPlan(roles={module: known[name] for module, name in roles.items()}, source=source)
