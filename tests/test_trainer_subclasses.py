@@ -82,8 +82,9 @@ def run_adapted(output_dir: Path, plan: dict[str, Any] | None) -> tuple[Run, Run
     return whole, run_trainer(output_dir, plan, resume=str(output_dir / "checkpoint-3"), **options)
 
 
-def test_an_adapter_trains_and_is_resumed(pool2: Any, tmp_path: Path) -> None:
-    whole, resumed = pool2.run(run_adapted, tmp_path / "planned", {"dp": 2, "zero_stage": 1}, timeout=200)[0]
+@pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero_stage": 1}], ids=str)
+def test_an_adapter_trains_and_is_resumed(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
+    whole, resumed = pool2.run(run_adapted, tmp_path / "planned", plan, timeout=200)[0]
     expected = run_trainer(tmp_path / "one", max_steps=6, extra={"model_init": adapted})
     assert largest_difference(whole.losses, expected.losses) <= 1e-5
     assert largest_difference(whole.norms, expected.norms) <= 1e-5
