@@ -24,6 +24,7 @@ from meshwright.parallel.outcome import text_from_first
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.devices import Device
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, read_plan, runnable_fields
 from meshwright.planner.search import Choice, Search, search
@@ -313,3 +314,28 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         f"{found.considered} plans fit",
         f"  {slower}{against or 'nothing was ruled out'}. Your own: ToDistributedConfig(plan=ParallelPlan(...))",
     ]
+
+
+def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device: torch.device) -> str:
+    """What the planner would pick for a model on what was launched, and what it expects; communicates nothing.
+
+    Args:
+        model: with a transformers config.
+        dataloader: tells the length of a row.
+        rows: of one device's batch, in one optimizer step.
+        device: this process's.
+
+    Raises:
+        PlanError: a model that the planner cannot describe, rows whose length nothing tells, or where no plan fits.
+    """
+    if not _is_mapped(getattr(dataloader, "dataset", None)):
+        raise PlanError("the dataset is a stream, which does not tell how long a row is")
+    found = _search(model, rows, _length(dataloader), 1, ToDistributedConfig(), device)  # type: ignore[arg-type]
+    choice = found.choices[0]
+    speed = choice.tokens_per_second * found.cluster.gpus
+    return "\n".join([*_lines(found, choice, type(model).__name__)[:2], f"  expected: {speed:,.0f} tokens/s in all"])
+
+
+def device_at_hand(device: torch.device) -> Device:
+    """The catalogue's figures of this process's device, or of the nearest one that it has."""
+    return _cluster(device, 1, None).device

@@ -94,6 +94,7 @@ class DistributedLoader:
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # what the ranks of dp have agreed the inputs look like
         self._weight = 1.0
+        self._counted = 0
         self._state: dict[str, Any] | None = None  # as the leader said, where it reads for this rank
         self._has_warned = False
 
@@ -115,6 +116,7 @@ class DistributedLoader:
                     "has one position only, so end a loop before the next one begins"
                 )
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
+            self._counted = portion.counted
             self._check_rows(portion)
             batch = self._delivered(portion)
             self._check_sizes(portion)
@@ -145,6 +147,11 @@ class DistributedLoader:
         that is a sum over tokens divided by their global count, as ``to_distributed`` has it, needs no weight.
         """
         return self._weight
+
+    @property
+    def counted(self) -> int:
+        """Rows of the batch last given that count: all of them, or none where the row only keeps this rank in step."""
+        return self._counted
 
     @property
     def dropped(self) -> int:
@@ -295,7 +302,7 @@ class DistributedLoader:
                 "a batch without 'labels' cannot be padded with a row that does not count; set drop_last=True on the "
                 "loader"
             )
-        return _without_labels(portion.batch)
+        return without_labels(portion.batch)
 
 
 def check_sizes(own: str, dp: Axis, where: str) -> None:
@@ -335,8 +342,10 @@ def _has_labels(batch: Any) -> bool:
     return isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)
 
 
-def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The same rows, which no loss counts."""
+def without_labels(batch: Any) -> Any:
+    """The same rows, which no loss counts; other batches than mappings stay as they are."""
+    if not isinstance(batch, Mapping):
+        return batch
     out = dict(batch)
     for name in ("labels", "shift_labels"):
         if isinstance(out.get(name), Tensor):

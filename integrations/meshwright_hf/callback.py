@@ -1,0 +1,177 @@
+"""What a callback can honestly do for a Trainer: watch it, and say what would make it faster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from meshwright.automatic import device_at_hand, plan_card
+from meshwright.errors import PlanError
+from meshwright.launch import world_size
+from meshwright.optim.runtime import device_of, find_runtime
+from meshwright.planner.shapes import describe
+from meshwright_hf.replicas import check_replicas
+
+logger = logging.getLogger(__name__)
+
+
+class MeshwrightCallback(TrainerCallback):
+    """Telemetry, a plan card and a guard against replicas that drift apart, in any Trainer.
+
+    Each log of the training loss gets ``tokens_per_second`` and ``mfu`` over all devices since the last one, and
+    ``peak_memory_gb`` of the rank that needs most. Reporting integrations (``report_to``) come before a user's
+    callbacks and do not see these; the printed logs and ``state.log_history`` do.
+
+    It cannot shard: a callback sees the model after the Trainer has wrapped it. In a stock Trainer with several
+    processes it says so, and which line to change.
+
+    Args:
+        check_every: compare the replicas' weights every so many steps; 0 for never.
+        shows_plan: log what the planner would pick, when training begins.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[MeshwrightCallback()])
+    """
+
+    def __init__(self, *, check_every: int = 100, shows_plan: bool = True):
+        if not isinstance(check_every, int) or check_every < 0:
+            raise ValueError(
+                f"MeshwrightCallback(check_every={check_every!r}) must be a number of steps, or 0 for never"
+            )
+        self.check_every, self.shows_plan = check_every, shows_plan
+        self.trainer_shards = False  # MeshwrightTrainer sets it before it makes the Trainer
+        self._tokens = self._length = 0
+        self._since = 0.0
+        self._hook: Any = None
+        self._flops: Callable[[int], float] | None = None  # of a token, by the length of its row
+        self._peak: float | None = None  # of a device, a second
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what this callback will not do."""
+        if not self.trainer_shards and state.is_world_process_zero and (world_size() > 1 or _PLAN in os.environ):
+            logger.warning(
+                "MeshwrightCallback watches this Trainer and cannot shard its model: a callback sees it after the "
+                "Trainer has wrapped it. To train by a plan, change the line that makes the Trainer:\n"
+                "  - trainer = Trainer(...)\n"
+                "  + trainer = meshwright_hf.trainer.MeshwrightTrainer(...)"
+            )
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        """Count tokens from here on, and log the plan card."""
+        assert model is not None
+        device = device_of(model)
+        try:
+            self._flops = describe(model.config).flops
+        except (PlanError, AttributeError) as error:
+            logger.info("no MFU: %s", error)
+        # Nobody has measured what this host's processor could do.
+        self._peak = None if device.type == "cpu" else device_at_hand(device).flops
+        if self.shows_plan and state.is_world_process_zero:
+            self._log_plan(args, model, train_dataloader, device)
+        self._count_tokens_of(args, model)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
+        """Compare the replicas, now and then."""
+        if self.check_every and state.global_step % self.check_every == 0:
+            assert model is not None
+            check_replicas(model, step=state.global_step)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
+    ) -> None:
+        """Add the telemetry to a log of the training loss."""
+        if logs is None or "loss" not in logs or model is None:
+            return
+        now = time.perf_counter()
+        added = self._telemetry(model, now - self._since)
+        self._tokens, self._length, self._since = 0, 0, now
+        logs.update(added)
+        if state.log_history:
+            state.log_history[-1].update(added)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _log_plan(self, args: Any, model: nn.Module, loader: Any, device: torch.device) -> None:
+        runtime = find_runtime(model)
+        replicas = world_size() if runtime is None else runtime.dp.size
+        rows = args.train_batch_size * args.gradient_accumulation_steps * replicas
+        try:
+            card = plan_card(model, loader, rows=rows, device=device)
+        except PlanError as error:
+            card = f"no plan: {error}"
+        if runtime is not None and runtime.plan is not None:
+            card += f"\n  in use: {runtime.plan}"
+        logger.warning("MeshwrightCallback: the planner's choice for this run\n%s", card)
+
+    def _count_tokens_of(self, args: Any, model: nn.Module) -> None:
+        self._tokens = self._length = 0
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+        if args.torch_compile:
+            logger.info("no tokens/s under torch_compile: a hook that counts would be compiled anew in every step")
+            return
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if model.training and torch.is_grad_enabled() and isinstance(ids, Tensor):
+            self._tokens += ids.numel()
+            self._length = max(self._length, ids.shape[-1])
+
+    def _telemetry(self, model: nn.Module, elapsed: float) -> dict[str, float]:
+        """Of all ranks; every rank logs at the same steps."""
+        device = device_of(model)
+        own = torch.tensor([self._tokens, self._length, _peak_memory(device)], dtype=torch.float64, device=device)
+        ranks = own[None]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, own)
+            ranks = torch.stack(parts)
+        runtime = find_runtime(model)
+        copies = 1 if runtime is None else runtime.tp.size  # ranks with the same rows
+        found = {"peak_memory_gb": round(ranks[:, 2].max().item() / 1e9, 3)}
+        tokens, length = ranks[:, 0].sum().item() / copies, int(ranks[:, 1].max())
+        if self._hook is not None and elapsed > 0:
+            found["tokens_per_second"] = round(tokens / elapsed, 1)
+            if self._flops is not None and self._peak is not None and length:
+                done = tokens * self._flops(length) / elapsed
+                found["mfu"] = round(done / (self._peak * len(ranks)), 4)
+        return found
+
+
+_PLAN = "MESHWRIGHT_PLAN"
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Bytes that this rank has needed at most: of its GPU, or of the process on CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -1,0 +1,44 @@
+"""torch.compile of a distributed model: what is between the collectives is compiled, they themselves are not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import DynamoBackend
+from torch import nn
+
+
+def compile_decoder(model: Any, options: Mapping[str, Any]) -> None:
+    """Compile the decoder in place; the head, its sharded logits and the loss run as they are.
+
+    Hooks move activations between ranks and keep state from one to the next, which a traced graph would freeze: graphs
+    end at them.
+
+    Args:
+        model: distributed; changed in place.
+        options: of ``torch.compile``.
+    """
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder: nn.Module = getattr(whole, "base_model", whole)
+    for module in decoder.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = torch.compiler.disable(hook)
+    decoder.compile(**options)
+
+
+@contextlib.contextmanager
+def left_to_us(plugin: Any) -> Iterator[None]:
+    """Inside, accelerate compiles nothing.
+
+    Args:
+        plugin: its TorchDynamoPlugin.
+    """
+    before, plugin.backend = plugin.backend, DynamoBackend.NO
+    try:
+        yield
+    finally:
+        plugin.backend = before

@@ -1,0 +1,65 @@
+"""TRL's fused head on shards: it reads the head's weight past the module, and needs the whole one."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.errors import PlanError
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import unsplit_rows
+from meshwright.parallel.layout import record_of
+
+
+def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
+    """Give ``model(..., fused_lm_head=True)`` the whole head, gathered for the call; other calls stay as they are.
+
+    TRL's trainers put such a forward on the model before it is sharded. It multiplies hidden states by
+    ``get_output_embeddings().weight`` tile by tile, so that a rank's own rows would give a softmax over its words.
+
+    Args:
+        model: changed in place.
+        runtime: of the model; nothing to do where each rank has the whole head.
+
+    Raises:
+        PlanError: from such a call under ZeRO stage 3, where weights are whole only while their own module runs.
+    """
+    is_gathered_late = runtime.plan is not None and runtime.plan.zero_stage == 3
+    if (runtime.tp.size == 1 and not is_gathered_late) or not hasattr(model, "get_output_embeddings"):
+        return
+    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forward, find_head = owner.forward, owner.get_output_embeddings
+
+    @functools.wraps(forward)
+    def with_whole_head(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("fused_lm_head"):
+            return forward(*args, **kwargs)
+        if is_gathered_late:
+            raise PlanError(
+                "ParallelPlan.zero_stage=3 gathers the head's weight only while the head runs, and TRL's fused head "
+                "reads it past the module; set zero_stage=2"
+            )
+        owner.get_output_embeddings = lambda: _whole(find_head(), runtime)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            del owner.get_output_embeddings
+
+    owner.forward = with_whole_head
+
+
+def _whole(head: nn.Linear, runtime: Runtime) -> SimpleNamespace:
+    """Every rank computes the same with it, so that its gradient is this rank's rows of the one at hand."""
+    bias = None if head.bias is None else _gathered(head.bias, runtime)
+    return SimpleNamespace(weight=_gathered(head.weight, runtime), bias=bias)
+
+
+def _gathered(parameter: Tensor, runtime: Runtime) -> Tensor:
+    record = record_of(parameter)
+    if not record.is_sharded:
+        return parameter
+    assert record.layout.dim == 0
+    return unsplit_rows(parameter, runtime.tp)[: record.global_shape[0]]

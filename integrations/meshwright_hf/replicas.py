@@ -1,0 +1,57 @@
+"""Whether ranks that must hold the same weights still do."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.errors import DivergenceError
+from meshwright.optim.runtime import find_runtime
+from meshwright.parallel.layout import record_of
+
+logger = logging.getLogger(__name__)
+
+
+def check_replicas(model: nn.Module, *, step: int) -> None:
+    """Compare two numbers of each weight over the ranks that hold the same; every rank makes the call.
+
+    Without a plan all ranks do, as under DDP. Of a distributed model, all ranks of the data-parallel axis do, and of
+    weights that are not sharded those of the tensor-parallel axis too. A model whose parameters are not all on this
+    rank (FSDP, DeepSpeed stage 3, ZeRO stage 3) is left alone.
+
+    Raises:
+        DivergenceError: on every rank, naming the first weight that differs and the ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    runtime = find_runtime(model)
+    parameters = dict(model.named_parameters())
+    is_fsdp = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    if is_fsdp or any(hasattr(p, "placements") or hasattr(p, "ds_id") for p in parameters.values()):
+        return
+    if runtime is not None and runtime.plan is not None and runtime.plan.zero_stage == 3:
+        return
+    own = torch.stack([_digest(p) for p in parameters.values()])
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    for index, (name, parameter) in enumerate(parameters.items()):
+        is_shard = runtime is not None and record_of(parameter).is_sharded
+        apart = runtime.tp.size if runtime is not None and is_shard else 1  # tp is the innermost axis
+        for first in range(apart):
+            others = range(first, len(parts), apart)
+            if differ := [rank for rank in others if not torch.equal(parts[rank][index], parts[first][index])]:
+                raise DivergenceError(
+                    f"step {step}: rank(s) {', '.join(map(str, differ))} have other values of {name} than rank "
+                    f"{first}, and must have the same: something changed the weights, or a gradient, on one rank alone "
+                    "(a clip by a local norm, a batch that only one rank skipped, a module left out of the wrapper)"
+                )
+
+
+def _digest(x: Tensor) -> Tensor:
+    """Two numbers that differ between tensors of which some element does."""
+    values = x.detach()
+    total = values.sum(dtype=torch.float64)
+    return torch.stack([total, torch.linalg.vector_norm(values, dtype=torch.float64)]).nan_to_num()

@@ -1,0 +1,221 @@
+"""transformers' Trainer on a plan: the same class, arguments and numbers, and a model that is sharded."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+import meshwright as mw
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.data.loader import DistributedLoader
+from meshwright.launch import world_size
+from meshwright.optim.runtime import find_runtime
+from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.loss import CausalLMLoss
+from meshwright_hf.batches import global_batches
+from meshwright_hf.callback import MeshwrightCallback
+from meshwright_hf.compiling import compile_decoder, left_to_us
+from meshwright_hf.fused_head import gather_for_fused_head
+from meshwright_hf.trainer_checkpoints import CheckpointMixin
+from meshwright_hf.trainer_checks import arguments_of, check_arguments, check_run, check_trainer, config_of
+from meshwright_hf.trainer_data import gather_rows, mesh_loader
+
+logger = logging.getLogger(__name__)
+
+
+class MeshwrightTrainerMixin(CheckpointMixin):
+    """Makes a subclass of transformers' Trainer train by a plan; put it first among the bases.
+
+    The model is sharded when the Trainer is made, and stays the user's object. Batch sizes keep their meaning: rows of
+    one data-parallel rank. Losses, gradient norms, metrics and predictions are those of one process with a batch dp
+    times as large. Checkpoints have one-device weights and optimizer state, and are resumed under any plan.
+
+    Args:
+        meshwright: a ParallelPlan, a ToDistributedConfig, or the path of a plan file. By default the launcher's plan,
+            or the one that the planner picks.
+
+    Raises:
+        PlanError: for a plan that cannot run, and for arguments that contradict it.
+
+    Example::
+
+        class PlannedSFTTrainer(MeshwrightTrainerMixin, SFTTrainer): ...
+
+        trainer = PlannedSFTTrainer(model, args=args, train_dataset=data, meshwright=mw.ParallelPlan(tp=2))
+    """
+
+    # What the mixin uses of the Trainer, beside what checkpoints use.
+    accelerator: Any
+    train_dataset: Any
+
+    def __init__(
+        self, *args: Any, meshwright: ToDistributedConfig | ParallelPlan | str | None = None, **kwargs: Any
+    ) -> None:
+        self._mesh_config = config_of(meshwright)
+        self._is_training_loader = self._is_distributing = False
+        self._distributed: Any = None  # the model for which all is set up
+        check_arguments(arguments_of(args, kwargs))
+        if kwargs.get("callbacks"):
+            kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
+        super().__init__(*args, **kwargs)
+        check_trainer(self)
+        self._distribute()
+
+    # ---- set-up
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's own, told to leave the model to the plan and to put loaders on its mesh."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self.accelerator
+        prepare_model = accelerator.prepare_model
+
+        def prepare(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+            # For evaluation accelerate adds autocast, and no DDP: the plan has reduced the gradients.
+            with left_to_us(accelerator.state.dynamo_plugin):
+                return prepare_model(model, device_placement=False, evaluation_mode=True)
+
+        accelerator.prepare_model = prepare
+        accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
+        accelerator.prepare_data_loader = self._prepare_data_loader
+        accelerator.gather_for_metrics = self._gather_for_metrics
+        self.gather_function = functools.partial(
+            self._gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _distribute(self) -> None:
+        """Shard the model, and make it fit for the Trainer; once for each model that ``model_init`` makes."""
+        if self._distributed is self.model:
+            return
+        if find_runtime(self.model) is None:
+            if self.train_dataset is not None:
+                self.create_optimizer()  # type: ignore[attr-defined]
+            # Before the guard's own, so that it runs after: exit hooks run last first.
+            atexit.register(_leave_process_group)
+            with torch.random.fork_rng(devices=[]):  # what the Trainer draws later is what it draws on one process
+                mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
+        self._distributed, runtime = self.model, self._runtime
+        check_run(self.args, runtime)
+        loss = getattr(self.model, "loss_function", None)
+        if isinstance(loss, CausalLMLoss):
+            loss.num_items = "local"  # see _config; the model may have been distributed before
+        self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
+        gather_for_fused_head(self.model, runtime)
+        if self.args.torch_compile:
+            compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
+
+    def _config(self) -> ToDistributedConfig:
+        # The Trainer multiplies a loss that it divided by the global count by dp, since DDP averages gradients. Read as
+        # counts of each rank, dp global ones add up to the divisor that undoes this.
+        config = dataclasses.replace(self._mesh_config, num_items_in_batch="local")
+        if _reads_logits(type(self)) and not config.gather_logits:
+            logger.info("%s has a compute_loss of its own, so training gathers whole logits", type(self).__name__)
+            config = dataclasses.replace(config, gather_logits=True)
+        return config
+
+    def _batches_to_plan_for(self) -> Any:
+        """The batches of all processes, where the planner is to pick."""
+        is_given = self._mesh_config.plan not in (None, "auto") or self._mesh_config.input_spec is not None
+        if is_given or self.train_dataset is None:
+            return None
+        self._is_distributing = True
+        try:
+            return global_batches(self.get_train_dataloader(), world_size())
+        finally:
+            self._is_distributing = False
+
+    def get_tp_size(self) -> int:
+        """Ranks with the same rows; batch sizes, step counts and the loss's scale follow from it."""
+        runtime = find_runtime(self.model)
+        return super().get_tp_size() if runtime is None else runtime.tp.size  # type: ignore[misc]
+
+    # ---- data
+
+    def get_train_dataloader(self) -> Any:
+        """This rank's rows of the global batches."""
+        if not self._is_distributing:
+            self._distribute()  # model_init may have made a new model
+        self._is_training_loader = True
+        try:
+            loader = super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            self._is_training_loader = False
+        self._train_loader = loader if isinstance(loader, DistributedLoader) else None
+        return loader
+
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
+        if find_runtime(self.model) is None:
+            return data_loader  # only to be looked at by the planner
+        return mesh_loader(
+            data_loader,
+            self._runtime,
+            device=self.args.device,
+            options=self._mesh_config.loader,
+            is_training=self._is_training_loader,
+            data_seed=self.args.data_seed,
+        )
+
+    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return gather_rows(input_data, self._runtime.dp, as_objects=use_gather_object)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        if count is not None and not self.args.average_tokens_across_devices:
+            count = count * self.get_tp_size()  # the Trainer has divided by it without summing over those ranks
+        return count
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self.get_tp_size()
+
+    # ---- steps
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return mw.clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return mw.clip_grad_norm_(self.model, math.inf) if grad_norm is None else grad_norm
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """The Trainer's own, with the loss of the global batch on every rank."""
+        loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        return None if loss is None else self._global_loss(loss), logits, labels
+
+    def _global_loss(self, loss: Tensor) -> Tensor:
+        """Ranks differ where the loss is not the model's causal-LM loss: a label smoother's, or the user's own."""
+        return all_gather(loss.reshape(1), self._runtime.dp).mean()
+
+
+class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
+    """transformers' Trainer with a plan; see MeshwrightTrainerMixin."""
+
+
+def _told(callback: Any) -> Any:
+    """A callback that need not tell the user to take this Trainer."""
+    if isinstance(callback, type) and issubclass(callback, MeshwrightCallback):
+        callback = callback()
+    if isinstance(callback, MeshwrightCallback):
+        callback.trainer_shards = True
+    return callback
+
+
+def _leave_process_group() -> None:
+    """gloo's threads abort the interpreter otherwise."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _reads_logits(kind: type) -> bool:
+    """Whether a Trainer computes its loss itself, perhaps from the logits."""
+    return kind.compute_loss is not Trainer.compute_loss  # type: ignore[attr-defined]

@@ -1,0 +1,151 @@
+"""What the Trainer can be asked for that a plan contradicts, or that shards would get wrong: each an error by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.launch import world_size
+from meshwright.optim.runtime import Runtime
+
+
+def config_of(meshwright: Any) -> ToDistributedConfig:
+    """The config that ``MeshwrightTrainer(meshwright=...)`` means.
+
+    Raises:
+        PlanError: for another type, or for a setting that the Trainer makes itself.
+    """
+    if meshwright is None:
+        return ToDistributedConfig()
+    if isinstance(meshwright, ToDistributedConfig):
+        if meshwright.num_items_in_batch != "auto":
+            raise PlanError(
+                f"ToDistributedConfig.num_items_in_batch={meshwright.num_items_in_batch!r}: the Trainer counts the "
+                "items of a step itself; leave it at 'auto'"
+            )
+        return meshwright
+    if isinstance(meshwright, ParallelPlan | str):
+        return ToDistributedConfig(plan=meshwright)
+    raise PlanError(
+        "meshwright= takes a meshwright.ParallelPlan, a ToDistributedConfig, the path of a plan file or 'auto', not "
+        f"{type(meshwright).__name__}"
+    )
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The TrainingArguments among the arguments of a Trainer, if any."""
+    named = kwargs.get("args")
+    return named if named is not None else next((x for x in args if hasattr(x, "per_device_train_batch_size")), None)
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse TrainingArguments that no plan can honour, before the Trainer acts on them.
+
+    Raises:
+        PlanError: naming the argument, and what to use instead.
+    """
+    if args is None:
+        return
+    for reason in _refusals(args):
+        raise PlanError(reason)
+
+
+def _refusals(args: Any) -> Iterator[str]:
+    world = world_size()
+    if getattr(args, "fsdp", None):
+        yield (
+            f"TrainingArguments.fsdp={args.fsdp!r} shards the model, and so does the plan; leave fsdp out and set "
+            "ParallelPlan(zero_stage=...), or use transformers.Trainer"
+        )
+    if getattr(args, "deepspeed", None):
+        yield (
+            "TrainingArguments.deepspeed makes DeepSpeed shard the optimizer, and ParallelPlan.zero_stage makes "
+            "MeshwrightTrainer do it; leave deepspeed out, or use transformers.Trainer"
+        )
+    if (sizes := getattr(args, "parallelism_config", None)) is not None:
+        yield (
+            f"TrainingArguments.parallelism_config (tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, "
+            f"dp_shard_size={sizes.dp_shard_size}) is a second plan beside meshwright=; leave it out and set "
+            f"ParallelPlan(tp={sizes.tp_size}, ...)"
+        )
+    if args.fp16:
+        yield "TrainingArguments.fp16=True needs a GradScaler, which is not available on shards; use bf16=True"
+    if args.use_liger_kernel:
+        yield (
+            "TrainingArguments.use_liger_kernel=True replaces the head and its loss, which the plan shards; leave it "
+            "out: the vocabulary-parallel loss keeps no whole logits either"
+        )
+    if world > 1 and args.auto_find_batch_size:
+        yield (
+            "TrainingArguments.auto_find_batch_size=True lets a rank that ran out of memory start anew, while the "
+            "others wait for it; set per_device_train_batch_size, which `meshwright plan` can tell"
+        )
+    if args.train_sampling_strategy == "batch_rebalance":
+        yield (
+            "TrainingArguments.train_sampling_strategy='batch_rebalance' shares out rows over all processes, those "
+            "with the same rows included; use 'group_by_length'"
+        )
+    if args.save_on_each_node:
+        yield (
+            "TrainingArguments.save_on_each_node=True: only rank 0 has the whole weights, and writes them; leave it "
+            "out, and give output_dir a place that all nodes see"
+        )
+    if args.n_gpu > 1:
+        yield (
+            f"one process sees {args.n_gpu} GPUs, on which the Trainer would use torch's DataParallel; launch one "
+            f"process a GPU: torchrun --nproc-per-node {args.n_gpu} SCRIPT"
+        )
+    if args.world_size != world:
+        yield (
+            f"{world} processes were launched, and TrainingArguments knows of {args.world_size}; on CPU set "
+            "TrainingArguments(use_cpu=True)"
+        )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what only shows once the Trainer is made: a launcher's settings, and the model's.
+
+    Raises:
+        PlanError: naming the setting, and what to use instead.
+    """
+    for enabled, name in ((trainer.is_fsdp_enabled, "FSDP"), (trainer.is_deepspeed_enabled, "DeepSpeed")):
+        if enabled:
+            raise PlanError(
+                f"the launcher's config turns {name} on, which shards the model, and so does the plan; launch without "
+                f"it and set ParallelPlan(zero_stage=...), or use transformers.Trainer"
+            )
+    check_model(trainer.model)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is spread or quantised already.
+
+    Raises:
+        PlanError: naming the setting.
+    """
+    placed = getattr(model, "hf_device_map", None)
+    if placed is not None and len(set(placed.values())) > 1:
+        raise PlanError(
+            f"the model was loaded with device_map, over {len(set(placed.values()))} devices; load it without "
+            "device_map: each rank takes its shard to its own device"
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        method = getattr(model, "quantization_method", "quantization_config")
+        raise PlanError(f"the model is quantised ({method}), and its packed weights cannot be sharded; load it without")
+
+
+def check_run(args: Any, runtime: Runtime) -> None:
+    """Refuse what this plan, in particular, would get wrong.
+
+    Raises:
+        PlanError: naming the argument.
+    """
+    if runtime.tp.size > 1 and args.neftune_noise_alpha is not None:
+        raise PlanError(
+            f"TrainingArguments.neftune_noise_alpha={args.neftune_noise_alpha} adds other noise on each of the "
+            f"tp={runtime.tp.size} ranks that share a row; leave it out, or set ParallelPlan(tp=1)"
+        )

@@ -1,0 +1,177 @@
+"""The Trainer's loaders on the mesh: rows for training, rows once for evaluation, and going on in mid-epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.state import GradientState
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from meshwright.config import LoaderOptions
+from meshwright.data.batches import Portion
+from meshwright.data.loader import DistributedLoader, without_labels
+from meshwright.data.peers import Peers
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.resharding.agreement import Claim, agreed
+from meshwright_hf.batches import global_batches
+
+
+def mesh_loader(
+    loader: DataLoader[Any],
+    runtime: Runtime,
+    *,
+    device: torch.device,
+    options: LoaderOptions,
+    is_training: bool,
+    data_seed: int | None = None,
+) -> DistributedLoader:
+    """A Trainer's loader, whose batches are those of one data-parallel rank, as this rank's part of global ones.
+
+    The order is the one that accelerate gives the same loader on one process.
+
+    Args:
+        loader: as the Trainer built it.
+        runtime: of the model.
+        device: where batches go.
+        options: how it reads.
+        is_training: False for evaluation, where rows that only keep a rank in step must not be seen.
+        data_seed: of the shuffling; by default torch's own seed.
+
+    Raises:
+        ValueError: for a loader that cannot be made global, on every rank.
+    """
+
+    def make() -> Claim[DistributedLoader]:
+        batches = global_batches(loader, runtime.dp.size)
+        _order_as_accelerate_does(batches, runtime.dp.size, data_seed)
+        kind = DistributedLoader if is_training else EvaluationLoader
+        made = kind(batches, dp=runtime.dp, peers=Peers((runtime.tp,)), device=device, options=options)
+        return Claim(made, made.describe())
+
+    if runtime.tp.size * runtime.dp.size == 1:
+        return make().result
+    return agreed(make)[0].agree()
+
+
+def _order_as_accelerate_does(loader: DataLoader[Any], dp: int, data_seed: int | None) -> None:
+    """accelerate shuffles by a seed and the epoch, on one process too; length groups are made of global batches."""
+    batch_sampler: Any = loader.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", None)
+    if type(sampler) is RandomSampler:
+        batch_sampler.sampler = SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=sampler.generator,
+            data_seed=data_seed,
+        )
+    elif isinstance(sampler, LengthGroupedSampler):
+        sampler.batch_size *= dp
+
+
+class EvaluationLoader(DistributedLoader):
+    """Knows at each batch how many of its rows count, and whether it is the last; accelerate's state is told of it."""
+
+    rows = 0
+    end_of_dataloader = False
+    remainder = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        state = GradientState()
+        state._add_dataloader(self)
+        try:
+            batches = super().__iter__()
+            batch, rows = next(batches, None), self.counted
+            while batch is not None:
+                following, next_rows = next(batches, None), self.counted
+                self.rows, self.end_of_dataloader = rows, following is None
+                yield batch
+                batch, rows = following, next_rows
+        finally:
+            state._remove_dataloader(self)
+
+    def _in_step(self, portion: Portion) -> Any:
+        return without_labels(portion.batch) if portion.is_blank else portion.batch
+
+
+def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False) -> Any:
+    """What ``gather_for_metrics`` returns: the rows of all data-parallel ranks in order, each once.
+
+    Args:
+        data: tensors with as many rows as this rank's batch, or numbers; nested as one likes.
+        dp: only over this axis do ranks have different rows.
+        as_objects: send Python objects, e.g. because the other dims differ between ranks.
+    """
+    active = GradientState().active_dataloader
+    rows = active.rows if isinstance(active, EvaluationLoader) else None
+    if as_objects or not _has_only_tensors(data):
+        own = data[:rows] if hasattr(data, "__getitem__") and not isinstance(data, dict) else [data]
+        parts: list[Any] = [own]
+        if dp.group is not None:
+            parts = [None] * dp.size
+            dist.all_gather_object(parts, own, group=dp.group)
+        return [item for part in parts for item in part]
+    return recursively_apply(lambda x: _gather(x[:rows] if x.ndim else x.reshape(1), dp), data)
+
+
+def _has_only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _gather(x: Tensor, dp: Axis) -> Tensor:
+    """Rows of every rank, of which each may have another number."""
+    if dp.size == 1:
+        return x
+    counts = all_gather(torch.tensor([len(x)], device=x.device), dp).tolist()
+    if x.dtype is torch.bool:
+        return _gather(x.to(torch.uint8), dp).bool()
+    padded = x.new_zeros((max(counts), *x.shape[1:]))
+    padded[: len(x)] = x
+    parts = all_gather(padded, dp).view(dp.size, max(counts), *x.shape[1:])
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def rest_of_epoch(
+    loader: DistributedLoader, state: dict[str, Any] | None, *, draws: Tensor, skipped: int
+) -> DataLoader[Any]:
+    """What the Trainer may skip ``skipped`` batches of, to go on where a checkpoint was saved.
+
+    The Trainer hands its loader to accelerate's ``skip_first_batches``, which rebuilds what it knows, and drops that
+    many batches of what it does not. Ours is sent to its place instead, and stands behind as many placeholders.
+
+    Args:
+        loader: of the epoch.
+        state: of the loader when the checkpoint was saved; None to read up to there.
+        draws: torch's random state when the epoch began.
+    """
+    if state is not None:
+        loader.load_state_dict(state)
+    rest = _Rest(loader, draws, skipped if state is not None else 0)
+    return DataLoader(rest, batch_size=None, collate_fn=_unchanged)
+
+
+class _Rest(IterableDataset[Any]):
+    def __init__(self, loader: DistributedLoader, draws: Tensor, placeholders: int):
+        self._loader, self._draws, self._placeholders = loader, draws, placeholders
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from repeat(None, self._placeholders)
+        torch.set_rng_state(self._draws)  # the Trainer restores its own once the first batches are there
+        yield from self._loader
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
