@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axis, maximum
 from meshwright.parallel.layout import RowLayout, ShardRecord, Span, record_of
 
 
@@ -53,21 +53,33 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """
     runtime = runtime_of(model)
     runtime.check_synced()
-    local: dict[int, Tensor] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    full: dict[str, Tensor] = {}
+    for parameter, local in _local_gradients(runtime):
+        whole = _assemble(local, record_of(parameter), runtime)
+        if whole is not None:
+            full[names[id(parameter)]] = whole.cpu().clone() if whole.shape == local.shape else whole
+    return {name: full[name] for name in names.values() if name in full}
+
+
+def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The gradients of this rank's TP shards, on every data-parallel rank; those of one bucket at a time."""
+    sharded_ones: set[int] = set()
     if runtime.zero is not None:
         runtime.zero.drop_cleared()
+        sharded_ones = {id(parameter) for parameter in runtime.zero.parameters}
         for sharded in runtime.zero.sharded:
             for parameter, gradient in sharded.bucket.segments(sharded.gather_gradients()):
-                if parameter.grad is not None:
-                    local[id(parameter)] = gradient
-    full: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        found = local.get(id(parameter), parameter.grad)
-        if found is not None:
-            whole = _assemble(found.as_subclass(Tensor), record_of(parameter), runtime)
-            if whole is not None:
-                full[name] = whole.cpu().clone() if whole.shape == found.shape else whole
-    return full
+                if _has_any(parameter, runtime):
+                    yield parameter, gradient
+    for parameter in runtime.parameters:
+        if id(parameter) not in sharded_ones and parameter.grad is not None:
+            yield parameter, parameter.grad.as_subclass(Tensor)
+
+
+def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
+    """Whether some data-parallel rank has a gradient of a parameter."""
+    return bool(maximum(torch.tensor(float(parameter.grad is not None), device=parameter.device), runtime.dp))
 
 
 def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
@@ -76,7 +88,8 @@ def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
     """
     if isinstance(value, nn.Parameter):
-        return _assemble(value.detach(), record_of(value), runtime)
+        local = value.detach() if runtime.weights is None else runtime.weights.collect(value)
+        return _assemble(local, record_of(value), runtime)
     return value.detach() if is_first(runtime) else None
 
 
@@ -88,13 +101,14 @@ def is_first(runtime: Runtime) -> bool:
 _CHUNK = 4 * 2**20  # bytes in flight: rank 0 holds so much beside the full tensor
 
 
-def _assemble(local: Tensor, record: ShardRecord, runtime: Runtime) -> Tensor | None:
+def _assemble(local: Tensor | None, record: ShardRecord, runtime: Runtime) -> Tensor | None:
     """The whole tensor on rank 0; None on the others, of which those of other data-parallel rows wait for nobody."""
     tp, layout = runtime.tp, record.layout
     if not record.is_sharded:
         return local if is_first(runtime) else None
     if runtime.dp.rank != 0:
         return None
+    assert local is not None, "the first data-parallel ranks hold something of every parameter"
     full = torch.empty(record.global_shape, dtype=local.dtype) if tp.rank == 0 else None
     for owner, start, offset, count in _pieces(layout, max(1, _CHUNK * layout.local_size // max(local.nbytes, 1))):
         if tp.rank == owner:
