@@ -36,7 +36,7 @@ class FlatShard:
         kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
         self.master = torch.zeros(self.length, dtype=kept, device=device)
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
-        self.is_saved = False
+        self.is_lent = False
         self._full: Tensor | None = None
         self._wait: Callable[[], Tensor] | None = None
 
@@ -79,11 +79,13 @@ class FlatShard:
 
     def lend(self) -> None:
         """Give the parameters their values."""
+        self.is_lent = True
         for parameter, segment in self._segments(self.full()):
             parameter.data = segment
 
     def take_back(self) -> None:
         """Leave the parameters without values."""
+        self.is_lent = False
         for parameter, shape in zip(self.parameters, self.shapes, strict=True):
             parameter.data = self.stand_in.expand(shape)
 

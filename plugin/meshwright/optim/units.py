@@ -3,7 +3,8 @@
 A unit is a decoder layer, or a module outside of the layers. Its parameters get their values before its
 forward pass and lose them after it. What autograd saves of them is a note to gather them again, so backward
 needs no hooks of its own: the first such note that is read gathers the unit, and lets go of the one before.
-The next unit is gathered meanwhile.
+The next unit is gathered meanwhile. Where activation checkpointing computes a layer again it leaves out the
+layer's hooks, so the modules inside ask too.
 
 Not torch's ``fully_shard``, which serves other needs. It changes the class of every layer and makes the
 parameters DTensors, which transformers' utilities, a user's optimizer with its state and our records of
@@ -61,6 +62,7 @@ class ShardedWeights:
         self.flats = list(dict.fromkeys(flat for step in self.steps for flat in step.flats))
         self._task = -1
         self._current: _Step | None = None
+        self._lent_again: list[FlatShard] = []
 
     def keep(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
         """Keep this rank's part of a parameter's TP shard; what is to stand in the parameter's place."""
@@ -117,17 +119,32 @@ class ShardedWeights:
             return
         self._current = step
         before = self.steps[step.index - 1] if step.index else None
-        ahead = [flat for flat in before.flats if flat.is_saved] if before is not None else []
+        ahead = before.flats if before is not None and before.is_awaited else []
+        self._take_back()
         for flat in self.flats:
             if flat not in step.flats and flat not in ahead:
                 flat.release()
         step.gather(ahead)
 
+    def lend_again(self, step: _Step) -> None:
+        """Give a step's parameters their values in backward, until it has come to another step."""
+        self.enter_backward(step)
+        for flat in step.flats:
+            if not flat.is_lent:
+                flat.lend()
+                self._lent_again.append(flat)
+
+    def _take_back(self) -> None:
+        for flat in self._lent_again:
+            flat.take_back()
+        self._lent_again = []
+
     def _end_backward(self) -> None:
         self._task = -1
+        self._take_back()
         self.release()
-        for flat in self.flats:
-            flat.is_saved = False
+        for step in self.steps:
+            step.is_awaited = False
 
 
 class _Step:
@@ -142,11 +159,15 @@ class _Step:
 
     def __init__(self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int):
         self.weights, self.module, self.flats, self.index = weights, module, flats, index
+        self.is_awaited = False  # backward will need the weights
         self._pushed: list[bool] = []
 
     def hook(self) -> None:
         self.module.register_forward_pre_hook(self._enter)
         self.module.register_forward_hook(self._leave, always_call=True)
+        for inner in self.module.modules():
+            if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
+                inner.register_forward_pre_hook(self._enter_inside)
 
     def gather(self, ahead: list[FlatShard]) -> None:
         """Gather this step's weights, and begin with those that are needed next."""
@@ -156,7 +177,7 @@ class _Step:
             flat.full()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _in_backward():  # a checkpoint computes it again
+        if _in_backward():
             self.weights.enter_backward(self)
         else:
             following = self.weights.steps[self.index + 1 : self.index + 2]
@@ -165,7 +186,12 @@ class _Step:
             flat.lend()
         if torch.is_grad_enabled():
             saved.push(self._note)
+            self.is_awaited |= not isinstance(module, nn.Embedding)  # whose gradient needs the words only
         self._pushed.append(torch.is_grad_enabled())
+
+    def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _in_backward():
+            self.weights.lend_again(self)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._pushed:  # _enter failed
@@ -185,7 +211,6 @@ class _Step:
         flat = next((flat for flat in self.flats if flat.holds(tensor)), None)
         if flat is None:
             return None
-        flat.is_saved = True
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def view() -> Tensor:
