@@ -111,6 +111,8 @@ class Step:
 
     def trace(self) -> Trace:
         held = [*self.model.parameters(), *self.model.buffers(), self.ids]
+        if self.runtime.weights is not None:
+            held += [flat.master for flat in self.runtime.weights.flats]
         with LiveBytes(held) as memory:
             parameters = memory.now
             self._run(memory)  # the first step makes the optimizer's state
