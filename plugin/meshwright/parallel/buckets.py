@@ -60,8 +60,8 @@ class Bucket:
     def average_copies(self, flat: Tensor, tp: Axis) -> None:
         """Give every copy of a row the mean over its copies, in place, in one all-reduce.
 
-        The other gradients stay as they are. Contributions were scaled by the number of copies when they arrived (see GradientSync), so
-        this mean is their sum.
+        Contributions were scaled by the number of copies when they arrived (see GradientSync), so
+        this mean is their sum. Gradients that are not partial stay as they are.
         """
         partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
         full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p, _ in partial]
