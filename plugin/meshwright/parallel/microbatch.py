@@ -139,7 +139,7 @@ class _ReducedGradients:
     def add_from(self, loss: Tensor) -> None:
         assert self.sums is not None
         with self.sync.reduction.aside(self.sums):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def attach(self, loss: Tensor, other: Tensor) -> Any:
         return _AddReduced.apply(loss, other, self)
