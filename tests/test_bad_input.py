@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     ),
     "cp": (lambda: call(cp=2), "PlanError", r"cp=2: context parallelism is not available"),
     "pp": (lambda: call(pp=2), "PlanError", r"pp=2: pipeline parallelism is not available"),
-    "zero 3": (lambda: call(dp=2, zero_stage=3), "PlanError", r"zero_stage=3 is not available"),
+    "zero 4": (lambda: call(dp=2, zero_stage=4), "PlanError", r"zero_stage=4 must be 0, 1, 2 or 3"),
     "tp=0": (lambda: call(tp=0), "PlanError", r"ParallelPlan.tp must be a positive integer, not 0"),
     "two ways to accumulate": (
         lambda: call(dp=2, micro_batch_size=1, gradient_accumulation_steps=2),

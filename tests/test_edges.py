@@ -54,22 +54,23 @@ def test_two_forwards_before_a_backward(checkpointing: bool, pool2: Any) -> None
     assert max(relative_difference(actual[name], g) for name, g in expected.items()) < 1e-10
 
 
-def reentrant() -> float:
+def reentrant(plan: dict[str, Any]) -> float:
     gradients = []
     for use_reentrant in (None, True):
         with Float64():
             model = build("llama").double()
             if use_reentrant:
                 model.activation_checkpointing_enable({"use_reentrant": True})
-            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**SP)))[0]
+            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
             ids = tokens(2, 12)
             model(input_ids=ids, labels=ids).loss.backward()
         gradients.append(mw.full_gradients(model))
     return max((relative_difference(gradients[1][n], g) for n, g in gradients[0].items()), default=0.0)
 
 
-def test_reentrant_checkpointing(pool2: Any) -> None:
-    assert pool2.run(reentrant)[0] < 1e-10
+@pytest.mark.parametrize("plan", [SP, {"dp": 2, "zero_stage": 3}])
+def test_reentrant_checkpointing(plan: dict[str, Any], pool2: Any) -> None:
+    assert pool2.run(reentrant, plan)[0] < 1e-10
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
@@ -115,7 +116,7 @@ def frozen(plan: dict[str, Any]) -> tuple[bool, bool]:
     return all("layers.1" in name for name in changed), "model.layers.1.mlp.up_proj.weight" in changed
 
 
-@pytest.mark.parametrize("plan", [SP, {"dp": 2}, {"dp": 2, "zero_stage": 1}])
+@pytest.mark.parametrize("plan", [SP, {"dp": 2}, *({"dp": 2, "zero_stage": stage} for stage in (1, 2, 3))])
 def test_frozen_parameters_stay_frozen(plan: dict[str, Any], pool2: Any) -> None:
     assert pool2.run(frozen, plan)[0] == (True, True)
 
@@ -136,7 +137,7 @@ def unused_parameter(plan: dict[str, Any]) -> bool:
     return bool((model.spare == 1).all())
 
 
-@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}])
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 2}])
 def test_an_unused_parameter_is_left_alone(plan: dict[str, Any], pool2: Any) -> None:
     assert all(pool2.run(unused_parameter, plan))
 
@@ -191,7 +192,7 @@ def sometimes_used(plan: dict[str, Any] | None, when: str) -> float:
 
 
 @pytest.mark.parametrize("when", ["in the first pass", "on one rank"])
-@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}])
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 2}])
 def test_a_parameter_that_some_passes_do_not_reach(plan: dict[str, Any], when: str, pool2: Any) -> None:
     expected = sometimes_used(None, when)
     assert expected < 7 - 0.1  # it did move

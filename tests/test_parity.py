@@ -25,6 +25,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2": ({"dp": 2}, {}),
     "dp2+zero1": ({"dp": 2, "zero_stage": 1}, {}),
     "dp2xtp2+sp+zero1": ({"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}, {}),
+    "dp2xtp2+sp+zero3": ({"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3}, {}),
     "tp4+sp, 2 kv heads": ({"tp": 4, "sequence_parallel": True}, {"num_key_value_heads": 2}),
 }
 

@@ -87,7 +87,7 @@ def test_every_pruned_axis_has_a_reason() -> None:
     [
         (EIGHT, 1, "rtx-4090", "--gpus"),
         (EIGHT, 1, "a100-80", "--gpus"),
-        (HUGE, 256, "h100-sxm", "--allow-future"),
+        (HUGE, 64, "h100-sxm", "--gpus"),
         (HUGE, 16, "h100-sxm", "--gpus"),
     ],
 )
@@ -95,6 +95,12 @@ def test_no_fit_names_the_smallest_change(shape: ModelShape, gpus: int, gpu: str
     with pytest.raises(PlanError, match="no plan fits") as caught:
         explain.text(find(shape, gpus=gpus, gpu=gpu, batch=256))
     assert said in str(caught.value) and "too much" in str(caught.value)
+
+
+def test_a_model_too_large_for_whole_weights_is_planned_with_stage_3() -> None:
+    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256)
+    assert {choice.plan.zero_stage for choice in found.choices} == {3}
+    assert all(choice.plan.runs_today for choice in found.choices)
 
 
 def test_remedy_of_more_devices_holds() -> None:

@@ -175,11 +175,14 @@ def _search(
     if budget is not None and budget <= 1:
         budget *= cluster.device.memory
     shape = describe(model.config, name=type(model).__name__)
-    found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
+    found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget, most_zero=2)
     if config.prefer == "memory" and found.choices:
         # With no budget at all every plan is weighed with the most recompute.
-        leanest = search(shape, cluster, job, profile, budget=1).smallest[1].total
-        found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest)
+        leanest = search(shape, cluster, job, profile, budget=1, most_zero=2).smallest[1].total
+        found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest, most_zero=2)
+    if not found.choices:
+        # Stage 3's memory is known as well as the others'; its time was never measured, so it is the last resort.
+        found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
     if not found.choices:
         raise explain.no_fit(found)
     return found

@@ -25,7 +25,7 @@ class ParallelPlan:
         cp: context-parallel size; not available in this version.
         pp: pipeline-parallel size; not available in this version.
         sequence_parallel: with tp > 1, also shard the activations between blocks over the tp axis.
-        zero_stage: 0, or 1 to shard the optimizer state over dp; 2 and 3 are not available yet.
+        zero_stage: what is sharded over dp: 1, the optimizer state; 2, gradients too; 3, parameters too; 0, nothing.
         micro_batch_size: rows of a rank's batch that run at once; None for all of them.
         gradient_accumulation_steps: the same said as a count: a rank's rows run in so many parts.
         recompute: "none", or "full" to recompute every layer in backward.
@@ -61,8 +61,8 @@ class ParallelPlan:
                     f"ParallelPlan.{name}={getattr(self, name)}: {what} is not available in this version; "
                     f"set {name}=1 and use dp and tp"
                 )
-        if self.zero_stage not in (0, 1):
-            raise PlanError(f"ParallelPlan.zero_stage={self.zero_stage!r} is not available in this version; use 0 or 1")
+        if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
+            raise PlanError(f"ParallelPlan.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3")
         if self.recompute not in ("none", "full"):
             raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:

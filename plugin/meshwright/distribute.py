@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from meshwright.automatic import choose_plan, given_plan, plan_in_model
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.completion import complete, plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
-from meshwright.construct.weights import InitialWeights
+from meshwright.construct.weights import InitialWeights, NewTensors
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
@@ -26,6 +26,7 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
 from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_engine
+from meshwright.optim.units import ShardedWeights
 from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
@@ -35,7 +36,7 @@ from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.outcome import succeed_together, take_from_first
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.parallel.tensor import install_tensor_parallel
+from meshwright.parallel.tensor import install_tensor_parallel, shard_shape
 from meshwright.plans import plan_for
 from meshwright.plans.adapters import refuse_unloading, without_wrappers
 from meshwright.resharding.agreement import Claim, agreed
@@ -246,7 +247,7 @@ def _shard_model(
 ) -> None:
     prefix, decoder = without_wrappers(model)
     layouts = {prefix + name: layout for name, layout in structure.parameters.items()} if structure else {}
-    made = succeed_together(lambda: weights.make(model, layouts, runtime.tp, device))
+    made = succeed_together(lambda: make_weights(model, plan, layouts, runtime, weights.make, device))
     replaced = made.attach(model)
     model.to(device)
     seed = torch.randint(2**31, (1,), device=device)
@@ -259,6 +260,27 @@ def _shard_model(
     if structure is not None:
         refuse_unloading(model)
     refuse_wrapping(model)
+
+
+def make_weights(
+    model: nn.Module,
+    plan: ParallelPlan,
+    layouts: dict[str, Any],
+    runtime: Runtime,
+    make: Callable[..., NewTensors],
+    device: torch.device,
+) -> NewTensors:
+    """What this rank is to hold of a model; under ZeRO stage 3 its part of each shard goes to ``runtime.weights``.
+
+    Args:
+        make: given the model, its layouts, the TP axis, the device and what to keep of each shard.
+    """
+    if plan.zero_stage < 3 or plan.dp == 1:
+        return make(model, layouts, runtime.tp, device)
+    sharded = ShardedWeights(model, lambda name, p: shard_shape(p, layouts.get(name)), runtime.dp, device)
+    made = make(model, layouts, runtime.tp, device, sharded.keep)
+    runtime.weights = sharded
+    return made
 
 
 def install(
@@ -283,6 +305,8 @@ def install(
     decoder: Any = without_wrappers(model)[1]
     if optimizer is not None:
         rebind(optimizer, replaced)
+    if runtime.weights is not None:
+        runtime.weights.attach(model, replaced)
     streams = runtime.streams = DropoutStreams(decoder, tp=tp, dp=dp, seed=seed)
     forward = ForwardState(
         decoder,
@@ -292,6 +316,7 @@ def install(
         guard=runtime.guard,
         has_sharded_loss=has_own_loss and structure is not None and not config.gather_logits,
         refuses_internals=structure is not None,
+        shares_weights=runtime.weights is not None,
     )
     if structure is not None:
         install_tensor_parallel(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.assemble import assemble, is_first
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.parallel.collectives import maximum
 from meshwright.parallel.layout import RowLayout, record_of
 
 
@@ -53,21 +57,33 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     runtime = runtime_of(model)
     runtime.check_own("full_gradients", "it may have reduced or freed them already")
     runtime.check_synced()
-    local: dict[int, Tensor] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    full: dict[str, Tensor] = {}
+    for parameter, local in _local_gradients(runtime):
+        whole = _gather(local, parameter, runtime)
+        if whole is not None:
+            full[names[id(parameter)]] = whole.cpu().clone() if whole.shape == local.shape else whole
+    return {name: full[name] for name in names.values() if name in full}
+
+
+def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The gradients of this rank's TP shards, on every data-parallel rank; those of one bucket at a time."""
+    sharded_ones: set[int] = set()
     if runtime.zero is not None:
         runtime.zero.drop_cleared()
+        sharded_ones = {id(parameter) for parameter in runtime.zero.parameters}
         for sharded in runtime.zero.sharded:
             for parameter, gradient in sharded.bucket.segments(sharded.gather_gradients()):
-                if parameter.grad is not None:
-                    local[id(parameter)] = gradient
-    full: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        found = local.get(id(parameter), parameter.grad)
-        if found is not None:
-            whole = _gather(found.as_subclass(Tensor), parameter, runtime)
-            if whole is not None:
-                full[name] = whole.cpu().clone() if whole.shape == found.shape else whole
-    return full
+                if _has_any(parameter, runtime):
+                    yield parameter, gradient
+    for parameter in runtime.parameters:
+        if id(parameter) not in sharded_ones and parameter.grad is not None:
+            yield parameter, parameter.grad.as_subclass(Tensor)
+
+
+def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
+    """Whether some data-parallel rank has a gradient of a parameter."""
+    return bool(maximum(torch.tensor(float(parameter.grad is not None), device=parameter.device), runtime.dp))
 
 
 def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
@@ -76,6 +92,9 @@ def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
     """
     if isinstance(value, nn.Parameter):
+        if runtime.weights is not None:
+            part, cut = runtime.weights.part(value)
+            return assemble(part, record_of(value), cut, runtime)
         if runtime.materialise is None:
             return _gather(value.detach(), value, runtime)
         with runtime.materialise(value):

@@ -85,7 +85,7 @@ def _can_stream(model: nn.Module) -> bool:
     if stock is None or type(model).save_pretrained is not stock:  # type: ignore[attr-defined]
         return False
     is_plain = not getattr(model, "_hf_peft_config_loaded", False) and getattr(model, "hf_quantizer", None) is None
-    return is_plain and all(isinstance(x, Tensor) for x in model.state_dict().values())
+    return is_plain and all(isinstance(x, Tensor) for x in model.state_dict(keep_vars=True).values())
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     runtime = find_runtime(model)
     if runtime is not None:
         runtime.check_own("load_weights", "load a checkpoint of its own, or the weights before it takes the model")
+    weights = None if runtime is None else runtime.weights
     files = succeed_together(lambda: WeightFiles.open(path))
     names = succeed_together(lambda: files.names_for(model))
 
@@ -55,12 +56,17 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             progress.start(sum(files.entries[name][1].num_bytes for name in set(names.values())))
             for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
                 if id(tensor) in names:
-                    tensor.data.copy_(_read_weight(files, names[id(tensor)], tensor, is_sharded=runtime is not None))
+                    value = _read_weight(files, names[id(tensor)], tensor, is_sharded=runtime is not None)
+                    # Under ZeRO stage 3 the runtime keeps this rank's part; the tensor itself has no memory.
+                    if weights is None or weights.keep(tensor, value) is value:
+                        tensor.data.copy_(value)
 
     succeed_together(read)
+    if weights is not None:
+        weights.release()
     if runtime is not None and runtime.zero is not None:
         for bucket in runtime.zero.sharded:
-            bucket.refresh_master()
+            bucket.weights.refresh()
 
 
 def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
@@ -122,6 +128,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
             }
         if master is not None:
             key.data.copy_(master)
+    if found.runtime.weights is not None:
+        found.runtime.weights.release()
 
 
 def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:

@@ -20,7 +20,7 @@ from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout
 from meshwright.parallel.outcome import take_from_first
-from meshwright.parallel.tensor import Shards, attach_shards, make_shards
+from meshwright.parallel.tensor import Keep, Shards, attach_shards, make_shards
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,21 @@ class InitialWeights:
             raise UninitialisedParameterError(sorted(empty))
         return weights
 
-    def make(self, model: nn.Module, layouts: dict[str, Any], axis: Axis, device: torch.device) -> NewTensors:
+    def make(
+        self,
+        model: nn.Module,
+        layouts: dict[str, Any],
+        axis: Axis,
+        device: torch.device,
+        keep: Keep = lambda _, shard: shard,
+    ) -> NewTensors:
         """Compute and read everything that this rank is to hold; the model is not changed."""
         source = functools.partial(self._shard, rank=axis.rank)
         if self.files is None:
-            return NewTensors(make_shards(model, layouts, axis, device, source), self._buffers(model))
+            return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
         with self.files.progress as progress:
             progress.start(self._bytes_to_read(model, layouts, axis))
-            return NewTensors(make_shards(model, layouts, axis, device, source), self._buffers(model))
+            return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
 
     def _shard(self, parameter: nn.Parameter, rows: RowLayout, rank: int) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
+from meshwright.optim.units import ShardedWeights
 from meshwright.optim.zero import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.dropout import DropoutStreams
@@ -31,6 +32,7 @@ class Runtime:
         parameters: the trainable parameters.
         syncs: who synchronises their gradients.
         zero: the ZeRO shards, if any.
+        weights: the parameters under ZeRO stage 3.
         guard: watches over the ranks; None on one process.
         plan: of a ``to_distributed`` call.
         streams: the dropout streams of its model.
@@ -44,6 +46,7 @@ class Runtime:
     parameters: list[nn.Parameter]
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
+    weights: ShardedWeights | None = None
     guard: Guard | None = None
     plan: ParallelPlan | None = None
     streams: DropoutStreams | None = None

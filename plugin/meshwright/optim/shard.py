@@ -11,11 +11,11 @@ from meshwright.launch import world_size
 from meshwright.mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, attach
-from meshwright.optim.zero import shard_optimizer_state
+from meshwright.optim.zero import ReduceScatter, shard_optimizer_state, shard_whole_weights
 from meshwright.parallel.buckets import make_buckets
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.copies import sum_copies_in_backward
-from meshwright.parallel.gradients import AllReduce, GradientSync
+from meshwright.parallel.gradients import IN_FLIGHT, AllReduce, GradientSync
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
 
 
@@ -33,7 +33,7 @@ def install_gradient_sync(
         runtime: filled in.
         model: its parameters carry records.
         optimizer: bound to those parameters.
-        zero_stage: 0 or 1.
+        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 are 1. For 3 ``runtime.weights`` are attached.
         bucket_bytes: gradients communicate in buckets of this size.
     """
     tp, dp = runtime.tp, runtime.dp
@@ -45,11 +45,15 @@ def install_gradient_sync(
     # Backward finishes parameters roughly in the reverse of their order.
     trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
     runtime.parameters = trainable
-    if optimizer is not None and zero_stage == 1:
-        runtime.zero = shard_optimizer_state(optimizer, dp=dp, bucket_bytes=bucket_bytes)
+    runtime.zero = _zero(runtime, trainable, optimizer, zero_stage, bucket_bytes)
+    if runtime.zero is not None:
+        if optimizer is not None:
+            shard_optimizer_state(optimizer, runtime.zero)
         buckets = [sharded.bucket for sharded in runtime.zero.sharded]
-        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=runtime.zero, meet=meet))
-        sharded = {id(p) for bucket in buckets for p in bucket.parameters}
+        # The buckets of stage 3 are whole layers: one on its way is enough to hide it.
+        in_flight = IN_FLIGHT if runtime.weights is None else 1
+        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=runtime.zero, meet=meet, in_flight=in_flight))
+        sharded = {id(p) for p in runtime.zero.parameters}
         trainable = [p for p in trainable if id(p) not in sharded]
     # On one data-parallel rank, only partial gradients need anything done to them.
     reduced = [p for p in trainable if dp.size > 1 or record_of(p).is_grad_partial]
@@ -69,6 +73,25 @@ def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
     sum_copies_in_backward(runtime.parameters, runtime.tp)
 
 
+def _zero(
+    runtime: Runtime, trainable: list[nn.Parameter], optimizer: Optimizer | None, stage: int, bucket_bytes: int
+) -> ReduceScatter | None:
+    """The reduction of a stage, over the trainable parameters in the order in which backward finishes them."""
+    dp = runtime.dp
+    if runtime.weights is not None:
+        return ReduceScatter(runtime.weights.sharded_buckets(), dp, can_wait=False)
+    stage = stage if dp.size > 1 else min(stage, 1)
+    if stage == 0 or (stage == 1 and optimizer is None):
+        return None
+    groups = []
+    if optimizer is not None:
+        groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
+    if stage > 1:  # the optimizer need not step all: of the others too, each rank keeps its share of the gradients
+        stepped = {id(p) for group in groups for p in group}
+        groups.append([p for p in trainable if id(p) not in stepped])
+    return shard_whole_weights(groups, dp=dp, bucket_bytes=bucket_bytes, can_wait=stage == 1)
+
+
 def shard_optimizer(
     optimizer: Optimizer,
     *,
@@ -86,7 +109,7 @@ def shard_optimizer(
     Args:
         optimizer: elementwise (AdamW, SGD, ...), over parameters that are whole on every rank.
         mesh: a ProcessMesh or DeviceMesh with the axis; every rank of the world makes the call.
-        stage: 1; 2 and 3 are not available yet.
+        stage: 1; or 2, which keeps no whole gradients under ``no_sync``. Stage 3 needs ``to_distributed``.
         axis: the name of the data-parallel axis.
         bucket_size_mb: gradients communicate in buckets of this size.
 
@@ -101,14 +124,19 @@ def shard_optimizer(
 
         optimizer = mw.shard_optimizer(optimizer, mesh=mw.ProcessMesh([0, 1], ["dp"]), stage=1)
     """
-    if stage != 1:
-        raise PlanError(f"shard_optimizer(stage={stage!r}) is not available in this version; use stage=1")
+    if stage == 3:
+        raise PlanError(
+            "shard_optimizer(stage=3) would shard the parameters, but knows no model whose layers could gather them; "
+            "use stage=2, or ParallelPlan(zero_stage=3) in to_distributed"
+        )
+    if stage not in (1, 2):
+        raise PlanError(f"shard_optimizer(stage={stage!r}) must be 1 or 2")
     check_elementwise(optimizer, is_trusted=False)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         raise PlanError("shard_optimizer got an optimizer without parameters")
     if any(hasattr(p, "meshwright") for p in parameters):
-        raise PlanError("these parameters are distributed already; use ParallelPlan(zero_stage=1) in to_distributed")
+        raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
     dp = _axis_of(mesh, axis, parameters[0].device.type)
     for index, parameter in enumerate(parameters):
         rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
@@ -118,7 +146,7 @@ def shard_optimizer(
         runtime,
         nn.ParameterList(parameters),
         optimizer,
-        zero_stage=1,
+        zero_stage=stage,
         bucket_bytes=int(bucket_size_mb * 2**20),
     )
     return optimizer

@@ -1,19 +1,22 @@
-"""ZeRO stage 1: each data-parallel rank keeps the optimizer state of its share of every bucket.
+"""ZeRO: each data-parallel rank keeps the optimizer state of its share of every bucket of parameters.
 
-The user's optimizer object stays; its parameters become this rank's slices. Per step: gradients are
-reduce-scattered in buckets during backward, the optimizer steps the slices, and the parameters are
-all-gathered. Half-precision parameters have float32 master slices and float32 gradients.
+The user's optimizer object stays; its parameters become this rank's slices. Gradients are
+reduce-scattered in buckets during backward, and the optimizer steps the slices. In stages 1 and 2 every
+rank holds the parameters whole, and they are all-gathered after the step; in stage 3 a rank keeps its
+share of them too (see :mod:`meshwright.optim.units`). Passes under ``no_sync`` and micro-batches leave
+whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision parameters have float32
+master slices and float32 gradients.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,43 @@ from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
 from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+
+
+class Weights(Protocol):
+    """Where the values of a bucket's parameters are kept, and how a step reaches them."""
+
+    master: Tensor
+    """This rank's 1/dp part of the flat bucket, which the optimizer steps."""
+
+    def publish(self) -> None:
+        """Have the next forward pass use the stepped values."""
+
+    def refresh(self) -> None:
+        """Take over values that were set from outside."""
+
+
+class WholeWeights:
+    """Stages 1 and 2: the parameters live in one flat tensor that every rank holds."""
+
+    def __init__(self, bucket: Bucket, dp: Axis):
+        self.dp = dp
+        first = bucket.parameters[0]
+        self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        for parameter, segment in bucket.segments(self.flat):
+            segment.copy_(parameter.data)
+            parameter.data = segment
+        length = bucket.numel // dp.size
+        self.own = self.flat[dp.rank * length : (dp.rank + 1) * length]
+        self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
+
+    def publish(self) -> None:
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        all_gather_into(self.flat, self.own, self.dp)
+
+    def refresh(self) -> None:
+        if self.master is not self.own:
+            self.master.copy_(self.own)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,78 +84,78 @@ class Slice:
 
 
 class ShardedBucket:
-    """A bucket whose parameters live in one flat tensor, of which this rank steps a 1/dp part."""
+    """A bucket of parameters of which this rank steps a 1/dp part.
 
-    def __init__(self, bucket: Bucket, dp: Axis):
-        self.bucket, self.dp = bucket, dp
+    Args:
+        bucket: its length divides by the size of ``dp``.
+        dp: the data-parallel axis.
+        weights: of the bucket's parameters.
+    """
+
+    def __init__(self, bucket: Bucket, dp: Axis, weights: Weights):
+        self.bucket, self.dp, self.weights = bucket, dp, weights
         self.unsynced: Tensor | None = None  # gradients of passes under no_sync, this rank's own
-        first = bucket.parameters[0]
-        self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        for parameter, segment in bucket.segments(self.flat):
-            segment.copy_(parameter.data)
-            parameter.data = segment
         length = bucket.numel // dp.size
-        self.own = self.flat[dp.rank * length : (dp.rank + 1) * length]
-        self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
         self.slices = list(self._cut(dp.rank * length, length))
 
-    def _cut(self, start: int, length: int) -> Any:
+    def _cut(self, start: int, length: int) -> Iterator[Slice]:
         for parameter, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True):
             low, high = max(start, offset), min(start + length, offset + parameter.numel())
             if low < high:
                 in_shard = slice(low - start, high - start)
-                shard = nn.Parameter(self.master[in_shard])
+                shard = nn.Parameter(self.weights.master[in_shard])
                 yield Slice(parameter=parameter, start=low - offset, shard=shard, in_shard=in_shard)
 
     def cut(self, parameter: nn.Parameter) -> RowLayout:
         """Which of a parameter's elements, flattened, each data-parallel rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
-        size, length = parameter.numel(), self.bucket.numel // self.dp.size
-        borders = [min(max(rank * length - offset, 0), size) for rank in range(self.dp.size + 1)]
-        return RowLayout(0, size, tuple((span,) for span in pairwise(borders)))
-
-    def publish(self) -> None:
-        """Give every rank the stepped parameters."""
-        if self.master is not self.own:
-            self.own.copy_(self.master)
-        all_gather_into(self.flat, self.own, self.dp)
-
-    def refresh_master(self) -> None:
-        """Take the parameters' values over, where they were set from outside."""
-        if self.master is not self.own:
-            self.master.copy_(self.own)
+        return RowLayout.stretches(offset, parameter.numel(), self.bucket.numel // self.dp.size, self.dp.size)
 
     def gather_gradients(self) -> Tensor:
         """The reduced gradients of the whole bucket, on every rank."""
-        own = torch.zeros_like(self.master)
+        own = torch.zeros_like(self.weights.master)
         for piece in self.slices:
             if piece.shard.grad is not None:
                 own[piece.in_shard] = piece.shard.grad
         return all_gather(own, self.dp)
 
 
+Gradients = dict[int, Tensor]  # by ``id`` of a parameter, or of a slice's shard
+
+
 class ReduceScatter:
     """The reduction that ZeRO gives GradientSync: gradients go to the slices, ``.grad`` holds a stand-in.
 
     Args:
-        sharded: the buckets.
-        dp: the axis over which they are cut.
+        sharded: all buckets.
+        dp: the data-parallel axis.
+        can_wait: gradients of passes under ``no_sync`` are kept whole (stage 1).
+
+    Attributes:
         groups: the model's parameters of each of the optimizer's groups.
     """
 
-    def __init__(self, sharded: list[ShardedBucket], dp: Axis, groups: list[list[nn.Parameter]]):
-        self.sharded = sharded
-        self.dp = dp
-        self.groups = groups
+    def __init__(self, sharded: list[ShardedBucket], dp: Axis, *, can_wait: bool):
+        self.sharded, self.dp, self.can_wait = sharded, dp, can_wait
+        self.groups: list[list[nn.Parameter]] = []
         self._of = {id(s.bucket): s for s in sharded}
         self._slices_of: dict[int, list[Slice]] = {}
-        for bucket in sharded:
-            for piece in bucket.slices:
-                self._slices_of.setdefault(id(piece.parameter), []).append(piece)
+        for piece in self.slices:
+            self._slices_of.setdefault(id(piece.parameter), []).append(piece)
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all buckets."""
+        return (parameter for sharded in self.sharded for parameter in sharded.bucket.parameters)
+
+    @property
+    def slices(self) -> Iterator[Slice]:
+        """What this rank steps of them."""
+        return (piece for sharded in self.sharded for piece in sharded.slices)
 
     def prepare(self, parameter: nn.Parameter) -> None:
         if is_cleared(parameter.grad):
-            self._forget(parameter)
+            self.clear([parameter])
         parameter.grad = None  # autograd must not add into the stand-in
 
     def hold(self, bucket: Bucket) -> None:
@@ -157,33 +197,57 @@ class ReduceScatter:
 
         return finish
 
-    def clear(self) -> None:
-        """Forget every gradient, synchronised or not."""
-        for sharded in self.sharded:
-            sharded.unsynced = None
-            for parameter in sharded.bucket.parameters:
-                parameter.grad = None
-            for piece in sharded.slices:
+    @contextlib.contextmanager
+    def aside(self, gradients: Gradients) -> Iterator[None]:
+        """Backward passes inside add to ``gradients``, which is empty at first; the model's stay as they are."""
+        before = self._exchange(gradients)
+        try:
+            yield
+        finally:
+            gradients |= self._exchange(before)
+
+    def add(self, gradients: Gradients, factor: Tensor) -> None:
+        """Add gradients from :meth:`aside`, times a number, to the model's; they are used up."""
+        self.drop_cleared()
+        for parameter in self.parameters:
+            if id(parameter) in gradients and parameter.grad is None:
+                parameter.grad = HeldGradient.stand_in(parameter)
+        for piece in self.slices:
+            more = gradients.pop(id(piece.shard), None)
+            if more is None:
+                continue
+            more.mul_(factor)
+            if piece.shard.grad is None:
+                piece.shard.grad = more
+            else:
+                piece.shard.grad.add_(more)
+
+    def _exchange(self, gradients: Gradients) -> Gradients:
+        """Put these gradients in the place of all that there are; returns those, without their empty places."""
+        holders = [*self.parameters, *(piece.shard for piece in self.slices)]
+        before = {id(holder): holder.grad for holder in holders if holder.grad is not None}
+        for holder in holders:
+            holder.grad = gradients.pop(id(holder), None)
+        return before
+
+    def clear(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget every gradient of these parameters, synchronised or not."""
+        cleared = {id(p): p for p in parameters}
+        for parameter in cleared.values():
+            parameter.grad = None
+            for piece in self._slices_of.get(id(parameter), []):
                 piece.shard.grad = None
-
-    def drop_cleared(self) -> None:
-        """Forget the gradients that ``model.zero_grad()`` cleared on the model's parameters."""
-        for sharded in self.sharded:
-            for parameter in sharded.bucket.parameters:
-                if is_cleared(parameter.grad):
-                    self._forget(parameter)
-
-    def _forget(self, parameter: nn.Parameter) -> None:
-        for piece in self._slices(parameter):
-            piece.shard.grad = None
         for sharded in self.sharded:
             if sharded.unsynced is not None:
                 for member, segment in sharded.bucket.segments(sharded.unsynced):
-                    if member is parameter:
+                    if id(member) in cleared:
                         segment.zero_()
+                if all(id(p) in cleared for p in sharded.bucket.parameters):
+                    sharded.unsynced = None
 
-    def _slices(self, parameter: nn.Parameter) -> list[Slice]:
-        return self._slices_of.get(id(parameter), [])
+    def drop_cleared(self) -> None:
+        """Forget the gradients that ``model.zero_grad()`` cleared on the model's parameters."""
+        self.clear(parameter for parameter in self.parameters if is_cleared(parameter.grad))
 
 
 def _stand_in(bucket: Bucket) -> None:
@@ -192,34 +256,48 @@ def _stand_in(bucket: Bucket) -> None:
             parameter.grad = HeldGradient.stand_in(parameter)
 
 
-def shard_optimizer_state(optimizer: Optimizer, *, dp: Axis, bucket_bytes: int) -> ReduceScatter:
+def shard_whole_weights(
+    groups: Iterable[Iterable[nn.Parameter]], *, dp: Axis, bucket_bytes: int, can_wait: bool
+) -> ReduceScatter:
+    """Stages 1 and 2: lay parameters that every rank holds into buckets, of each of which it steps a share.
+
+    Args:
+        groups: trainable parameters with records, in the order in which backward finishes them; no bucket
+            is in two groups.
+        dp: the data-parallel axis.
+        bucket_bytes: gradients communicate in buckets of this size.
+        can_wait: see ReduceScatter.
+    """
+    buckets = [
+        bucket
+        for group in groups
+        for bucket in make_buckets(group, max_bytes=bucket_bytes, multiple=dp.size, accumulate_in_float32=True)
+    ]
+    return ReduceScatter([ShardedBucket(b, dp, WholeWeights(b, dp)) for b in buckets], dp, can_wait=can_wait)
+
+
+def shard_optimizer_state(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     """Turn the optimizer's parameters into this rank's slices, with the state they already have.
 
     Args:
-        optimizer: bound to parameters that carry a record; changed in place.
-        dp: the data-parallel axis.
-        bucket_bytes: gradients communicate in buckets of this size.
+        optimizer: bound to parameters of the reduction; changed in place.
+        reduction: what it is to step.
     """
-    sharded: list[ShardedBucket] = []
-    groups = [list(group["params"]) for group in optimizer.param_groups]
+    reduction.groups = [list(group["params"]) for group in optimizer.param_groups]
+    stepped: list[nn.Parameter] = []
     for group in optimizer.param_groups:
-        trainable = [p for p in group["params"] if p.requires_grad]
-        buckets = make_buckets(
-            reversed(trainable), max_bytes=bucket_bytes, multiple=dp.size, accumulate_in_float32=True
-        )
-        own = [ShardedBucket(bucket, dp) for bucket in buckets]
-        for piece in (piece for bucket in own for piece in bucket.slices):
+        trainable = {id(p): p for p in group["params"] if p.requires_grad}
+        slices = [piece for piece in reduction.slices if id(piece.parameter) in trainable]
+        for piece in slices:
             if piece.parameter in optimizer.state:
                 optimizer.state[piece.shard] = {
                     key: _slice_state(value, piece) for key, value in optimizer.state[piece.parameter].items()
                 }
-        for parameter in trainable:
+        for parameter in trainable.values():
             optimizer.state.pop(parameter, None)
-        group["params"] = [piece.shard for bucket in own for piece in bucket.slices]
-        sharded += own
-    reduction = ReduceScatter(sharded, dp, groups)
-    _hook_optimizer(optimizer, reduction)
-    return reduction
+        group["params"] = [piece.shard for piece in slices]
+        stepped += trainable.values()
+    _hook_optimizer(optimizer, reduction, stepped)
 
 
 def _slice_state(value: Any, piece: Slice) -> Any:
@@ -229,17 +307,17 @@ def _slice_state(value: Any, piece: Slice) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-def _hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
+def _hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter, stepped: list[nn.Parameter]) -> None:
     optimizer.register_step_pre_hook(lambda *_: reduction.drop_cleared())
 
     def publish(*_: Any) -> None:
-        for bucket in reduction.sharded:
-            bucket.publish()
+        for sharded in reduction.sharded:
+            sharded.weights.publish()
 
     optimizer.register_step_post_hook(publish)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        reduction.clear()
+        reduction.clear(stepped)
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before the call")

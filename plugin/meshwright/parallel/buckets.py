@@ -37,7 +37,8 @@ class Bucket:
 
     @property
     def is_grad_partial(self) -> bool:
-        return record_of(self.parameters[0]).is_grad_partial
+        """Whether some of the gradients are partial over the TP axis."""
+        return any(record_of(parameter).is_grad_partial for parameter in self.parameters)
 
     def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of ``flat``, in the parameter's shape."""
@@ -60,14 +61,15 @@ class Bucket:
         """Give every copy of a row the mean over its copies, in place, in one all-reduce.
 
         Contributions were scaled by the number of copies when they arrived (see GradientSync), so
-        this mean is their sum.
+        this mean is their sum. Gradients that are not partial stay as they are.
         """
-        full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p in self.parameters]
-        for whole, (parameter, segment) in zip(full, self.segments(flat), strict=True):
+        partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
+        full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p, _ in partial]
+        for whole, (parameter, segment) in zip(full, partial, strict=True):
             record_of(parameter).layout.add(whole, segment, tp.rank)
         joined = all_reduce(torch.cat([whole.flatten() for whole in full]), tp)
         pieces = joined.split([whole.numel() for whole in full])
-        for whole, (parameter, segment) in zip(pieces, self.segments(flat), strict=True):
+        for whole, (parameter, segment) in zip(pieces, partial, strict=True):
             record = record_of(parameter)
             torch.div(
                 record.layout.take(whole.view(record.global_shape), tp.rank),
@@ -98,7 +100,7 @@ def make_buckets(
     whole = [p for p in parameters if not record_of(p).is_grad_partial]
     partial = [p for p in parameters if record_of(p).is_grad_partial]
     groups = group_parameters(whole, max_bytes, last_bytes) + group_parameters(partial, max_bytes)
-    return [Bucket(members, multiple, _flat_dtype(members[0].dtype, accumulate_in_float32)) for members in groups]
+    return [Bucket(members, multiple, flat_dtype(members[0].dtype, accumulate_in_float32)) for members in groups]
 
 
 def group_parameters(
@@ -130,6 +132,7 @@ def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
     return start
 
 
-def _flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool) -> torch.dtype:
+def flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool = True) -> torch.dtype:
+    """Of the gradients of parameters of a dtype, and of the copy that the optimizer steps under ZeRO."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_half and accumulate_in_float32 else dtype

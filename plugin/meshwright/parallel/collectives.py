@@ -53,6 +53,16 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 @own_collectives()
+def start_all_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin an all-gather of rows; the returned call waits for it and gives its result."""
+    if axis.size == 1:
+        return lambda: x
+    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    work = _all_gather(out, x.contiguous(), group=axis.group, async_op=True)
+    return lambda: _wait(work, out)
+
+
+@own_collectives()
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> None:
     """Fill ``out`` with the rows of every rank; ``x`` may be this rank's part of ``out`` itself."""
     if axis.size > 1:

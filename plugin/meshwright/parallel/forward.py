@@ -28,6 +28,7 @@ class ForwardState:
         has_sharded_loss: the model's loss function can use sharded logits.
         refuses_internals: hidden states and attention maps would be one rank's share, so asking for
             them raises.
+        shares_weights: the data-parallel ranks gather the weights from each other, so all of them must run every pass.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class ForwardState:
         guard: Guard | None,
         has_sharded_loss: bool,
         refuses_internals: bool,
+        shares_weights: bool = False,
     ):
+        self.shares_weights = shares_weights
         self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
         self._keeps_sharded = False
@@ -63,7 +66,7 @@ class ForwardState:
                 self.guard.begin_step()
             if self.tp.size > 1:
                 self.guard.meet("forward", self.tp.group, _describe(model, inputs))
-            if self.dp.size > 1 and labels is not None:
+            if self.dp.size > 1 and (labels is not None or self.shares_weights):
                 self.guard.meet("forward", self.dp.group)
         self._keeps_sharded = self.has_sharded_loss and model.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs))

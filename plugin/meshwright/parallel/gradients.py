@@ -29,8 +29,18 @@ IN_FLIGHT = 4  # buckets that are reduced at a time
 class Reduction(Protocol):
     """What happens to a bucket's gradients over the data-parallel axis."""
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether a pass under ``no_sync`` leaves its gradients whole; otherwise it reduces them like any other."""
+
     def prepare(self, parameter: nn.Parameter) -> None:
         """Called before backward adds to ``parameter.grad``."""
+
+    def aside(self, gradients: dict[int, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside reduce into ``gradients`` instead; only asked of those that cannot wait."""
+
+    def add(self, gradients: dict[int, Tensor], factor: Tensor) -> None:
+        """Add what :meth:`aside` collected, times a number."""
 
     def hold(self, bucket: Bucket) -> None:
         """Called for a complete bucket of a pass that does not synchronise."""
@@ -54,6 +64,7 @@ class GradientSync:
         reduction: what to do over the data-parallel axis.
         unreduced: sharded parameters in no bucket, whose gradients are whole as they come.
         meet: called once a synchronised pass, before the gradients are used: compares the ranks.
+        in_flight: buckets that are reduced at a time.
     """
 
     def __init__(
@@ -64,8 +75,10 @@ class GradientSync:
         reduction: Reduction,
         unreduced: Iterable[nn.Parameter] = (),
         meet: Callable[[], None] = lambda: None,
+        in_flight: int = IN_FLIGHT,
     ):
         self.buckets, self.tp, self.reduction, self._meet = buckets, tp, reduction, meet
+        self._in_flight = in_flight
         self._enabled = True
         self._paused = False
         self._end_of_pass: Callable[[], object] = _no_pass
@@ -96,7 +109,7 @@ class GradientSync:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; the first one outside synchronises their sum."""
-        before, self._enabled = self._enabled, False
+        before, self._enabled = self._enabled, not self.reduction.can_wait
         try:
             yield
         finally:
@@ -164,8 +177,6 @@ class GradientSync:
     def _start_complete(self) -> None:
         # In order, so that every rank starts the same collectives in the same order.
         while self._next < len(self.buckets) and not self._missing[self._next]:
-            if self.buckets[self._next].is_grad_partial:
-                break
             self._start(self.buckets[self._next])
             self._next += 1
 
@@ -175,7 +186,7 @@ class GradientSync:
             bucket.average_copies(flat, self.tp)
         self._finish.append(self.reduction.start(bucket, flat))
         # A reduction keeps its buffers until it is finished: those of a large model must not all live at once.
-        if len(self._finish) > IN_FLIGHT:
+        if len(self._finish) > self._in_flight:
             self._finish.pop(0)()
 
     def _finalize(self) -> None:
@@ -214,11 +225,19 @@ def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
 class AllReduce:
     """Without ZeRO: every data-parallel rank ends with the whole averaged gradient in ``.grad``."""
 
+    can_wait = True
+
     def __init__(self, dp: Axis):
         self.dp = dp
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Nothing to prepare: gradients accumulate in ``.grad`` as on one device."""
+
+    def aside(self, gradients: dict[int, Tensor]) -> contextlib.AbstractContextManager[None]:
+        raise AssertionError("whole gradients wait in autograd")
+
+    def add(self, gradients: dict[int, Tensor], factor: Tensor) -> None:
+        raise AssertionError("whole gradients wait in autograd")
 
     def hold(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:

@@ -59,6 +59,12 @@ class RowLayout:
         step = -(-size // ranks)
         return RowLayout(dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks)))
 
+    @staticmethod
+    def stretches(start: int, size: int, length: int, ranks: int) -> RowLayout:
+        """Of ``size`` elements that begin at ``start`` of a flat tensor, those in each rank's ``length`` of it."""
+        borders = [min(max(rank * length - start, 0), size) for rank in range(ranks + 1)]
+        return RowLayout(0, size, tuple((span,) for span in pairwise(borders)))
+
     @property
     def is_replicated(self) -> bool:
         return all(spans == ((0, self.size),) for spans in self.spans)

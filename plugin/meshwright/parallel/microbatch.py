@@ -3,7 +3,8 @@
 All but the last micro-batch run forward and backward within the call, into gradients of their own.
 The returned loss is that of the whole batch; its backward adds those gradients while it runs the last
 micro-batch's, so reduction still overlaps with computation and happens once. Without ``backward()``
-nothing is left behind.
+nothing is left behind. Under ZeRO stages 2 and 3 each micro-batch's gradients are reduced as they come,
+and a rank keeps its shard of their sum.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def split_forward(
     Args:
         model: its forward returns an output with ``.loss``.
         dp: axis over which the batch is split already.
-        syncs: told to leave the gradients of inner micro-batches alone.
+        syncs: where the gradients of inner micro-batches wait; either whole, all of them, or reduced, in the only one.
         loss: the model's loss function, told to divide by the count of the whole batch.
         micro_batch_size: rows of a micro-batch; None: from ``num_micro_batches``.
         num_micro_batches: into how many a rank's rows are split, where ``micro_batch_size`` is None.
@@ -94,23 +95,60 @@ def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]
 def _run(
     model: nn.Module, forward: Callable[..., Any], syncs: list[GradientSync], batches: list[dict[str, Any]]
 ) -> Any:
-    parameters = [p for p in model.parameters() if p.requires_grad]
     *inner, last = batches
-    gradients: list[Tensor | None] = [None] * len(parameters)
+    whole = all(sync.reduction.can_wait for sync in syncs)
+    gradients = _WholeGradients(model, syncs) if whole else _ReducedGradients(syncs)
     total: Tensor | None = None
     for batch in inner:
         loss = forward(**batch).loss
-        with contextlib.ExitStack() as stack:
-            for sync in syncs:
-                stack.enter_context(sync.paused())
-            new = torch.autograd.grad(loss, parameters, allow_unused=True)
-        gradients = [_add(old, grad) for old, grad in zip(gradients, new, strict=True)]
+        gradients.add_from(loss)
         total = loss.detach() if total is None else total + loss.detach()
-        del loss, new
+        del loss
     output = forward(**last)
     if total is not None:
-        output.loss = _AddGradients.apply(output.loss, total, gradients, *parameters)
+        output.loss = gradients.attach(output.loss, total)
     return output
+
+
+class _WholeGradients:
+    """The sum of inner micro-batches' gradients, whole, for autograd to hand to the parameters."""
+
+    def __init__(self, model: nn.Module, syncs: list[GradientSync]):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.syncs = syncs
+        self.sums: list[Tensor | None] = [None] * len(self.parameters)
+
+    def add_from(self, loss: Tensor) -> None:
+        with contextlib.ExitStack() as stack:
+            for sync in self.syncs:
+                stack.enter_context(sync.paused())
+            new = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self.sums = [_add(old, grad) for old, grad in zip(self.sums, new, strict=True)]
+
+    def attach(self, loss: Tensor, other: Tensor) -> Any:
+        return _AddGradients.apply(loss, other, self.sums, *self.parameters)
+
+
+class _ReducedGradients:
+    """The sum of inner micro-batches' gradients, this rank's shard of it."""
+
+    def __init__(self, syncs: list[GradientSync]):
+        (self.sync,) = syncs
+        self.sums: dict[int, Tensor] | None = {}
+
+    def add_from(self, loss: Tensor) -> None:
+        assert self.sums is not None
+        with self.sync.reduction.aside(self.sums):
+            loss.backward()
+
+    def attach(self, loss: Tensor, other: Tensor) -> Any:
+        return _AddReduced.apply(loss, other, self)
+
+    def add(self, factor: Tensor) -> None:
+        sums, self.sums = self.sums, None
+        if sums is None:
+            raise RuntimeError(_TWICE)
+        self.sync.reduction.add(sums, factor)
 
 
 def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
@@ -119,6 +157,9 @@ def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     # float32, since many small bf16 gradients added in bf16 lose their low bits.
     grad = grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
     return grad if total is None else total.add_(grad)
+
+
+_TWICE = "backward ran a second time through a batch that the plan splits into micro-batches"
 
 
 class _AddGradients(torch.autograd.Function):
@@ -134,5 +175,19 @@ class _AddGradients(torch.autograd.Function):
         # In place, and let go: they are as large as all gradients of the model.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("backward ran a second time through a batch that the plan splits into micro-batches")
+            raise RuntimeError(_TWICE)
         return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]
+
+
+class _AddReduced(torch.autograd.Function):
+    """A loss plus a number whose gradients are reduced already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: _ReducedGradients) -> Tensor:
+        ctx.gradients = gradients
+        return loss + other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.gradients.add(grad)
+        return grad, None, None

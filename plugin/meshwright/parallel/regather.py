@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel import saved
 from meshwright.parallel.collectives import Axis, all_gather
 
 
@@ -22,14 +23,14 @@ class GatheredInput:
     def __init__(self, full: Tensor, local: Tensor, axis: Axis):
         self._local = local.detach().flatten(0, -2)
         self._axis = axis
-        self._memory = _memory(full)
+        self._memory = saved.memory(full)
         self._numel = full.numel()
         self._packed = self._unpacked = 0
         self._full: Tensor | None = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the gathered input, under whatever shape."""
-        return tensor.numel() == self._numel and _memory(tensor) == self._memory
+        return tensor.numel() == self._numel and saved.memory(tensor) == self._memory
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         self._packed += 1
@@ -46,11 +47,6 @@ class GatheredInput:
         return full.flatten()[: self._numel].view(shape)
 
 
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor's values begin; unlike its data pointer, a fake tensor of a traced plan has it too."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
-
-
 class RegatheredProjections:
     """Hooks on a block's projections that swap the saved input for a :class:`GatheredInput`.
 
@@ -65,7 +61,7 @@ class RegatheredProjections:
             projection.register_forward_hook(self._pop, always_call=True)
 
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
-        if torch.is_grad_enabled() and not _is_checkpointing():
+        if torch.is_grad_enabled() and not saved.is_checkpointing():  # which drops the gathered input anyway
             self._current = GatheredInput(full, local, axis)
 
     def close(self) -> None:
@@ -75,29 +71,10 @@ class RegatheredProjections:
         gathered = self._current
         if gathered is None or not gathered.holds(args[0]):
             return
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-        def pack(tensor: Tensor) -> Any:
-            if gathered.holds(tensor):
-                return gathered.pack(tensor)
-            if outer is None:
-                return tensor
-            packed = outer[0](tensor)
-            return lambda: outer[1](packed)
-
-        def unpack(packed: Any) -> Tensor:
-            return packed() if callable(packed) and not isinstance(packed, Tensor) else packed
-
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        saved.push(lambda tensor: gathered.pack(tensor) if gathered.holds(tensor) else None)
         self._is_pushed = True
 
     def _pop(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_pushed:
             self._is_pushed = False
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _is_checkpointing() -> bool:
-    """Whether activation checkpointing holds the saved tensors: it drops the gathered input anyway."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
+            saved.pop()

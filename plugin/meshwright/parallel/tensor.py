@@ -27,13 +27,21 @@ from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
 # Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
 
+# Given a parameter and its shard: what is to be put in the parameter's place.
+Keep = Callable[[nn.Parameter, Tensor], Tensor]
+
 Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that they are to replace
 
 
 def make_shards(
-    model: nn.Module, layouts: dict[str, Any], axis: Axis, device: torch.device, source: ShardSource
+    model: nn.Module,
+    layouts: dict[str, Any],
+    axis: Axis,
+    device: torch.device,
+    source: ShardSource,
+    keep: Keep = lambda _, shard: shard,
 ) -> Shards:
-    """This rank's shard of each parameter; the model is not changed."""
+    """This rank's shard of each parameter, or what ``keep`` makes of it; the model is not changed."""
     shards: Shards = {}
     # Largest first: a shard may pass through its full tensor, which then adds to the fewest other shards.
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
@@ -50,8 +58,16 @@ def make_shards(
             shard = source(parameter, rows)
             if shard is None:
                 shard = parameter.data if rows.is_replicated else rows.take(parameter.data, axis.rank)
-            shards[id(parameter)] = shard.to(device), record
+            shards[id(parameter)] = keep(parameter, shard.to(device)), record
     return shards
+
+
+def shard_shape(parameter: nn.Parameter, layout: Any | None) -> torch.Size:
+    """The shape of a rank's shard of a parameter, given its ParameterLayout, if it has one."""
+    shape = list(parameter.shape)
+    if layout is not None and not layout.rows.is_replicated:
+        shape[layout.rows.dim] = layout.rows.local_size
+    return torch.Size(shape)
 
 
 def attach_shards(model: nn.Module, shards: Shards) -> dict[int, nn.Parameter]:

@@ -108,6 +108,19 @@ def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
     return [bucket for group in (whole, partial) for bucket in _fill(group, members, element_bytes)]
 
 
+def units(members: list[Parameter]) -> list[list[int]]:
+    """Return what ZeRO-3 gathers at once, as positions of its members, in the order in which backward finishes it.
+
+    Each layer, and each parameter outside of the layers. (optim.units.ShardedWeights)
+
+    Args:
+        members: in the order of the model.
+    """
+    last = max(member.layer for member in members)
+    keys = [(m.layer, 0) if 0 <= m.layer < last else (m.layer, index) for index, m in enumerate(members)]
+    return [[i for i, other in enumerate(keys) if other == key] for key in sorted(set(keys), reverse=True)]
+
+
 def _fill(group: list[int], members: list[Parameter], element_bytes: int) -> Iterator[list[int]]:
     filling: list[int] = []
     filled = 0

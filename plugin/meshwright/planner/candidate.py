@@ -125,7 +125,6 @@ class Candidate:
         """Whether this version's runtime can run it; the rest is planned ahead only."""
         return (
             self.cp == self.pp == 1
-            and self.zero_stage <= 1
             and self.recompute != "selective"
             and self.recomputed is None
             and (self.zero_stage == 0 or self.replicate == 1)

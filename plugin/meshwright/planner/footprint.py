@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.planner.activations import Saved, saved_activations
-from meshwright.planner.buckets import Parameter, buckets, parameters
+from meshwright.planner.buckets import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import ModelShape
 
-IN_FLIGHT = 4  # parallel.gradients.IN_FLIGHT: buckets that are reduced at a time
+IN_FLIGHT = 4  # parallel.gradients.IN_FLIGHT: buckets that are reduced at a time; under ZeRO-3 it is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class Footprint:
     """Bytes of one rank.
 
     Args:
-        parameters: the weights.
+        parameters: the weights; under ZeRO-3 this rank's part, in 32 bits.
         gradients: after backward.
-        optimizer: Adam's state, and ZeRO's 32-bit copy of 16-bit weights.
+        optimizer: Adam's state, and the 32-bit copy of 16-bit weights of ZeRO's stages 1 and 2.
         activations: that forward leaves for backward.
         accumulated: the sum of all micro-batches' gradients but the last's, where there are several.
         peaks: the most that is held at a time in forward, backward and the optimizer's step, all included.
@@ -62,17 +62,26 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     is_sharded = plan.zero_stage > 0 and plan.dp > 1
     state = 4 if is_sharded else b
     ranks = plan.dp if is_sharded else 1
-    optimizer = elements * (2 * state + (4 if is_sharded and b < 4 else 0)) / ranks
+    is_gathered = is_sharded and plan.zero_stage == 3
+    optimizer = elements * (2 * state + (4 if is_sharded and b < 4 and not is_gathered else 0)) / ranks
     gradients = elements * state / ranks
-    weights = elements * b
+    weights = elements * state / ranks if is_gathered else elements * b
     held = weights + optimizer
+    gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
     recomputed = shape.layers if plan.recompute == "full" else 0
     # All but the last of several micro-batches run backward within the model's call, into a sum in 32 bits.
-    forward = _forward(shape, plan, saved, recomputed, seq_len, b)
+    forward = _forward(shape, plan, saved, recomputed, seq_len, b, gathered)
+    backward = _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu, gathered)
     accumulated = 4 * elements if plan.accumulation > 1 else 0
-    if accumulated:
+    if accumulated and is_sharded and plan.zero_stage > 1:
+        # Their gradients are reduced as they come, and the sum is this rank's part.
+        accumulated /= ranks
+        inner = backward if plan.accumulation == 2 else backward + accumulated
+        forward = max(accumulated + forward, inner)
+        backward += accumulated
+    elif accumulated:
         forward = accumulated + max(forward, weights)
-    activations = saved.total(shape.layers, recomputed)
+    activations = saved.total(shape.layers, recomputed) + gathered.head
     # On CPU it steps one parameter after the other, elsewhere all of them at once.
     temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
     return Footprint(
@@ -83,13 +92,29 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
         accumulated=accumulated,
         peaks={
             "forward": held + forward,
-            "backward": held + _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu),
+            "backward": held + backward,
             "optimizer": weights + optimizer + gradients + temporary,
         },
     )
 
 
-def _forward(shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, seq_len: int, b: int) -> float:
+@dataclass(frozen=True, kw_only=True)
+class _Gathered:
+    """Weights that ZeRO-3 has gathered, in bytes: a layer and the one that comes next, and the head until backward."""
+
+    layers: float = 0
+    head: float = 0
+
+    @staticmethod
+    def of(members: list[Parameter], shape: ModelShape, b: int) -> _Gathered:
+        layer = sum(member.numel for member in members if member.layer == 0) * b
+        head = members[0 if shape.tied else -1].numel * b
+        return _Gathered(layers=layer * min(2, shape.layers), head=head)
+
+
+def _forward(
+    shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, seq_len: int, b: int, gathered: _Gathered
+) -> float:
     n = plan.micro_batch * seq_len
     words = -(-shape.vocab // plan.tp)
     # The loss reads 32-bit logits: a copy of 16-bit ones; sharded, they are overwritten in place.
@@ -98,7 +123,7 @@ def _forward(shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, 
     # In the last layer, all it saves is there, its output and what tensor parallelism joins it from.
     before = saved.total(shape.layers, recomputed) - saved.head
     in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
-    return max(at_loss, in_layer)
+    return max(at_loss + gathered.head, in_layer + gathered.layers)
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
@@ -108,7 +133,7 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
 
 def _backward(
     shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, members: list[Parameter], seq_len: int, b: int,
-    cpu: bool,
+    cpu: bool, gathered: _Gathered,
 ) -> float:  # fmt: skip
     n = plan.micro_batch * seq_len
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
@@ -126,9 +151,11 @@ def _backward(
         attention += 2 * n * b * seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
     counts = Counter(member.layer for member in members)
     # The sum of the micro-batches before takes the gradients' dtype first, and becomes them one by one.
-    before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 else 0
+    is_reduced = plan.zero_stage > 1 and plan.dp > 1
+    before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
     at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
+    at_loss, at_head = at_loss + gathered.head, at_head + gathered.head
     peak, arrived = max(total + before + at_once, max(at_loss, at_head) + left_over), Counter[int]()
     for member, arrival, most in _gradients(members, plan, b, cpu):
         layer, rest = member.layer, saved.shared + rows
@@ -138,8 +165,9 @@ def _backward(
             of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
             rest += layer * kept + of_attention * saved.attention + of_mlp * (saved.layer - saved.attention)
             rest += (mlp if left > 0.5 else attention) + (saved.arguments if recomputed else 0)
+            rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
-            rest += shape.layers * kept
+            rest += shape.layers * kept + gathered.head
         elif shape.tied:
             arrival += member.numel * b  # the embedding's gradient, which is then added to the head's
         arrived[layer] += 1
@@ -155,7 +183,10 @@ def _gradients(
 
     First those at its arrival, then the most while its bucket, if it is complete, begins to be reduced.
     """
+    is_gathered = plan.zero_stage == 3 and plan.dp > 1
+    in_flight = 1 if is_gathered else IN_FLIGHT
     groups = [bucket for bucket in buckets(members, b) if plan.dp > 1 or members[bucket[0]].is_grad_partial]
+    groups = units(members) if is_gathered else groups
     bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}
     missing = [len(bucket) for bucket in groups]
     sizes = [sum(members[index].numel for index in bucket) for bucket in groups]
@@ -175,8 +206,8 @@ def _gradients(
             most = max(most, held + flat / plan.dp + (flat if cpu else 0))
             held += flat / plan.dp - raw
         most = max(most, held)
-        if number >= IN_FLIGHT:
-            finish(number - IN_FLIGHT)
+        if number >= in_flight:
+            finish(number - in_flight)
 
     def finish(number: int) -> None:
         nonlocal held
@@ -189,7 +220,7 @@ def _gradients(
         if groups:
             if index in bucket_of:
                 missing[bucket_of[index]] -= 1
-            while started < len(groups) and not missing[started] and not members[groups[started][0]].is_grad_partial:
+            while started < len(groups) and not missing[started]:
                 start(started)
                 started += 1
             if index == 0:

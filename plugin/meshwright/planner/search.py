@@ -76,6 +76,7 @@ def search(
     allow_future: bool = False,
     top: int = 5,
     budget: float | None = None,
+    most_zero: int = 3,
 ) -> Search:
     """Return the fastest plans that fit.
 
@@ -91,13 +92,14 @@ def search(
         allow_future: also plans that this version's runtime cannot run.
         top: how many plans to return.
         budget: bytes a device may hold; 90 % of its memory by default.
+        most_zero: the highest stage of ZeRO.
 
     Raises:
         PlanError: no legal plan at all.
     """
     profile = profile or HardwareProfile(name="catalogue")
     budget = budget if budget is not None else _HEADROOM * cluster.device.memory
-    space = Space(shape=shape, cluster=cluster, job=job, allow_future=allow_future)
+    space = Space(shape=shape, cluster=cluster, job=job, allow_future=allow_future, most_zero=most_zero)
     model = StepModel(shape, cluster, profile.coefficients)
     considered = 0
     bounded: list[tuple[float, int, Candidate, Memory]] = []

@@ -40,6 +40,7 @@ class Space:
         cluster: the devices.
         job: sequence length and global batch.
         allow_future: also plans that this version's runtime cannot run.
+        most_zero: the highest stage of ZeRO.
 
     ``pruned`` collects a reason for each axis value that was left out, filled while ``regions`` is read.
 
@@ -59,6 +60,7 @@ class Space:
     cluster: Cluster
     job: Job
     allow_future: bool = False
+    most_zero: int = 3
     pruned: dict[str, str] = field(default_factory=dict)
 
     def regions(self) -> Iterator[Region]:
@@ -101,13 +103,10 @@ class Space:
         ways = [(0, dp, 1)]
         if dp * cp > 1:
             ways.append((1, 1, dp))
-            if not self.allow_future:
-                self.pruned.setdefault("zero>=2", FUTURE)
-                return ways
             if region.pp == 1:
-                ways += [(2, 1, dp), (3, 1, dp)]
+                ways += [(stage, 1, dp) for stage in (2, 3) if stage <= self.most_zero]
                 local = max(1, self.cluster.domain // (region.tp * cp))
-                if 1 < local < dp and dp % local == 0:
+                if 1 < local < dp and dp % local == 0 and self.allow_future and self.most_zero == 3:
                     ways.append((3, dp // local, local))
             else:
                 self.pruned.setdefault(

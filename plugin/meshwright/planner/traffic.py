@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from meshwright.planner.buckets import buckets, parameters
+from meshwright.planner.buckets import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import ModelShape
 
@@ -88,10 +88,13 @@ def _tensor(
         forward.add("all-reduce", micro * blocks, rows * 4)
         backward.add("all-reduce", micro * blocks * (2 if plan.recompute == "full" else 1), rows * 4)
     members = list(parameters(shape, plan))
-    for bucket in buckets(members, b):
-        if members[bucket[0]].is_grad_partial:
-            wide = 4 if plan.zero_stage else b
-            backward.add("all-reduce", 1, sum(members[index].full for index in bucket) * wide)
+    is_gathered = plan.zero_stage == 3 and plan.dp > 1
+    # Stages 2 and 3 reduce the gradients of every micro-batch.
+    times = micro if plan.zero_stage > 1 and plan.dp > 1 else 1
+    for bucket in units(members) if is_gathered else buckets(members, b):
+        wide = 4 if plan.zero_stage else b
+        backward.add("all-reduce", times * any(members[index].is_grad_partial for index in bucket),
+                     sum(members[index].full for index in bucket) * wide)  # fmt: skip
 
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
@@ -99,12 +102,36 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
     if plan.accumulation > 1:
         phases["forward"]["dp"].add("all-reduce", 2, 8)  # of the batch's tokens, and of micro-batches
     members = list(parameters(shape, plan))
+    if plan.zero_stage == 3:
+        _gathered_weights(members, shape, plan, b, gloo, phases)
+        return
     for bucket in buckets(members, b):
         numel = sum(members[index].numel for index in bucket)
         if plan.zero_stage:
             numel = math.ceil(numel / plan.dp) * plan.dp
-            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", 1, numel * 4)
+            times = plan.accumulation if plan.zero_stage == 2 else 1
+            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * 4)
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
             # One number more for each parameter: whether this rank has a gradient.
             phases["backward"]["dp"].add("all-reduce", 1, (numel + len(bucket)) * b)
+
+
+def _gathered_weights(
+    members: list[Parameter], shape: ModelShape, plan: Candidate, b: int, gloo: bool,
+    phases: dict[str, dict[str, AxisTraffic]],
+) -> None:  # fmt: skip
+    """ZeRO-3: each unit is gathered for forward and again for backward, and its gradients are reduce-scattered."""
+    forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
+    micro = plan.accumulation
+    for unit in units(members):
+        numel = math.ceil(sum(members[index].numel for index in unit) / plan.dp) * plan.dp
+        first = members[unit[0]]
+        is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
+        # A tied matrix is gathered by the embedding and by the head. From there to backward the head keeps it, and
+        # the embedding's backward does not read it.
+        is_kept = is_embedding or (is_head and not shape.tied)
+        is_twice = shape.tied and unit[0] == 0
+        forward.add("all-gather", micro * (1 + is_twice), numel * b)
+        backward.add("all-gather", 0 if is_kept else micro, numel * b)
+        backward.add("all-to-all" if gloo else "reduce-scatter", micro, numel * 4)

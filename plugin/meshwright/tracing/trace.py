@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.weights import NewTensors
-from meshwright.distribute import install
+from meshwright.distribute import install, make_weights
 from meshwright.launch import build_axes
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
+from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout
 from meshwright.parallel.structure import describe
-from meshwright.parallel.tensor import make_shards
+from meshwright.parallel.tensor import Keep, make_shards
 from meshwright.plans import plan_for
 from meshwright.tracing.memory import LiveBytes
 from meshwright.tracing.traffic import AxisTraffic, Traffic
@@ -110,6 +111,8 @@ class Step:
 
     def trace(self) -> Trace:
         held = [*self.model.parameters(), *self.model.buffers(), self.ids]
+        if self.runtime.weights is not None:
+            held += [flat.master for flat in self.runtime.weights.flats]
         with LiveBytes(held) as memory:
             parameters = memory.now
             self._run(memory)  # the first step makes the optimizer's state
@@ -163,9 +166,13 @@ def _install(
         with fake:
             return torch.empty(shape, dtype=parameter.dtype)
 
-    shards = make_shards(model, layouts, tp, torch.device("cpu"), empty_shard)
-    replaced = NewTensors(shards, _empty_buffers(model, fake)).attach(model)
+    def make(model: nn.Module, layouts: Any, tp: Axis, device: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
+        return NewTensors(make_shards(model, layouts, tp, device, empty_shard, keep), _empty_buffers(model, fake))
+
     runtime = Runtime(tp=tp, dp=dp, parameters=[])
+    with fake:
+        made = make_weights(model, plan, layouts, runtime, make, torch.device("cpu"))
+    replaced = made.attach(model)
     has_own_loss = getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
     with fake:
         config = ToDistributedConfig(plan=plan)

@@ -1,0 +1,110 @@
+"""Parameters laid end to end in one flat tensor, of which each data-parallel rank keeps an equal part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.buckets import Bucket, flat_dtype
+from meshwright.parallel.collectives import Axis, start_all_gather
+from meshwright.parallel.layout import RowLayout, Span
+from meshwright.parallel.saved import memory
+
+
+class FlatShard:
+    """One rank's part of a few parameters (ZeRO-3), and the whole of them while somebody needs it.
+
+    In between, a parameter has its shape and dtype, but no memory: reading it gives NaN, and writing raises.
+
+    Args:
+        parameters: of one dtype, and all trainable or all frozen; not changed here.
+        shapes: of this rank's TP shard of each.
+        dp: the axis over which they are cut.
+        device: where the part is kept. That of half-precision parameters that are trained is in float32.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], shapes: list[torch.Size], dp: Axis, device: torch.device):
+        self.parameters, self.shapes, self.dp = parameters, shapes, dp
+        first = parameters[0]
+        self.dtype, self.is_trained = first.dtype, first.requires_grad
+        sizes = [shape.numel() for shape in shapes]
+        self.starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.length = -(-sum(sizes) // dp.size)
+        kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
+        self.master = torch.zeros(self.length, dtype=kept, device=device)
+        self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
+        self.is_lent = False
+        self._full: Tensor | None = None
+        self._wait: Callable[[], Tensor] | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        """The same parameters as a bucket of gradients."""
+        bucket = Bucket(self.parameters, self.dp.size, self.master.dtype)
+        assert bucket.offsets == self.starts and bucket.numel == self.length * self.dp.size
+        return bucket
+
+    def keep(self, index: int, local: Tensor) -> Tensor:
+        """Copy this rank's part out of a parameter's TP shard; what is to stand in the parameter's place."""
+        (low, high), begin = self._own(index)
+        self.master[begin : begin + high - low].copy_(local.flatten()[low:high])
+        return self.stand_in.expand(local.shape)
+
+    def start(self) -> None:
+        """Begin to gather, unless that is done."""
+        if self._full is None and self._wait is None:
+            # What is gathered under inference_mode may be used after it.
+            with torch.inference_mode(False), torch.no_grad():
+                own = self.master if self.master.dtype == self.dtype else self.master.to(self.dtype)
+                self._wait = start_all_gather(own, self.dp)
+
+    def full(self) -> Tensor:
+        """All elements of the parameters, gathered if need be."""
+        self.start()
+        if self._wait is not None:
+            self._full, self._wait = self._wait(), None
+        assert self._full is not None
+        return self._full
+
+    def release(self) -> None:
+        """Let go of what was gathered; whoever still uses it keeps it for so long."""
+        if self._wait is not None:
+            self._wait()
+        self._full = self._wait = None
+
+    publish = refresh = release  # after a step, what is gathered is old
+
+    def lend(self) -> None:
+        """Give the parameters their values."""
+        self.is_lent = True
+        for parameter, segment in self._segments(self.full()):
+            parameter.data = segment
+
+    def take_back(self) -> None:
+        """Leave the parameters without values."""
+        self.is_lent = False
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            parameter.data = self.stand_in.expand(shape)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in what is gathered now."""
+        return self._full is not None and tensor.dtype == self.dtype and memory(tensor)[0] == memory(self._full)[0]
+
+    def part(self, index: int) -> tuple[Tensor, RowLayout]:
+        """This rank's elements of a parameter's flattened TP shard, and how that is cut over the axis."""
+        (low, high), begin = self._own(index)
+        return self.master[begin : begin + high - low].to(self.dtype), self._cut(index)
+
+    def _segments(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for parameter, start, shape in zip(self.parameters, self.starts, self.shapes, strict=True):
+            yield parameter, full[start : start + shape.numel()].view(shape)
+
+    def _cut(self, index: int) -> RowLayout:
+        return RowLayout.stretches(self.starts[index], self.shapes[index].numel(), self.length, self.dp.size)
+
+    def _own(self, index: int) -> tuple[Span, int]:
+        """This rank's elements of a parameter, and where they begin in its part; no elements begin at 0."""
+        low, high = self._cut(index).spans[self.dp.rank][0]
+        return (low, high), self.starts[index] + low - self.dp.rank * self.length if low < high else 0

@@ -1,0 +1,54 @@
+"""Decide, for one module's forward pass, how some of the tensors that it saves for backward are kept.
+
+torch asks only the innermost of its saved-tensor hooks; these pass on what they do not keep themselves,
+so that they nest in each other and in activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Given a tensor that is about to be saved: how to get it back, or None to leave it to others.
+Keep = Callable[[Tensor], Callable[[], Tensor] | None]
+
+
+def push(keep: Keep) -> None:
+    """Ask ``keep`` first about every tensor saved from here on, until :func:`pop`."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def pack(tensor: Tensor) -> Any:
+        if (get_back := keep(tensor)) is not None:
+            return get_back
+        if outer is None:
+            return tensor
+        packed = outer[0](tensor)
+        return lambda: outer[1](packed)
+
+    pack.is_checkpointing = is_checkpointing()  # type: ignore[attr-defined]
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, _unpack)
+
+
+def pop() -> None:
+    """End the innermost :func:`push`."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def is_checkpointing() -> bool:
+    """Whether activation checkpointing holds what is saved now: it drops it, and computes it again."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if outer is None:
+        return False
+    return getattr(outer[0], "is_checkpointing", outer[0].__module__ == "torch.utils.checkpoint")
+
+
+def memory(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's values begin; unlike its data pointer, a fake tensor of a traced plan has it too."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed() if callable(packed) and not isinstance(packed, Tensor) else packed
