@@ -31,6 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2+sp": {"tp": 2, "sequence_parallel": True},
     "dp2+zero1": {"dp": 2, "zero_stage": 1},
     "tp2xdp2+zero1": {"dp": 2, "tp": 2, "zero_stage": 1},
+    "tp2+spxdp2+zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
 }
 # One key head for two ranks, biases, a tied and uneven vocabulary: every way to cut and to copy.
 TRAITS = {"num_key_value_heads": 1, "tie_word_embeddings": True}

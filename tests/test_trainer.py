@@ -27,6 +27,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "tp2+sp x dp2": {"tp": 2, "dp": 2, "sequence_parallel": True},
     "dp2+zero1": {"dp": 2, "zero_stage": 1},
+    "dp2+zero2": {"dp": 2, "zero_stage": 2},
+    "tp2+sp x dp2+zero3": {"tp": 2, "dp": 2, "sequence_parallel": True, "zero_stage": 3},
 }
 
 FULL = {"max_steps": STEPS, "rows": 37, "evaluated": 11, "predicted": 7}

@@ -253,7 +253,7 @@ def use_whole_weights(what: str) -> None:
 def test_whole_weights_are_refused_by_name(pool2: Any) -> None:
     for what, kind, text in [
         ("state_dict", "UnreadableTensorError", "full_state_dict"),
-        ("load_state_dict", "UnreadableTensorError", "ToDistributedConfig"),
+        ("load_state_dict", "UnreadableTensorError", "load_weights"),
         ("again", "AlreadyDistributedError", "earlier call"),
         ("write", "RuntimeError", "single memory location"),
     ]:
