@@ -78,6 +78,11 @@ def test_without_sequence_parallelism(family: str, pool2: Any) -> None:
     assert max(found.values()) <= TOLERANCE, found
 
 
+def test_the_only_key_head_without_sequence_parallelism(pool2: Any) -> None:
+    found = pool2.run(differences, "llama", plan=mw.ParallelPlan(tp=2), num_key_value_heads=1)[0]
+    assert max(found.values()) <= TOLERANCE, found
+
+
 def test_more_ranks_than_groups(pool4: Any) -> None:
     plan = mw.ParallelPlan(tp=4, sequence_parallel=True)
     options = {"num_attention_heads": 8, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}

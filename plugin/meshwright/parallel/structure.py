@@ -307,9 +307,9 @@ def _block_layouts(
                     f"{full_name} has {parameter.shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
                     f"and the model's head counts make {rows.size}"
                 )
-            # A weight that all ranks share sees each rank's part only; a row bias, local tokens only.
-            sees_a_part = role in (Role.HEAD_NORM, Role.SHARED) or sequence_parallel
-            is_partial = sees_a_part if rows.is_replicated else rows.has_copies
+            # What several ranks hold sees each rank's heads or channels only, also where all of them hold all of it (a
+            # shared head norm, the only key head); a row bias sees local tokens only.
+            is_partial = sequence_parallel if role in ROW_ROLES and rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
 
