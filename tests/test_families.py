@@ -24,6 +24,7 @@ from meshwright.plans import plan_for
 FAMILIES = sorted(DENSE.keys() & set(model_types()))  # an older transformers lacks the newest
 CHUNKS = [FAMILIES[i::10] for i in range(10)]
 ROWS = page.rows(page.PAGE.read_text())
+IS_THE_PAGES = f"transformers {transformers.__version__}," in page.PAGE.read_text()  # another version, other rows
 
 
 def check_all(families: list[str]) -> list[Record]:
@@ -34,6 +35,8 @@ def check_all(families: list[str]) -> list[Record]:
 def test_equals_one_device_as_the_page_says(chunk: list[str], pool2: Any) -> None:
     for record in pool2.run(check_all, chunk, timeout=280)[0]:
         assert record.passes, record
+        if not IS_THE_PAGES:
+            continue
         verdicts = [page.verdict(x) for x in (record.parity, record.kv, record.tied, record.packed)]
         assert [record.traits, *verdicts] == ROWS[record.family][:5]
 
@@ -42,7 +45,7 @@ def test_the_page_is_about_these_families_and_all_the_others() -> None:
     passed = {family for family, cells in ROWS.items() if len(cells) == 6}
     assert passed == DENSE.keys()
     assert len(passed) >= 60
-    if f"transformers {transformers.__version__}" in page.PAGE.read_text():
+    if IS_THE_PAGES:
         assert ROWS.keys() == set(model_types())
 
 
@@ -59,17 +62,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name, (family, _) in VARIANTS.items() if family in FAMILIES])
 def test_variants(name: str, pool2: Any) -> None:
     family, overrides = VARIANTS[name]
     found = pool2.run(differences, family, **overrides)[0]
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("family", ["apertus", "bitnet", "bloom", "ctrl", "gpt2", "granite_swa", "minicpm3", "opt"])
+@pytest.mark.parametrize(
+    "family", sorted({"apertus", "bitnet", "bloom", "ctrl", "gpt2", "granite_swa", "minicpm3", "opt"} & set(FAMILIES))
+)
 def test_without_sequence_parallelism(family: str, pool2: Any) -> None:
     options = {"apply_residual_connection_post_layernorm": True} if family == "bloom" else {}
     found = pool2.run(differences, family, plan=mw.ParallelPlan(tp=2), **options)[0]
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def test_the_only_key_head_without_sequence_parallelism(pool2: Any) -> None:
+    found = pool2.run(differences, "llama", plan=mw.ParallelPlan(tp=2), num_key_value_heads=1)[0]
     assert max(found.values()) <= TOLERANCE, found
 
 
@@ -121,7 +131,7 @@ def test_wrong_answers_would_be_caught(pool2: Any) -> None:
     # Off by more than 1e-3, ten million times the tolerance.
     assert pool2.run(with_another_order)[0]["logits"] > 1e-3
     assert pool2.run(without_summing_parts, "apertus")[0]["model.layers.0.mlp.act_fn.alpha_p"] > 1e-3
-    assert pool2.run(without_summing_parts, "minicpm3")[0]["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"] > 1e-3
+    assert pool2.run(without_summing_parts, "bloom")[0]["transformer.h.0.input_layernorm.weight"] > 1e-3
 
 
 REFUSED = {
@@ -136,12 +146,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("family", REFUSED.keys() & set(model_types()))
+@pytest.mark.parametrize("family", sorted(REFUSED.keys() & set(model_types())))
 def test_what_is_no_dense_decoder_is_refused_by_name(family: str) -> None:
     found = refusal(family)
     assert found is not None
     assert REFUSED[family] in found.message
-    assert ROWS[family][0] == found.kind
+    assert not IS_THE_PAGES or ROWS[family][0] == found.kind
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,15 @@ def test_inference_refuses_fused_projections_by_name() -> None:
     assert "model.layers.1.mlp.gate_up_proj.weight" in raised.value.names
 
 
+def test_hints_say_how_fused_rows_are_ordered() -> None:
+    model = build("phi3")
+    hints = {"self_attn.qkv_proj": mw.Role.QKV, "gate_up_proj": mw.Role.GATE_UP}
+    expected, hinted = (
+        describe(model, plan, tp=2, sequence_parallel=True) for plan in (plan_for(model), mw.infer_plan(model, hints))
+    )
+    assert hinted.parameters == expected.parameters
+
+
 def test_wildcards_match_one_component_and_exact_names_win() -> None:
     plan = mw.ShardingPlan(roles={"a.*.q": mw.Role.Q, "a.3.q": mw.Role.K})
     assert plan.role_of("a.0.q") is mw.Role.Q

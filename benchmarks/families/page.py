@@ -50,7 +50,18 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "Which module plays which role is inferred from the structure. What a structure cannot tell (the order of "
         "fused rows, what a lone weight is) stands in `plugin/meshwright/plans/families.py`, a line or two a family. "
         "A class that nobody here has seen is inferred by the same rules; where a parameter has no clear role the call "
-        "raises and lists the names, before anything is changed.",
+        "raises and lists the names, before anything is changed. A hint is all that most of those need:",
+        "",
+        "```python",
+        "# A decoder of your own, whose attention stacks all queries, then all keys, then all values in `attn.qkv`.",
+        'mw.register_plan("my_model", mw.infer_plan(model, {"attn.qkv": mw.Role.QKV}))  # by config.model_type',
+        "```",
+        "",
+        "What shows only when a model runs is refused in its first pass: a block that reads the weight of its output "
+        "projection instead of calling it, one that adds its own input, a layer that is given a second activation with "
+        "a gradient. Not seen is arithmetic without weights across the width of an MLP or across heads (a softmax over "
+        "the width, heads that work in pairs): compare such a class with one device before you train it, as "
+        "`benchmarks/families/parity.py` does.",
         "",
         "| family | beside Llama's structure | tp2+sp | kv | tied | packed | remark |",
         "|---|---|---|---|---|---|---|",

@@ -324,8 +324,8 @@ def _block_layouts(
                     f"{full_name} has {parameter.shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
                     f"and the model's head counts make {rows.size}"
                 )
-            # A weight that all ranks share sees each rank's part only, and so does a key head that several ranks hold
-            # (all of them do where it is the only one); a row bias sees local tokens only.
+            # What several ranks hold sees each rank's heads or channels only, also where all of them hold all of it (a
+            # shared head norm, the only key head); a row bias sees local tokens only.
             is_partial = sequence_parallel if role in ROW_ROLES and rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
