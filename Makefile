@@ -9,12 +9,24 @@ PIP = $(BIN)/python -m pip install --constraint .venv/constraints.txt
 KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(TORCH)'; } | cksum | cut -d ' ' -f 1)
 INSTALLED := .venv/.installed-$(KEY)
 
-.PHONY: help setup browser demo test lint bench bench-data bench-planner bench-choice families clean
+# The oldest versions that are declared (pyproject.toml, meshwright_hf/versions.py), in an environment of their own.
+# PyPI's torch is the CUDA build; it runs on CPU too. With a CPU build at hand: OLDEST="torch==2.11.0+cpu ..."
+OLDEST ?= torch==2.11.0 transformers==5.17.0 accelerate==1.12.0
+OLDEST_BIN := .venv-oldest/bin
+OLDEST_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(OLDEST)'; } | cksum | cut -d ' ' -f 1)
+OLDEST_INSTALLED := .venv-oldest/.installed-$(OLDEST_KEY)
+# What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; the loader; launching.
+OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_save_pretrained.py \
+	$(wildcard tests/test_hf_*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
+	tests/test_doctor.py
+
+.PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice families clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo    train a Llama with 4 processes (dp=2 x tp=2) and prove it equal to one process; minutes'
 	@echo 'make test    run the whole test suite, the demo program included; one test opens a page in chromium'
+	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make lint    style, types, and which package may import which'
 	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
@@ -39,6 +51,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED) browser
 	$(BIN)/python -m pytest -q
 
+test-oldest: $(OLDEST_INSTALLED)
+	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -62,7 +77,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf *.egg-info
 
@@ -73,6 +88,16 @@ $(INSTALLED):
 	$(PIP) $(TORCH)
 	$(PIP) --editable '.[hf,deepspeed,dev]'
 	rm -f .venv/.installed-*
+	touch $@
+
+# Neither the new versions of the three nor those of what they require in other versions.
+$(OLDEST_INSTALLED):
+	test -x $(OLDEST_BIN)/pip || $(PYTHON) -m venv .venv-oldest
+	grep -vE '^(torch|transformers|accelerate|huggingface_hub|hf-xet|tokenizers|httpx2|httpcore2|deepspeed|peft|trl)==' \
+		constraints.txt > .venv-oldest/constraints.txt
+	$(OLDEST_BIN)/python -m pip install --constraint .venv-oldest/constraints.txt $(OLDEST) \
+		--editable '.[hf]' hypothesis pytest pytest-timeout
+	rm -f .venv-oldest/.installed-*
 	touch $@
 
 # One test opens the planner's page in a browser. Where none can be installed it is skipped, the rest runs.

@@ -61,6 +61,10 @@ def mesh_without_the_axis() -> None:
     mw.shard_optimizer(optimizer, mesh=mw.ProcessMesh([0, 1], ["tp"]))
 
 
+def another_plan_on_a_rank() -> None:
+    call(**({"tp": 2, "sequence_parallel": True} if dist.get_rank() == 0 else {"dp": 2}))
+
+
 def no_plan() -> None:
     mw.to_distributed(build("llama"))
 
@@ -89,6 +93,11 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         lambda: call(tp=2, dp=2),
         "PlanError",
         r"needs 4 processes, but 2 were launched[^$]*tp=1",
+    ),
+    "another plan on a rank": (
+        another_plan_on_a_rank,
+        "PlanError",
+        r"different plans; rank 0: ParallelPlan\(dp=1, tp=2.*rank 1: ParallelPlan\(dp=2, tp=1",
     ),
     "device_num": (lambda: call(tp=2, device_num=8), "PlanError", r"device_num=8 .* but 2 process"),
     "device_num of another kind": (

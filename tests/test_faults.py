@@ -337,7 +337,7 @@ def killed_with_children() -> None:
 
 def test_a_killed_rank_is_missed_although_its_forked_workers_live():
     outcomes = run_program(killed_with_children, 2)
-    check(outcomes[1], r"rank 0: its process ended without a word", within=5)
+    check(outcomes[1], r"rank 0 \(host [^)]*dp=0 tp=0\): its process ended without a word", within=5)
 
 
 def interrupted() -> None:

@@ -58,6 +58,12 @@ def test_options(family: str, option: str, pool2: Any) -> None:
     assert_equal_steps(ranks[0], one_step(family, "plain", **options))
 
 
+@pytest.mark.parametrize("family", ["llama", "olmo2", "phi3"])
+def test_one_kv_head_without_sequence_parallelism(family: str, pool2: Any) -> None:
+    ranks = pool2.run(one_step, family, "plain", {"tp": 2}, num_key_value_heads=1)
+    assert_equal_steps(ranks[0], one_step(family, "plain", num_key_value_heads=1))
+
+
 def test_gradient_checkpointing_with_odd_length_and_padding(pool2: Any) -> None:
     for scenario in ("an odd length", "left padding"):
         ranks = pool2.run(one_step, "qwen3", scenario, SP, checkpointing=True)

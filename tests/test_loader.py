@@ -115,3 +115,32 @@ def test_a_loader_still_looks_like_the_users(pool2: Any) -> None:
 def test_a_last_row_without_labels_is_an_error_that_names_drop_last() -> None:
     with pytest.raises(ValueError, match=r"drop_last=True"):
         list(DistributedLoader([torch.ones(1, 2)], dp=Axis("dp", size=2, rank=0), everyone=Peers()))
+
+
+def seeded_afterwards() -> tuple[DataLoader[Any], DistributedLoader]:
+    """A script that seeds its generator once the loader is made, as accelerate's own tests do."""
+    generator = torch.Generator().manual_seed(3)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)  # used before, so that its seed does not say it all
+    plain = DataLoader(Rows(8), batch_size=3, shuffle=True, generator=generator)
+    loader = DistributedLoader(plain, dp=Axis("dp"))
+    generator.manual_seed(7)
+    return plain, loader
+
+
+def read_ids(loader: Any, epochs: int = 2) -> list[list[int]]:
+    return [batch["input_ids"].flatten().tolist() for _ in range(epochs) for batch in loader]
+
+
+def test_a_generator_seeded_before_the_first_epoch_is_followed() -> None:
+    expected = read_ids(seeded_afterwards()[0])
+    assert read_ids(seeded_afterwards()[1]) == expected
+    plain = DataLoader(Rows(8), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))
+    assert read_ids(plain) != expected, "another seed gives another order"
+
+    _, loader = seeded_afterwards()
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    _, resumed = seeded_afterwards()
+    resumed.load_state_dict(state)
+    assert read_ids(resumed) == expected[1:]

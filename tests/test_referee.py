@@ -105,7 +105,7 @@ def test_silence_of_the_whole_timeout_is_reported_once():
     made = referee(2, timeout=10.0)
     made.beat(0, "step 1", now=9.0)
     assert made.tick(now=9.5) == []
-    assert "rank 1: stopped or hung" in notices(made.tick(now=10.5))[0]
+    assert "rank 1: stopped, hung or cut off" in notices(made.tick(now=10.5))[0]
     assert made.tick(now=11.0) == []
 
 

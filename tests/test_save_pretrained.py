@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.checkpoint import export
+from meshwright.checkpoint import assemble
 from meshwright.checkpoint.safetensors_file import SafetensorsWriter
 from support.construction import PLANS, assert_equal, distribute, make
 
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(pool2: Any, tmp_
 
 def largest_allocation_while_saving(path: Path, chunk: int) -> tuple[int, int]:
     """The most memory that is alive at once through this process's full tensors, and the largest of them, in bytes."""
-    export._CHUNK = chunk
+    assemble._CHUNK = chunk
     model = distribute(make("llama", hidden_size=64, vocab_size=1001), tp=2)
     alive: dict[int, int] = {}
     peak = 0
@@ -110,11 +110,11 @@ def largest_allocation_while_saving(path: Path, chunk: int) -> tuple[int, int]:
         weakref.finalize(tensor, alive.pop, id(tensor))
         return tensor
 
-    export.torch.empty = counted
+    assemble.torch.empty = counted
     try:
         model.save_pretrained(path)
     finally:
-        export.torch.empty = original
+        assemble.torch.empty = original
     return peak, max(p.meshwright.global_shape.numel() * p.element_size() for p in model.parameters())
 
 

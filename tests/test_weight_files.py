@@ -19,6 +19,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.checkpoint import safetensors_file
 from meshwright.checkpoint.safetensors_file import read_header, read_rows
+from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.parallel.layout import RowLayout
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.models import tokens
@@ -40,6 +41,22 @@ def test_weights_from_a_checkpoint(kind: str, how: str, pool2: Any, tmp_path: Pa
     for plan in ("tp2+sp", "dp2+zero1"):
         weights = pool2.run(loaded, path, how, PLANS[plan], torch.float32)[0]
         assert_equal(weights, make(seed=77).state_dict())
+
+
+def test_a_list_of_files_is_what_its_index_is(tmp_path: Path) -> None:
+    index = write_checkpoint(tmp_path, "index")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    assert WeightFiles.open(files).entries == WeightFiles.open(index).entries
+    assert WeightFiles.open(files[:1]).entries == read_header_with_path(files[0])
+    with pytest.raises(mw.CheckpointError, match=r"both hold .*; name one of them"):
+        WeightFiles.open([*files, files[0]])
+    with pytest.raises(mw.CheckpointError, match="an empty list of files"):
+        WeightFiles.open([])
+
+
+def read_header_with_path(file: Path) -> dict[str, Any]:
+    return {name: (file, entry) for name, entry in read_header(file).items()}
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,34 @@
-"""Integrations with the Hugging Face stack; each is a module of its own."""
+"""Integrations with the Hugging Face stack; each is a module of its own, imported when first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright_hf.configs import register, unregister
+    from meshwright_hf.saved_plan import save_plan
+
+# Where each public name lives.
+_HOMES = {
+    "configs": ("register", "unregister"),
+    "saved_plan": ("save_plan",),
+}
+_HOME = {name: f"meshwright_hf.{module}" for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "register",
+    "save_plan",
+    "unregister",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.export import full_gradients, full_state_dict
+    from meshwright.checkpoint.optimizer_state import save_optimizer
+    from meshwright.checkpoint.restore import load_optimizer, load_weights
+    from meshwright.checkpoint.weights import save_weights
     from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
     from meshwright.construct.deferred import deferred_init
     from meshwright.data.shard_dataloader import shard_dataloader
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 # which need no torch, do not wait for it.
 _HOMES = {
     "checkpoint.export": ("full_gradients", "full_state_dict"),
+    "checkpoint.optimizer_state": ("save_optimizer",),
+    "checkpoint.restore": ("load_optimizer", "load_weights"),
+    "checkpoint.weights": ("save_weights",),
     "config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
     "construct.deferred": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),
@@ -87,10 +93,14 @@ __all__ = [
     "full_state_dict",
     "fused_allreduce_gradients",
     "infer_plan",
+    "load_optimizer",
+    "load_weights",
     "no_sync",
     "plan_of",
     "register_plan",
     "reshard",
+    "save_optimizer",
+    "save_weights",
     "shard_dataloader",
     "shard_optimizer",
     "shard_tensor",

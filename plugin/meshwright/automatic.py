@@ -18,19 +18,20 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import OptimizerMismatchError, PlanError
-from meshwright.launch import world_size
+from meshwright.launch import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.parallel.outcome import text_from_first
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright.planner.plan_file import read_plan, runnable_fields
+from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, read_plan, runnable_fields
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import describe
 from meshwright.planner.space import FUTURE
 from meshwright.planner.units import gib, seconds
 from meshwright.plans import plan_for
+from meshwright.plans.registry import CONFIG_KEY, ROLES_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +40,76 @@ _CHOICES = 64  # plans to try on the model, which may have its own reasons again
 
 
 def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
-    """Return the plan that the user gave; None where the planner shall pick.
+    """Return the plan that the user gave, in the config or to the launcher; None where the planner shall pick.
 
     Raises:
-        PlanError: neither a plan nor the path of one, or of one that this version cannot run.
+        PlanError: neither a plan nor the path of one, one that this version cannot run, or a plan in the config
+            that is not the launcher's.
     """
+    fields = launched_plan()
+    launched = None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
     plan = config.plan
     if plan is None or plan == "auto":
-        return None
+        return None if launched is None else _with_sequence_parallel(launched, config)
     if isinstance(plan, str | os.PathLike):
-        fields = read_plan(plan)
-        known = {field.name for field in dataclasses.fields(ParallelPlan)}
-        if unknown := sorted(set(fields) - known):
-            raise PlanError(f"{plan}: {', '.join(unknown)} is not available in this version; plan again")
-        plan = ParallelPlan(**fields)
+        plan = plan_of_fields(read_plan(plan), str(plan))
     if not isinstance(plan, ParallelPlan):
         raise PlanError(
             f"ToDistributedConfig.plan must be a meshwright.ParallelPlan, 'auto', or the path of a plan file, not "
             f"{type(plan).__name__}"
+        )
+    plan = _with_sequence_parallel(plan, config)
+    if launched is not None and (launched := _with_sequence_parallel(launched, config)) != plan:
+        raise PlanError(
+            f"ToDistributedConfig.plan is {plan}, but this program was launched with {launched} ({PLAN_VARIABLE}); "
+            "leave one of them out, or make them equal"
+        )
+    return plan
+
+
+def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
+    """Return the plan of a file's or a launcher's fields.
+
+    Args:
+        fields: the arguments of ``ParallelPlan``.
+        source: where they come from, for messages.
+
+    Raises:
+        PlanError: what this version has no word for, or cannot run.
+    """
+    known = {field.name for field in dataclasses.fields(ParallelPlan)}
+    if unknown := sorted(set(fields) - known):
+        raise PlanError(f"{source}: {', '.join(unknown)} is not available in this version; plan again")
+    return ParallelPlan(**fields)
+
+
+def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan | None:
+    """Return the plan that came with the model, under "meshwright" in its config.json; None without one.
+
+    Raises:
+        PlanError: one that this version cannot run, or for another number of processes; it says where it is.
+    """
+    saved = getattr(getattr(model, "config", None), CONFIG_KEY, None)
+    if saved is None or config.plan == "auto":
+        return None
+    source = f'"{CONFIG_KEY}" in the config of {getattr(model.config, "name_or_path", "") or type(model).__name__}'
+    if not isinstance(saved, Mapping):
+        raise PlanError(f"{source} must be an object with the fields of a ParallelPlan, not {saved!r}")
+    fields = {name: value for name, value in saved.items() if name != ROLES_KEY}
+    if not fields:
+        return None
+    known = [field.name for field in dataclasses.fields(ParallelPlan)]
+    if unknown := sorted(set(fields) - set(known)):
+        raise PlanError(f"{source} has {', '.join(unknown)}; the fields of a plan are {', '.join(known)}")
+    try:
+        plan = ParallelPlan(**fields)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from error
+    if plan.world_size != world_size():
+        raise PlanError(
+            f"{source} plans dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} = {plan.world_size} processes, "
+            f"but {world_size()} were launched; pass another: ToDistributedConfig(plan=ParallelPlan(...)), or launch "
+            f"with: torchrun --nproc-per-node {plan.world_size} SCRIPT"
         )
     return _with_sequence_parallel(plan, config)
 
@@ -83,7 +136,7 @@ def choose_plan(
         model: with a transformers config.
         optimizer: decides whether its state may be sharded.
         dataloader: says the batch, unless ``config.input_spec`` does.
-        node_num: nodes that were launched; one by default.
+        node_num: nodes; None: what was launched.
         config: ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec``.
         device: this process's.
         splits_batches: whether the model can run micro-batches.
@@ -96,7 +149,7 @@ def choose_plan(
 
     def pick() -> str:
         rows, length = _batch(dataloader, config)
-        found = _search(model, rows, length, node_num or 1, config, device)
+        found = _search(model, rows, length, node_num or node_count(), config, device)
         choice = _first_runnable(found, model, optimizer, config, splits_batches, recomputes)
         logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is dropped by default
         return json.dumps(runnable_fields(choice.plan))

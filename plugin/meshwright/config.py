@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -132,15 +132,17 @@ class ToDistributedConfig:
     """Options of ``to_distributed``.
 
     Args:
-        plan: the parallel plan; the path of one that ``meshwright plan --save`` wrote; or None or "auto", to have
-            the planner pick the fastest one that fits, which it logs.
+        plan: the parallel plan; the path of one that ``meshwright plan --save`` wrote; None for the one in the
+            model's config ("meshwright" in its config.json), if any; without one, and by "auto", the planner
+            picks the fastest one that fits, which it logs.
         memory_budget: what a picked plan may fill of a device: bytes, or up to 1 a share of it; 0.9 by default.
         prefer: what a picked plan is best at: "throughput", or the least "memory".
         hardware_profile: a profile that ``meshwright calibrate`` measured, for picking a plan; the catalogue's
             figures by default.
         sequence_parallel: overrides ``plan.sequence_parallel``; None lets the plan say.
         weights: a checkpoint to read the weights from, each rank its own shard: a .safetensors file, a
-            .safetensors.index.json, or a directory with either. They are converted to the model's dtype.
+            .safetensors.index.json, a directory with either, or a list of files. They are converted to the
+            model's dtype.
         input_spec: name -> (shape, dtype) of one global batch, for picking a plan where the dataloader does not
             tell its size.
         sharding_plan: which module plays which role, instead of the registered or inferred plan.
@@ -153,6 +155,8 @@ class ToDistributedConfig:
         optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
             element from that element alone.
         bucket_size_mb: gradients are communicated in buckets of this size.
+        engine: the training engine that averages gradients over dp, shards the optimizer and clips in the runtime's
+            place, by name; set by an integration (meshwright_hf.deepspeed). The runtime then keeps to tp.
         loader: how the returned loader reads.
         timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
             that names it; the timeout of every process group.
@@ -163,13 +167,14 @@ class ToDistributedConfig:
     prefer: Literal["throughput", "memory"] = "throughput"
     hardware_profile: str | os.PathLike[str] | None = None
     sequence_parallel: bool | None = None
-    weights: str | os.PathLike[str] | None = None
+    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     input_spec: Mapping[str, Any] | None = None
     sharding_plan: ShardingPlan | None = None
     gather_logits: bool = False
     num_items_in_batch: NumItems = "auto"
     optimizer_is_elementwise: bool = False
     bucket_size_mb: float = 25.0
+    engine: str | None = None
     loader: LoaderOptions = LoaderOptions()
     timeout_s: float = 120.0
 

@@ -12,28 +12,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.automatic import choose_plan, given_plan
+from meshwright.automatic import choose_plan, given_plan, plan_in_model
 from meshwright.checkpoint.pretrained import export_with_full_weights
+from meshwright.completion import complete, plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
-from meshwright.launch import build_axes, check_devices, check_launch, device_for, start_process_group
+from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
-from meshwright.optim.shard import install_gradient_sync
+from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_engine
 from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
+from meshwright.parallel.guarded import refuse_wrapping
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.outcome import succeed_together, take_from_first
+from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel
 from meshwright.plans import plan_for
+from meshwright.plans.adapters import refuse_unloading, without_wrappers
 from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
@@ -49,9 +53,12 @@ def to_distributed(
 ) -> tuple[Any, Any, Any]:
     """Turn a one-device program into a distributed one; its training loop stays as it is.
 
-    Without a plan in the config, the planner picks the fastest that fits, and logs it.
-    Every launched process calls it with the same arguments. The model and the optimizer stay the
-    user's objects, changed in place. If the call raises, nothing was changed.
+    Without a plan in the config it is the one in the model's own config, if any; else the planner picks
+    the fastest that fits, and logs it. Every launched process calls it with the same arguments. The model
+    and the optimizer stay the user's objects, changed in place. If the call raises, nothing was changed.
+
+    A model that was distributed alone, by this call or as it was loaded, may be passed again with an
+    optimizer over its parameters and with loaders; the plan is then the model's.
 
     Args:
         model: a causal LM of transformers (or of the same shape): whole, on this process's device; or
@@ -81,39 +88,63 @@ def to_distributed(
         )
     """
     config = config or ToDistributedConfig()
+    runtime = find_runtime(model) if isinstance(model, nn.Module) else None
+    if runtime is not None and (optimizer is not None or dataloader is not None):
+        check_devices(device_num, node_num)
+        return _complete(model, runtime, optimizer, dataloader, config)
     _check_model(model)
     if optimizer is not None:
         check_ownership(model, optimizer)
-    has_own_loss = _uses_causal_lm_loss(model)
+    _, decoder = without_wrappers(model)
+    has_own_loss = _uses_causal_lm_loss(decoder)
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
-    plan = given_plan(config)
+    plan = given_plan(config) or plan_in_model(model, config)
     if plan is None:
         start_process_group(device, config.timeout_s)
         plan = choose_plan(
             model, optimizer, dataloader, node_num, config, device,
-            splits_batches=has_own_loss, recomputes=_recompute_switch(model) is not None,
+            splits_batches=has_own_loss, recomputes=recompute_switch(decoder) is not None,
         )  # fmt: skip
     check_launch(plan)
     if optimizer is not None and (plan.tp > 1 or plan.zero_stage > 0):
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
     structure = None
     if plan.tp > 1:
-        sharding_plan = config.sharding_plan or plan_for(model)
-        structure = describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-    _check_micro_batches(plan, has_own_loss, model)
+        sharding_plan = config.sharding_plan or plan_for(decoder)
+        structure = describe(decoder, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    _check_micro_batches(plan, has_own_loss, decoder)
 
     start_process_group(device, config.timeout_s)
+    check_agreement(plan)
     tp, dp = build_axes(plan, device)
     guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
     weights = succeed_together(lambda: InitialWeights.find(model, config.weights))
     _equalise_weights(model, weights, tp, dp, device)
 
     loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
-    runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard, plan=plan)
+    runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard, plan=plan, engine=config.engine)
     _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
+    return model, optimizer, loader
+
+
+def _complete(
+    model: Any,
+    runtime: Runtime,
+    optimizer: Optimizer | None,
+    dataloader: Iterable[Any] | None,
+    config: ToDistributedConfig,
+) -> tuple[Any, Any, Any]:
+    """Add an optimizer or a loader to a model that was distributed without."""
+    runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
+    plan = plan_to_complete(runtime, model, optimizer, config)
+    _check_micro_batches(plan, isinstance(getattr(model, "loss_function", None), CausalLMLoss), model)
+    loader = None
+    if dataloader is not None:
+        loader = _make_loader(dataloader, runtime.tp, runtime.dp, device_of(model), config)
+    complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
     return model, optimizer, loader
 
 
@@ -169,14 +200,8 @@ def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Modul
             f"the plan splits the batch into micro-batches, which needs transformers' causal-LM loss; "
             f"{type(model).__name__} has a loss of its own. Set gradient_accumulation_steps=1, micro_batch_size=None"
         )
-    if plan.recompute == "full" and _recompute_switch(model) is None:
+    if plan.recompute == "full" and recompute_switch(model) is None:
         raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
-
-
-def _recompute_switch(model: nn.Module) -> Any:
-    """The method of transformers' models that turns recomputation on; its older name is deprecated."""
-    old = getattr(model, "gradient_checkpointing_enable", None)
-    return getattr(model, "activation_checkpointing_enable", old)
 
 
 def _starting_device(model: nn.Module) -> torch.device:
@@ -219,15 +244,21 @@ def _shard_model(
     device: torch.device,
     has_own_loss: bool,
 ) -> None:
-    layouts = structure.parameters if structure else {}
+    prefix, decoder = without_wrappers(model)
+    layouts = {prefix + name: layout for name, layout in structure.parameters.items()} if structure else {}
     made = succeed_together(lambda: weights.make(model, layouts, runtime.tp, device))
     replaced = made.attach(model)
     model.to(device)
     seed = torch.randint(2**31, (1,), device=device)
     agreed_seed = int(agree(seed, runtime.tp, runtime.dp))
     install(model, optimizer, replaced, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
-    export_with_full_weights(model)
-    attach(model, runtime)
+    # With adapters, the model is around the decoder, and a user may save either.
+    for part in {id(x): x for x in (model, decoder)}.values():
+        export_with_full_weights(part)
+        attach(part, runtime)
+    if structure is not None:
+        refuse_unloading(model)
+    refuse_wrapping(model)
 
 
 def install(
@@ -249,11 +280,12 @@ def install(
         seed: of the dropout streams, the same on all ranks.
     """
     tp, dp = runtime.tp, runtime.dp
+    decoder: Any = without_wrappers(model)[1]
     if optimizer is not None:
         rebind(optimizer, replaced)
-    streams = DropoutStreams(model, tp=tp, dp=dp, seed=seed)
+    streams = runtime.streams = DropoutStreams(decoder, tp=tp, dp=dp, seed=seed)
     forward = ForwardState(
-        model,
+        decoder,
         streams,
         tp=tp,
         dp=dp,
@@ -269,20 +301,23 @@ def install(
             streams=streams,
             keep_logits_sharded=forward.keep_logits_sharded,
         )
-    install_gradient_sync(
-        runtime,
-        model,
-        optimizer,
-        zero_stage=plan.zero_stage,
-        bucket_bytes=int(config.bucket_size_mb * 2**20),
-    )
+    if runtime.engine is not None:
+        leave_gradients_to_engine(runtime, model)
+    else:
+        install_gradient_sync(
+            runtime,
+            model,
+            optimizer,
+            zero_stage=plan.zero_stage,
+            bucket_bytes=int(config.bucket_size_mb * 2**20),
+        )
     if has_own_loss:
         vocab_size = structure.vocab_size if structure else 0
         loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, dp=dp, num_items=config.num_items_in_batch)
-        model.loss_function = loss
+        decoder.loss_function = loss
         if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
             split_forward(
-                model,
+                decoder,
                 dp=dp,
                 syncs=runtime.syncs,
                 loss=loss,
@@ -290,4 +325,4 @@ def install(
                 num_micro_batches=plan.gradient_accumulation_steps,
             )
     if plan.recompute == "full":
-        _recompute_switch(model)({"use_reentrant": False})
+        recompute_switch(decoder)({"use_reentrant": False})

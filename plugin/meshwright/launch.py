@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def node_count() -> int:
+    """The number of nodes, as torchrun and accelerate say it; one where nothing says it."""
+    return max(1, world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
+
+
 def check_devices(device_num: int | None, node_num: int | None) -> None:
     """Compare the devices that the program names with what was launched.
 
@@ -29,7 +35,7 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
     for name, value in (("device_num", device_num), ("node_num", node_num)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise PlanError(f"{name} must be a positive integer, not {value!r}")
-    nodes = node_num or 1
+    nodes = node_num or node_count()
     if device_num is not None and device_num * nodes != world:
         raise PlanError(
             f"device_num={device_num} x node_num={nodes} = {device_num * nodes} devices, but {world} process(es) "
@@ -80,6 +86,24 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def check_agreement(plan: ParallelPlan) -> None:
+    """Compare the plans of all ranks, before they build groups that would not fit together.
+
+    Raises:
+        PlanError: on every rank, naming one of those that differ.
+    """
+    if not dist.is_initialized() or world_size() == 1:
+        return
+    plans: list[Any] = [None] * world_size()
+    dist.all_gather_object(plans, plan)
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            raise PlanError(
+                f"the ranks were given different plans; rank 0: {plans[0]}, rank {rank}: {other}. Every process must "
+                "make the same call"
+            )
 
 
 def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Axis, Axis]:

@@ -30,8 +30,13 @@ class Float64:
 
     def __enter__(self) -> None:
         to_float = Tensor.float
+
+        def to_float_or_double(x: Tensor) -> Tensor:
+            # Whole numbers too: transformers before 5.18 multiplies positions, so cast, with a float64 matrix.
+            return to_float(x) if x.is_floating_point() and x.dtype is not torch.float64 else x.double()
+
         self._patches = [
-            mock.patch.object(Tensor, "float", lambda x: x if x.dtype is torch.float64 else to_float(x)),
+            mock.patch.object(Tensor, "float", to_float_or_double),
             mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
             mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
         ]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.faults.interpose import own_collectives
+from meshwright.checkpoint.assemble import assemble, is_first
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
-from meshwright.parallel.collectives import Axis
-from meshwright.parallel.layout import RowLayout, ShardRecord, Span, record_of
+from meshwright.parallel.layout import RowLayout, record_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -26,8 +21,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             torch.save(weights, "model.pt")
     """
+    return gather_state(model, model.state_dict(keep_vars=True))
+
+
+def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`full_state_dict`, of some of a model's tensors."""
     runtime = find_runtime(model)
-    state = model.state_dict(keep_vars=True)
     if runtime is None:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
     full: dict[str, Tensor] = {}
@@ -52,6 +51,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
         ValueError: if the model is not distributed, or the last backward pass ran under ``no_sync``.
     """
     runtime = runtime_of(model)
+    runtime.check_own("full_gradients", "it may have reduced or freed them already")
     runtime.check_synced()
     local: dict[int, Tensor] = {}
     if runtime.zero is not None:
@@ -64,7 +64,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         found = local.get(id(parameter), parameter.grad)
         if found is not None:
-            whole = _assemble(found.as_subclass(Tensor), record_of(parameter), runtime)
+            whole = _gather(found.as_subclass(Tensor), parameter, runtime)
             if whole is not None:
                 full[name] = whole.cpu().clone() if whole.shape == found.shape else whole
     return full
@@ -76,67 +76,15 @@ def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
     """
     if isinstance(value, nn.Parameter):
-        return _assemble(value.detach(), record_of(value), runtime)
+        if runtime.materialise is None:
+            return _gather(value.detach(), value, runtime)
+        with runtime.materialise(value):
+            whole = _gather(value.detach(), value, runtime)
+            return None if whole is None else whole.cpu().clone()
     return value.detach() if is_first(runtime) else None
 
 
-def is_first(runtime: Runtime) -> bool:
-    """Whether this is the rank that gets whole tensors."""
-    return runtime.tp.rank == 0 and runtime.dp.rank == 0
-
-
-_CHUNK = 4 * 2**20  # bytes in flight: rank 0 holds so much beside the full tensor
-
-
-def _assemble(local: Tensor, record: ShardRecord, runtime: Runtime) -> Tensor | None:
-    """The whole tensor on rank 0; None on the others, of which those of other data-parallel rows wait for nobody."""
-    tp, layout = runtime.tp, record.layout
-    if not record.is_sharded:
-        return local if is_first(runtime) else None
-    if runtime.dp.rank != 0:
-        return None
-    full = torch.empty(record.global_shape, dtype=local.dtype) if tp.rank == 0 else None
-    for owner, start, offset, count in _pieces(layout, max(1, _CHUNK * layout.local_size // max(local.nbytes, 1))):
-        if tp.rank == owner:
-            piece = local.narrow(layout.dim, offset, count)
-            if owner != 0:
-                _send(piece, tp)
-        elif tp.rank == 0:
-            shape = list(local.shape)
-            shape[layout.dim] = count
-            piece = _receive(local.new_empty(shape), owner, tp)
-        if full is not None:
-            full.narrow(layout.dim, start, count).copy_(piece)
-    return full
-
-
-def _pieces(layout: RowLayout, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """(rank, first row of the full tensor, first row of the rank's shard, rows), at most so many at a time.
-
-    Rows that several ranks hold come from the first of them.
-    """
-    covered: set[Span] = set()
-    for rank, spans in enumerate(layout.spans):
-        offset = 0
-        for start, stop in spans:
-            if (start, stop) not in covered:
-                for row in range(start, stop, most):
-                    yield rank, row, offset + row - start, min(most, stop - row)
-            covered.add((start, stop))
-            offset += stop - start
-
-
-@own_collectives()
-def _send(piece: Tensor, tp: Axis) -> None:
-    dist.send(piece.contiguous(), _global_rank(tp, 0), group=tp.group)
-
-
-@own_collectives()
-def _receive(piece: Tensor, owner: int, tp: Axis) -> Tensor:
-    dist.recv(piece, _global_rank(tp, owner), group=tp.group)
-    return piece
-
-
-def _global_rank(axis: Axis, rank: int) -> int:
-    assert axis.group is not None
-    return dist.get_global_rank(axis.group, rank)
+def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
+    """The whole of a tensor shaped like a parameter's shard."""
+    cut = RowLayout.replicated(local.numel(), runtime.dp.size)
+    return assemble(local.reshape(-1), record_of(parameter), cut, runtime)

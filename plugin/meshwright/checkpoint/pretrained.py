@@ -17,23 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.export import full_state_dict, gather_full, is_first
-from meshwright.checkpoint.safetensors_file import SafetensorsWriter, read_header, read_rows
+from meshwright.checkpoint.assemble import is_first
+from meshwright.checkpoint.export import gather_full, gather_state
+from meshwright.checkpoint.safetensors_file import read_header, read_rows
+from meshwright.checkpoint.stream import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.optim.runtime import Runtime, runtime_of
-from meshwright.parallel.layout import RowLayout, record_of
-from meshwright.parallel.outcome import on_first_rank, wait_for_first_rank
-from meshwright.progress import Progress
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+from meshwright.parallel.layout import RowLayout, global_shape
+from meshwright.parallel.outcome import on_first_rank
+from meshwright.plans.adapters import wrapped
 
 
 def export_with_full_weights(model: nn.Module) -> None:
     """Make ``model.save_pretrained`` write one-device weights, from rank 0; every rank calls it.
 
     A plain save of transformers' model streams: rank 0 never holds more than one full tensor above
-    its own shard. With ``state_dict``, that is what is written. With ``push_to_hub``, adapters, or a
-    model whose names on disk are not its own, rank 0 collects the whole model first.
+    its own shard. With ``state_dict``, that is what is written. With ``push_to_hub``, or a model whose
+    names on disk are not its own, rank 0 collects the whole model first; of PEFT's, the adapters alone.
     """
     save_pretrained = getattr(model, "save_pretrained", None)
     if save_pretrained is None:
@@ -51,7 +50,7 @@ def export_with_full_weights(model: nn.Module) -> None:
         if plan is not None:
             _stream(model, runtime, plan)
             return
-        state = full_state_dict(model)
+        state = gather_state(model, _saved_by(model))
         on_first_rank(lambda: save_pretrained(save_directory, *args, **{**kwargs, "state_dict": state}))
 
     object.__setattr__(model, "save_pretrained", save_full)
@@ -63,6 +62,20 @@ def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, 
     bound.apply_defaults()
     rest = bound.arguments.pop("kwargs", {})
     return {**bound.arguments, **rest}
+
+
+def _saved_by(model: Any) -> dict[str, Tensor]:
+    """The tensors that ``save_pretrained`` may write: of a model with adapters, those and the vocabulary's."""
+    state = model.state_dict(keep_vars=True)
+    if wrapped(model) is None:
+        return state
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    vocabulary = {id(p) for module in ends if module is not None for p in module.parameters()}
+    return {
+        name: x
+        for name, x in state.items()
+        if x.requires_grad or id(x) in vocabulary or "lora_" in name or name.endswith(".bias")
+    }
 
 
 def _can_stream(model: nn.Module) -> bool:
@@ -100,7 +113,7 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any])
     """Let the stock method write everything else, and learn from it which names it would save; None: cannot stream."""
     if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
         return None
-    most = _bytes(call["max_shard_size"])
+    most = parse_bytes(call["max_shard_size"])
     target = Path(call["save_directory"])
     target.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
@@ -117,10 +130,10 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any])
     # Wide dtypes first, so that every tensor lies aligned in its file.
     ordered = sorted((name for name in state if name in kept), key=lambda name: -state[name].element_size())
     sizes = {name: _num_bytes(state[name]) for name in ordered}
-    files = _split(stem, sizes, most)
+    files = split(stem, sizes, most)
     index = None
     if len(files) > 1:
-        count = sum(_shape(p).numel() for p in model.parameters())
+        count = sum(global_shape(p).numel() for p in model.parameters())
         metadata = {"total_parameters": count, "total_size": sum(sizes.values())}
         index = {"metadata": metadata, "weight_map": {name: file for file, inside in files.items() for name in inside}}
     variant = f".{call['variant']}" if call.get("variant") else ""
@@ -137,7 +150,9 @@ def _save_stand_ins(
     """
     # With as many dims as the tensor, all of different sizes, and a value of its own, so that any conversion shows.
     numbers = {id(x): number for number, x in enumerate(state.values())}
-    stand_ins = {id(x): torch.full(tuple(range(1, x.ndim + 1)), float(numbers[id(x)])) for x in state.values()}
+    stand_ins = {
+        id(x): torch.full(tuple(range(1, len(global_shape(x)) + 1)), float(numbers[id(x)])) for x in state.values()
+    }
     names = {name: stand_ins[id(x)] for name, x in state.items()}
     try:
         save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})
@@ -156,108 +171,33 @@ def _save_stand_ins(
     return written[0].stem, set(entries)
 
 
-def _split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:
-    """Fill files in order, each up to ``most`` bytes; a larger tensor has one to itself."""
-    parts: list[list[str]] = [[]]
-    room = most
-    for name, size in sizes.items():
-        if size > room and parts[-1]:
-            parts.append([])
-            room = most
-        parts[-1].append(name)
-        room -= size
-    if len(parts) == 1:
-        return {f"{stem}.safetensors": parts[0]}
-    return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}
-
-
-def _bytes(size: int | str) -> int:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if found is None or found[2].upper() not in _UNITS:
-        raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or one with a unit such as '5GB'")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
 def _stream(model: nn.Module, runtime: Runtime, plan: _Save) -> None:
     """Write the planned files, gathering one tensor at a time."""
     state = model.state_dict(keep_vars=True)
-    files = _Files(plan, state) if is_first(runtime) else None
-    for file, names in plan.files.items():
-        if files is not None:
-            files.open(file)
-        for name in names:
-            # In one expression: a name for the full tensor would keep it while the next one is gathered.
-            _hand_over(gather_full(state[name], runtime), files)
-            # Ranks that have nothing to send would wait for the end in one collective, beyond its timeout.
-            wait_for_first_rank()
-    on_first_rank(lambda: files.finish() if files is not None else None)
+    files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
+    written = StreamedFiles(plan.staging, files, f"writing {plan.target}") if is_first(runtime) else None
+    stream(files, lambda name: gather_full(state[name], runtime), written)
+    on_first_rank(lambda: _finish(plan, written) if written is not None else None)
 
 
-class _Files:
-    """The weight files, on rank 0. A failure is kept until the end, since the other ranks are still sending."""
+def _finish(plan: _Save, written: StreamedFiles) -> None:
+    """Put everything in the user's folder, in place of what an earlier save left there.
 
-    def __init__(self, plan: _Save, state: dict[str, Tensor]):
-        self._plan, self._state = plan, state
-        self._failure: OSError | None = None
-        self._writer: SafetensorsWriter | None = None
-        self._progress = Progress(f"writing {plan.target}")
-        names = [name for names in plan.files.values() for name in names]
-        self._progress.start(sum(_num_bytes(state[name]) for name in names))
-
-    def open(self, file: str) -> None:
-        self._close()
-        if self._failure is None:
-            forms = {
-                name: (self._state[name].dtype, tuple(_shape(self._state[name]))) for name in self._plan.files[file]
-            }
-            try:
-                self._writer = SafetensorsWriter(self._plan.staging / file, forms)
-            except OSError as error:
-                self._failure = error
-
-    def write(self, full: Tensor) -> None:
-        if self._writer is not None and self._failure is None:
-            try:
-                self._writer.write(full.cpu())
-            except OSError as error:
-                self._failure = error
-            self._progress.add(full.nbytes)
-
-    def finish(self) -> None:
-        """Put everything in the user's folder, in place of what an earlier save left there.
-
-        Raises:
-            OSError: the first of any step; the folder then holds what it held.
-        """
-        self._close()
-        self._progress.close()
-        try:
-            if self._failure is not None:
-                raise self._failure
-            if self._plan.index is not None:
-                text = json.dumps(self._plan.index, indent=2, sort_keys=True) + "\n"
-                (self._plan.staging / self._plan.index_name).write_text(text, encoding="utf-8")
-            new = {path.name for path in self._plan.staging.iterdir()}
-            _move(self._plan.staging, self._plan.target)
-            for path in _weight_files(self._plan):
-                if path.name not in new:
-                    path.unlink()
-        finally:
-            shutil.rmtree(self._plan.staging, ignore_errors=True)
-
-    def _close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            try:
-                writer.close()
-            except OSError as error:
-                self._failure = self._failure or error
-
-
-def _hand_over(full: Tensor | None, files: _Files | None) -> None:
-    if files is not None:
-        assert full is not None
-        files.write(full)
+    Raises:
+        OSError: the first of any step; the folder then holds what it held.
+    """
+    try:
+        written.close()
+        if plan.index is not None:
+            text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
+            (plan.staging / plan.index_name).write_text(text, encoding="utf-8")
+        new = {path.name for path in plan.staging.iterdir()}
+        _move(plan.staging, plan.target)
+        for path in _weight_files(plan):
+            if path.name not in new:
+                path.unlink()
+    finally:
+        shutil.rmtree(plan.staging, ignore_errors=True)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -277,9 +217,9 @@ def _weight_files(plan: _Save) -> list[Path]:
     return [*found, index] if index.is_file() else found
 
 
-def _shape(x: Tensor) -> torch.Size:
-    return record_of(x).global_shape if isinstance(x, nn.Parameter) else x.shape
+def _form(x: Tensor) -> Form:
+    return x.dtype, tuple(global_shape(x))
 
 
 def _num_bytes(x: Tensor) -> int:
-    return _shape(x).numel() * x.element_size()
+    return global_shape(x).numel() * x.element_size()

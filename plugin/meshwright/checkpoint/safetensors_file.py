@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.layout import RowLayout, Span
 
 DTYPES = {
     "F64": torch.float64,
@@ -116,7 +116,13 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
 
 
 def read_rows(
-    file: BinaryIO, entry: Entry, rows: RowLayout, rank: int, dtype: torch.dtype, on_read: Callable[[int], None]
+    file: BinaryIO,
+    entry: Entry,
+    rows: RowLayout,
+    rank: int,
+    dtype: torch.dtype,
+    on_read: Callable[[int], None],
+    part: Span | None = None,
 ) -> Tensor:
     """This rank's shard of a tensor, converted to ``dtype``; no other byte is read.
 
@@ -125,6 +131,7 @@ def read_rows(
         entry: the tensor's place in it.
         rows, rank: which rows; padding rows are zeros.
         on_read: told the number of bytes after each read.
+        part: only these elements of the flattened shard, which then is 1-d.
 
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
@@ -134,9 +141,12 @@ def read_rows(
     if shape and not rows.is_replicated:
         shape[rows.dim] = rows.local_size
         has_padding = rows.real_rows(rank) < rows.local_size
+    runs = _runs(entry.shape, rows, rank)
+    if part is not None:
+        shape, runs = [part[1] - part[0]], _inside(runs, *part)
     shard = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
     fill = _fill if entry.dtype == dtype else _fill_converted
-    fill(shard.view(-1), file, entry, _runs(entry.shape, rows, rank), on_read)
+    fill(shard.view(-1), file, entry, runs, on_read)
     return shard
 
 
@@ -182,6 +192,14 @@ def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
             count = (stop - start) * inner
             yield (index * rows.size + start) * inner, target, count
             target += count
+
+
+def _inside(runs: Iterator[Run], start: int, stop: int) -> Iterator[Run]:
+    """What lies in a part of the shard, seen from its start."""
+    for source, target, count in runs:
+        low, high = max(start, target), min(stop, target + count)
+        if low < high:
+            yield source + low - target, low - start, high - low
 
 
 def memory_of(x: Tensor) -> memoryview:

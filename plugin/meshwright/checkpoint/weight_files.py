@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.safetensors_file import Entry, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.layout import RowLayout, Span, global_shape
 from meshwright.progress import Progress
 
 logger = logging.getLogger(__name__)
+
+# A .safetensors file, an index of several, a directory with either, or the files themselves.
+WeightSource = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _SINGLE = "model.safetensors"
@@ -39,15 +42,17 @@ class WeightFiles:
     progress: Progress
 
     @staticmethod
-    def open(source: str | os.PathLike[str]) -> WeightFiles:
+    def open(source: WeightSource) -> WeightFiles:
         """Find the files and read their headers.
 
         Args:
-            source: a .safetensors file, an index of several, or a directory with either.
+            source: a .safetensors file, an index of several, a directory with either, or the files themselves.
 
         Raises:
             CheckpointError: naming what is missing, damaged, or of another format.
         """
+        if not isinstance(source, str | os.PathLike):
+            return _of_files([WeightFiles.open(file) for file in source])
         path = Path(source)
         if path.is_dir():
             path = _in_directory(path)
@@ -79,8 +84,8 @@ class WeightFiles:
         for name, tensor in state.items():
             if name in self.entries:
                 shape = self.entries[name][1].shape
-                if shape != tuple(tensor.shape):
-                    others.append(f"{name}: {list(shape)} in the checkpoint, {list(tensor.shape)} in the model")
+                if shape != tuple(global_shape(tensor)):
+                    others.append(f"{name}: {list(shape)} in the checkpoint, {list(global_shape(tensor))} in the model")
                 found.setdefault(id(tensor), name)
             elif isinstance(tensor, nn.Parameter):
                 missing.setdefault(id(tensor), name)
@@ -93,11 +98,11 @@ class WeightFiles:
             )
         return found
 
-    def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype) -> Tensor:
-        """This rank's shard of a tensor, on the CPU; only its bytes are read."""
+    def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype, part: Span | None = None) -> Tensor:
+        """This rank's shard of a tensor (or a part of it, see ``read_rows``), on the CPU; only its bytes are read."""
         path, entry = self.entries[name]
         with path.open("rb", buffering=0) as file:
-            return read_rows(file, entry, rows, rank, dtype, self.progress.add)
+            return read_rows(file, entry, rows, rank, dtype, self.progress.add, part)
 
     def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]
@@ -114,6 +119,21 @@ class WeightFiles:
                 "save the whole model with save_pretrained(...)"
             )
         return "\n".join(parts)
+
+
+def _of_files(parts: list[WeightFiles]) -> WeightFiles:
+    if len(parts) == 1:
+        return parts[0]
+    entries: dict[str, tuple[Path, Entry]] = {}
+    for part in parts:
+        if repeated := sorted(entries.keys() & part.entries.keys()):
+            other = entries[repeated[0]][0]
+            raise CheckpointError(f"{other} and {part.source} both hold {_some(repeated, ', ')}; name one of them")
+        entries |= part.entries
+    if not parts:
+        raise CheckpointError("there is no checkpoint in an empty list of files")
+    folder = parts[0].source.parent
+    return WeightFiles(folder, entries, Progress(f"reading {folder.name}"))
 
 
 def _in_directory(directory: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.checkpoint.safetensors_file import memory_of
-from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
 from meshwright.construct.deferred import Recipe, recipe_of
 from meshwright.construct.tape import Tape
 from meshwright.construct.twin import build_twin, meta_tensors
@@ -55,7 +54,7 @@ class InitialWeights:
     values: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def find(model: nn.Module, source: str | os.PathLike[str] | None) -> InitialWeights:
+    def find(model: nn.Module, source: WeightSource | None) -> InitialWeights:
         """Find a source for everything that has no values; the model is not changed.
 
         Args:

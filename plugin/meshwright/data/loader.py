@@ -21,6 +21,7 @@ from meshwright.data.inputs import Placer
 from meshwright.data.peers import Peers, check_same_rows, first_ranks
 from meshwright.data.read_split import SplitReader
 from meshwright.data.readers import make_reader
+from meshwright.data.reading import Position
 from meshwright.data.stream import gather_objects
 from meshwright.data.tree import digest, is_batch, leaves, signature, to_device
 from meshwright.parallel.collectives import Axis
@@ -49,6 +50,7 @@ class DistributedLoader:
         is_dataset_splitted: whether the user's loader reads this rank's part only.
         masks_blanks: whether a row that only keeps a rank in step gets labels that no loss counts; else its ``weight``
             says so.
+        may_hold_blanks: a batch without labels may have such a row too: whoever reads looks at ``weight``.
         options: how it reads.
 
     Raises:
@@ -69,6 +71,7 @@ class DistributedLoader:
         placer: Placer | None = None,
         is_dataset_splitted: bool = False,
         masks_blanks: bool = True,
+        may_hold_blanks: bool = False,
         options: LoaderOptions | None = None,
     ):
         self.user_loader = loader
@@ -76,6 +79,7 @@ class DistributedLoader:
         self._everyone = Peers((*self._peers.axes, dp)) if everyone is None else everyone
         self._device, self._placer = device or torch.device("cpu"), placer
         self._options = options or LoaderOptions()
+        self._may_hold_blanks = may_hold_blanks
         self._masks_blanks, self._has_dtensors = masks_blanks, placer is not None and placer.as_dtensors
         self._is_led = self._options.source == "leader" and self._peers.count > 1
         self._reader = make_reader(
@@ -146,6 +150,11 @@ class DistributedLoader:
     def dropped(self) -> int:
         """Samples at the end of this epoch that ``drop_last`` leaves out."""
         return self._dropped or self._reader.dropped
+
+    @property
+    def position(self) -> Position:
+        """Where reading is; what was left in the middle of an epoch is not fresh, and the next ``iter`` is past it."""
+        return self._reader.position
 
     def set_epoch(self, epoch: int) -> None:
         """Choose what the next ``iter`` reads; without it, epochs follow each other."""
@@ -279,6 +288,8 @@ class DistributedLoader:
         if not portion.is_blank or not self._masks_blanks:
             return portion.batch
         if not _has_labels(portion.batch):
+            if self._may_hold_blanks:
+                return portion.batch
             raise ValueError(
                 f"the last batch has {portion.total} rows, fewer than the {self._dp.size} data-parallel ranks, and "
                 "a batch without 'labels' cannot be padded with a row that does not count; set drop_last=True on the "

@@ -42,6 +42,8 @@ class Sampling:
                 "from a generator of its own"
             )
         self._seeded = self._seeded_shuffle(seed) if self.kind == "shuffled" else None
+        # The generator's state, while it says the seed and no epoch is drawn.
+        self._as_left = self._generator_state() if self._seeded and seed is None else None
 
     @property
     def batch_size(self) -> int | None:
@@ -54,12 +56,15 @@ class Sampling:
 
     @property
     def seed(self) -> int | None:
-        """The seed of all epochs, where there is one."""
+        """The seed of all epochs, where there is one; that of the generator, until the first epoch is drawn."""
+        if self._as_left is not None and not torch.equal(self._generator_state(), self._as_left):
+            self._seeded = self._seeded_shuffle(None)  # the script has seeded it since
+            self._as_left = self._generator_state()
         return self._seeded[0] if self._seeded else None
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        if self._seeded and seed != self._seeded[0]:
+        if seed != self.seed:
             self._seeded = self._shuffle_by(seed)
 
     @property
@@ -74,11 +79,13 @@ class Sampling:
 
     def draw(self) -> list[Any]:
         """This epoch's random numbers: a seed for the workers, and what the order needs."""
+        seed = self.seed  # before anything is drawn from the generator
+        self._as_left = None
         worker_seed = _random_number(self._loader.generator)
         if self.kind == "sequential":
             return [worker_seed]
         if self.kind == "shuffled":
-            return [worker_seed, self.seed if self._seeded else _random_number(None)]
+            return [worker_seed, _random_number(None) if seed is None else seed]
         if self.has_equal_batches:
             indices = list(islice(self._sampler, MOST_DRAWN))
             self._check_drawn(len(indices))
@@ -98,6 +105,8 @@ class Sampling:
         if self.kind == "sequential":
             return InOrder(), self._batches(self.length)
         if self.kind == "shuffled":
+            if self._seeded and draws[1] != self._seeded[0]:
+                self._seeded = self._shuffle_by(draws[1])  # the first rank's
             order = self._seeded[1].of_epoch(epoch) if self._seeded else shuffled(self.length, draws[1])
             return order, self._batches(self.length)
         count = draws[1]
@@ -132,6 +141,9 @@ class Sampling:
             if not torch.equal(generator.get_state(), Generator().manual_seed(seed).get_state()):
                 seed = _random_number(generator)  # it was used before, and its state is too large to save
         return self._shuffle_by(seed)
+
+    def _generator_state(self) -> torch.Tensor:
+        return self._sampler.generator.get_state()
 
     def _shuffle_by(self, seed: int) -> tuple[int, SeededShuffle]:
         generator = self._sampler.generator

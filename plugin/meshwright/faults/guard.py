@@ -32,7 +32,7 @@ from meshwright.faults.trace import Trace, describe, describe_tensors, first_dif
 
 GRACE = 2.0  # seconds for the program to end by its own error, once another rank has failed
 ADDRESS_BYTES = 1024
-HUB_SILENT = "rank 0 does not answer: stopped, hung or unreachable"
+HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
 # What gloo, NCCL and the sockets below them say when the other side is gone or does not come.
 _NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
@@ -57,7 +57,7 @@ class Guard:
         host, token = _listening_address(), secrets.token_hex(16)
         self._hub = None
         if self._rank == 0:
-            self._hub = Hub(host[0], world_size=dist.get_world_size(), token=token, timeout=timeout)
+            self._hub = Hub(host[0], name=name, world_size=dist.get_world_size(), token=token, timeout=timeout)
         port, token = _from_first_rank(self._hub.port if self._hub else 0, token)
         self._link = Link(
             (host[1], port),
@@ -155,7 +155,7 @@ class Guard:
             if cause is None and (difference := self._first_difference(self.trace.ranks, patience=GRACE)):
                 cause = f"the ranks did not issue the same collectives; {difference}"
         elif cause is None:
-            cause = self._link.hub_left or HUB_SILENT
+            cause = self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"
         summary = str(error).splitlines()[0] if str(error) else type(error).__name__
         if cause is not None:
             details.append(f"(the network said: {summary})")
@@ -202,7 +202,7 @@ class Guard:
             self._failed.wait(GRACE / 2)
             if self._cause is None and self._link.hub_left and 0 not in ranks:
                 return None  # rank 0 left in good order, so there is nobody to ask any more
-            answer = {"gone": self._cause or self._link.hub_left or HUB_SILENT}
+            answer = {"gone": self._cause or self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"}
         if "gone" in answer:
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
             raise PeerFailedError(f"{here}: {answer['gone']}")

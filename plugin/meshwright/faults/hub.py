@@ -28,13 +28,15 @@ class Hub:
 
     Args:
         host: the address to listen on; a free port is taken.
+        name: of rank 0, by which the others know whom they lost.
         world_size: the number of ranks.
         token: what a connection must show.
         timeout: see Referee.
     """
 
-    def __init__(self, host: str, *, world_size: int, token: str, timeout: float) -> None:
+    def __init__(self, host: str, *, name: str, world_size: int, token: str, timeout: float) -> None:
         self._referee = Referee(timeout)
+        self._name = name
         self._token = token
         self._writers: dict[tuple[int, str], asyncio.StreamWriter] = {}
         self._closing = ""
@@ -89,7 +91,7 @@ class Hub:
         self._writers[rank, channel] = writer
         if channel == "watch":
             self._referee.join(rank, hello["name"], time.monotonic())
-            _write(writer, {})
+            _write(writer, {"name": self._name})
         while (message := await _read(reader)) is not None:
             self._deliver(self._handle(rank, message))
         self._writers.pop((rank, channel), None)

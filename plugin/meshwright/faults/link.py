@@ -42,7 +42,8 @@ class Link:
         self._watch = _connect(address, {**hello, "channel": "watch"})
         self._notices = self._watch.makefile("rb")
         # The hub's first line says that it knows this rank: a question before would come from a stranger.
-        self._notices.readline()
+        greeting = self._notices.readline()
+        self.hub_name: str = json.loads(greeting)["name"] if greeting.endswith(b"\n") else "rank 0"
         self._thread = threading.Thread(target=self._listen, name="meshwright-watch", daemon=True)
         self._thread.start()
 
@@ -95,11 +96,11 @@ class Link:
                     return
                 self.tell({"kind": "beat", "status": self._status()})
         except TimeoutError:
-            reason = f"stopped or hung: not a sign of life for {self._timeout:g} s"
+            reason = f"stopped, hung or cut off: not a sign of life for {self._timeout:g} s"
         except (OSError, ValueError):
             pass  # the connection broke: the reason above
         if not self._closed:
-            self._on_notice(f"rank 0: {reason}")
+            self._on_notice(f"{self.hub_name}: {reason}")
 
 
 def _connect(address: tuple[str, int], hello: dict[str, Any]) -> socket.socket:

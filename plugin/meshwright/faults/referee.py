@@ -140,8 +140,9 @@ class Referee:
         for rank, member in self._members.items():
             if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
                 member.is_silent = True
-                silence = f"stopped or hung: not a sign of life for {now - member.heard:.0f} s, last: {member.status}"
-                posts += self._tell_others(rank, silence)
+                age = f"{now - member.heard:.0f} s"
+                how = f"stopped, hung or cut off: not a sign of life for {age}, last: {member.status}"
+                posts += self._tell_others(rank, how)
         late = [r for r, question in self._waiting.items() if now - question.since > self.timeout]
         for rank in late:
             question = self._waiting.pop(rank)

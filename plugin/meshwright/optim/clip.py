@@ -49,6 +49,7 @@ def clip_grad_norm_(
             else [p for group in model.param_groups for p in group["params"]]
         )
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    runtime.check_own("clip_grad_norm_", "set gradient_clipping in its configuration")
     runtime.check_synced()
     gradients = runtime.counted_gradients()
     like = runtime.parameters[0] if runtime.parameters else torch.zeros(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
 from meshwright.optim.zero import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.gradients import GradientSync
 from meshwright.parallel.layout import record_of
 
@@ -32,6 +33,10 @@ class Runtime:
         zero: the ZeRO shards, if any.
         guard: watches over the ranks; None on one process.
         plan: of a ``to_distributed`` call.
+        streams: the dropout streams of its model.
+        engine: who averages gradients over dp, steps and clips instead, e.g. "DeepSpeed"; None for the runtime.
+        materialise: makes a parameter whole on this rank's shard while inside, where an engine splits it further.
+        has_optimizer: whether an optimizer is bound to the parameters.
     """
 
     tp: Axis
@@ -41,6 +46,19 @@ class Runtime:
     zero: ReduceScatter | None = None
     guard: Guard | None = None
     plan: ParallelPlan | None = None
+    streams: DropoutStreams | None = None
+    has_optimizer: bool = False
+    engine: str | None = None
+    materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
+
+    def check_own(self, what: str, instead: str) -> None:
+        """Refuse what an engine does in the runtime's place.
+
+        Raises:
+            ValueError: naming what to use instead.
+        """
+        if self.engine is not None:
+            raise ValueError(f"{what}: {self.engine} keeps this model's gradients and masters; {instead}")
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -146,7 +164,9 @@ def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[N
                 optimizer.step()
                 optimizer.zero_grad()
     """
-    return runtime_of(owner).no_sync()
+    runtime = runtime_of(owner)
+    runtime.check_own("no_sync", "its own gradient_accumulation_steps decides when they are averaged")
+    return runtime.no_sync()
 
 
 def device_of(model: nn.Module) -> torch.device:

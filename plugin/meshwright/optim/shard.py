@@ -14,6 +14,7 @@ from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.zero import shard_optimizer_state
 from meshwright.parallel.buckets import make_buckets
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.copies import sum_copies_in_backward
 from meshwright.parallel.gradients import AllReduce, GradientSync
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
 
@@ -57,8 +58,15 @@ def install_gradient_sync(
     if trainable:
         runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=AllReduce(dp), unreduced=unreduced, meet=meet))
     if optimizer is not None:
+        runtime.has_optimizer = True
         optimizer.register_step_pre_hook(runtime.check_synced)
         attach(optimizer, runtime)
+
+
+def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
+    """Do what only the runtime can: an engine that sees one rank's parameters knows nothing of their copies over tp."""
+    runtime.parameters = [p for p in model.parameters() if p.requires_grad]
+    sum_copies_in_backward(runtime.parameters, runtime.tp)
 
 
 def shard_optimizer(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
 from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
-from meshwright.parallel.layout import ShardRecord, record_of
+from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,11 +67,23 @@ class ShardedBucket:
                 shard = nn.Parameter(self.master[in_shard])
                 yield Slice(parameter=parameter, start=low - offset, shard=shard, in_shard=in_shard)
 
+    def cut(self, parameter: nn.Parameter) -> RowLayout:
+        """Which of a parameter's elements, flattened, each data-parallel rank steps."""
+        (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
+        size, length = parameter.numel(), self.bucket.numel // self.dp.size
+        borders = [min(max(rank * length - offset, 0), size) for rank in range(self.dp.size + 1)]
+        return RowLayout(0, size, tuple((span,) for span in pairwise(borders)))
+
     def publish(self) -> None:
         """Give every rank the stepped parameters."""
         if self.master is not self.own:
             self.own.copy_(self.master)
         all_gather_into(self.flat, self.own, self.dp)
+
+    def refresh_master(self) -> None:
+        """Take the parameters' values over, where they were set from outside."""
+        if self.master is not self.own:
+            self.master.copy_(self.own)
 
     def gather_gradients(self) -> Tensor:
         """The reduced gradients of the whole bucket, on every rank."""
@@ -82,11 +95,18 @@ class ShardedBucket:
 
 
 class ReduceScatter:
-    """The reduction that ZeRO gives GradientSync: gradients go to the slices, ``.grad`` holds a stand-in."""
+    """The reduction that ZeRO gives GradientSync: gradients go to the slices, ``.grad`` holds a stand-in.
 
-    def __init__(self, sharded: list[ShardedBucket], dp: Axis):
+    Args:
+        sharded: the buckets.
+        dp: the axis over which they are cut.
+        groups: the model's parameters of each of the optimizer's groups.
+    """
+
+    def __init__(self, sharded: list[ShardedBucket], dp: Axis, groups: list[list[nn.Parameter]]):
         self.sharded = sharded
         self.dp = dp
+        self.groups = groups
         self._of = {id(s.bucket): s for s in sharded}
         self._slices_of: dict[int, list[Slice]] = {}
         for bucket in sharded:
@@ -181,6 +201,7 @@ def shard_optimizer_state(optimizer: Optimizer, *, dp: Axis, bucket_bytes: int) 
         bucket_bytes: gradients communicate in buckets of this size.
     """
     sharded: list[ShardedBucket] = []
+    groups = [list(group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         trainable = [p for p in group["params"] if p.requires_grad]
         buckets = make_buckets(
@@ -196,7 +217,7 @@ def shard_optimizer_state(optimizer: Optimizer, *, dp: Axis, bucket_bytes: int) 
             optimizer.state.pop(parameter, None)
         group["params"] = [piece.shard for bucket in own for piece in bucket.slices]
         sharded += own
-    reduction = ReduceScatter(sharded, dp)
+    reduction = ReduceScatter(sharded, dp, groups)
     _hook_optimizer(optimizer, reduction)
     return reduction
 

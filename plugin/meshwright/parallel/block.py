@@ -20,6 +20,7 @@ from meshwright.parallel.localise import HeadInputs
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.structure import Block
+from meshwright.plans.adapters import projection
 from meshwright.plans.projection import is_transposed
 
 
@@ -41,6 +42,10 @@ class BlockHooks:
             # First of its hooks: an entry may be a projection, whose input is then to be seen gathered.
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             entry.register_forward_hook(self._close, always_call=True)
+        for dropout in block.shared_dropouts:
+            _SharedDropout(dropout, streams)
+        # The bias is the projection's own; the sum is that of its output and its adapters'.
+        self._row = projection(block.row)
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)
 
@@ -92,9 +97,9 @@ class BlockHooks:
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._is_reduced = True
         # Each rank would add the bias to its partial sum: take it out of the call, add it once after.
-        self._bias = module._parameters["bias"]
-        none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(module) else None
-        module._parameters["bias"] = none  # type: ignore[assignment]  # Conv1D cannot do without
+        self._bias = self._row._parameters["bias"]
+        none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
+        self._row._parameters["bias"] = none  # Conv1D cannot do without
         if not self._is_entered:
             raise PlanError(
                 f"the output projection of {self._name} ran before the block was called as a module, so its input "
@@ -103,7 +108,7 @@ class BlockHooks:
 
     def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         bias, self._bias = self._bias, None
-        module._parameters["bias"] = bias
+        self._row._parameters["bias"] = bias
         if self._restore is not None:
             self._restore()
             self._restore = None
@@ -113,6 +118,25 @@ class BlockHooks:
         if self._entered is not None:
             self._reduction = summed.grad_fn
         return summed if bias is None else summed + bias.to(summed.dtype)
+
+
+class _SharedDropout:
+    """A dropout that all ranks apply to the same activation, amid others on parts of one."""
+
+    def __init__(self, dropout: nn.Module, streams: DropoutStreams):
+        self.streams = streams
+        self._restore: Restore | None = None
+        dropout.register_forward_pre_hook(self._enter)
+        dropout.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and getattr(module, "p", 0) > 0:
+            self._restore = self.streams.enter_shared(args[0])
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
 
 # What attention calls the same activation where it takes it three times.

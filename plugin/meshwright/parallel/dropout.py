@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axis, agree
 
 _MAX_SEED = 2**62
 
@@ -52,12 +52,30 @@ class DropoutStreams:
         seed = int(torch.randint(_MAX_SEED, (), generator=self._seeds))
         return _switch(device, seed + self.dp.rank)
 
+    def state_dict(self) -> dict[str, str]:
+        """Where the seeds of the next forward passes come from; the same on every rank, JSON."""
+        return {"seeds": bytes(self._seeds.get_state().tolist()).hex()}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Go on from there."""
+        self._seeds.set_state(torch.tensor(list(bytes.fromhex(state["seeds"])), dtype=torch.uint8))
+
     def enter_shard(self, x: Tensor) -> Restore:
         """Start a stretch in which each rank of the TP axis holds another part of ``x``."""
         if not self.is_active or self.tp.size == 1:
             return _nothing
         seed = int(torch.randint(_MAX_SEED, (), device=x.device))
         return _switch(x.device, seed + 1 + self.tp.rank)
+
+    def enter_shared(self, x: Tensor) -> Restore:
+        """Start a stretch, amid one of :meth:`enter_shard`, in which each rank of the TP axis holds all of ``x``.
+
+        The ranks have no random state in common there, so the first one's seed is sent to the others.
+        """
+        if not self.is_active or self.tp.size == 1:
+            return _nothing
+        seed = torch.randint(_MAX_SEED, (), device=x.device)
+        return _switch(x.device, int(agree(seed, self.tp)))
 
 
 def _nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.trace import describe_tensors
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.dropout import DropoutStreams, Restore
+from meshwright.parallel.guarded import ShardedLogits
 
 
 class ForwardState:
@@ -66,11 +68,26 @@ class ForwardState:
         self._keeps_sharded = self.has_sharded_loss and model.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs))
 
-    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._keeps_sharded = False
+    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        was_sharded, self._keeps_sharded = self._keeps_sharded, False
         if self._restore is not None:
             self._restore()
             self._restore = None
+        return _without_graph(output) if was_sharded else None
+
+
+def _without_graph(output: Any) -> Any:
+    """The outputs, with sharded logits cut off from the graph: the loss has overwritten them.
+
+    An engine that puts a node of its own behind each output (DeepSpeed's ZeRO-3) would go through them otherwise.
+    """
+    if isinstance(output, tuple):
+        return tuple(x.detach() if isinstance(x, ShardedLogits) else x for x in output)
+    if isinstance(output, MutableMapping):
+        for name, x in list(output.items()):
+            if isinstance(x, ShardedLogits):
+                output[name] = x.detach()
+    return output
 
 
 def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +109,8 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
     for option in ("output_hidden_states", "output_attentions"):
-        if kwargs.get(option, getattr(getattr(model, "config", None), option, False)):
+        value = kwargs.get(option)  # PEFT passes None
+        if getattr(getattr(model, "config", None), option, False) if value is None else value:
             raise ValueError(
                 f"{option}=True is not available under tensor parallelism: each rank has only its own heads, and "
                 "under sequence parallelism its own tokens. Turn it off, or run this on the one-device model"

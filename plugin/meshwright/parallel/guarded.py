@@ -1,22 +1,22 @@
-"""Tensors of which this rank holds a part: arithmetic passes, reads that would be wrong raise.
+"""Tensors and models of which this rank holds a part: arithmetic passes, what would be wrong raises.
 
 A read never communicates: one rank alone that looks at a tensor would hang in a hidden collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright.errors import UnreadableTensorError
+from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
 
 _METADATA: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "layout", "is_sparse")
-) | {Tensor.as_subclass, Tensor.detach}
+) | {Tensor.as_subclass, Tensor.detach, Tensor.register_hook}
 
 
 class ShardedLogits(Tensor):
@@ -143,6 +143,22 @@ class HeldGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "HeldGradient(in the ZeRO shards: see meshwright.full_gradients)"
+
+
+class _NoWrapper:
+    """Stands where DistributedDataParallel looks up which parameters to leave alone."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AlreadyDistributedError(
+            "this model is distributed by meshwright; DistributedDataParallel (which accelerate's prepare and the "
+            "stock Trainer put around models) would overwrite the shards of all ranks by those of the first. Use the "
+            "model as it is, or prepare it by meshwright_hf"
+        )
+
+
+def refuse_wrapping(model: nn.Module) -> None:
+    """Make DistributedDataParallel an error around a model whose ranks hold different shards."""
+    object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())
 
 
 def is_cleared(grad: Tensor | None) -> bool:

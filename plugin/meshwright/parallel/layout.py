@@ -162,3 +162,9 @@ def record_of(parameter: Tensor) -> ShardRecord:
     record = getattr(parameter, "meshwright", None)
     assert isinstance(record, ShardRecord), "a parameter without a record escaped sharding"
     return record
+
+
+def global_shape(tensor: Tensor) -> torch.Size:
+    """The one-device shape of a model's parameter or buffer, sharded or not."""
+    record = getattr(tensor, "meshwright", None)
+    return record.global_shape if isinstance(record, ShardRecord) else tensor.shape

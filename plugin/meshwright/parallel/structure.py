@@ -14,6 +14,7 @@ from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.heads import HeadLayout, head_layout
 from meshwright.parallel.layout import RowLayout
 from meshwright.parallel.rows import rows_of, wide_rows
+from meshwright.plans.adapters import check_adapters, is_adapted
 from meshwright.plans.base import (
     BLOCK_ROLES,
     COLUMN_ROLES,
@@ -26,6 +27,7 @@ from meshwright.plans.base import (
 )
 from meshwright.plans.projection import in_features, is_projection, is_transposed, out_features
 
+PROJECTIONS = COLUMN_ROLES | ROW_ROLES
 _MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}
 _INSIDE_BLOCKS = COLUMN_ROLES | ROW_ROLES | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD, Role.SHARED}
 
@@ -49,6 +51,12 @@ class Block:
     local_attributes: dict[str, int]
     has_fused_qkv: bool
     wide_norms: tuple[tuple[nn.Module, RowLayout], ...]
+
+    @property
+    def shared_dropouts(self) -> list[nn.Module]:
+        """Dropout of adapters on the block's input, of which every rank has all."""
+        adapted: list[Any] = [module for module in self.columns if is_adapted(module)]
+        return [module for column in adapted for module in column.lora_dropout.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +93,7 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
         PlanError: where the model's sizes do not divide, or its structure is not a decoder's.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    check_adapters(modules)
     roles = {name: role for name in modules if (role := plan.role_of(name)) is not None}
     roles |= _roles_of_parameters(model, roles, plan)
     _check_coverage(model, modules, roles, plan)
@@ -140,7 +149,8 @@ def _parameters(model: nn.Module, modules: dict[str, nn.Module], name: str) -> l
     """The parameters, by full name, that the role of ``name`` is about."""
     if name not in modules:
         return [(name, model.get_parameter(name))]
-    return [(f"{name}.{suffix}".lstrip("."), p) for suffix, p in modules[name].named_parameters(recurse=False)]
+    module = modules[name]
+    return [(f"{name}.{suffix}".lstrip("."), p) for suffix, p in module.named_parameters(recurse=is_adapted(module))]
 
 
 def _check_coverage(
@@ -159,7 +169,7 @@ def _check_coverage(
         if role in COLUMN_ROLES | ROW_ROLES and not is_projection(modules[name]):
             raise PlanError(
                 f"{plan.source} makes {name!r} a {role.value}, but it is a {type(modules[name]).__name__}: "
-                "only nn.Linear projections can be sharded (merge adapters or quantised layers first)"
+                "only nn.Linear projections can be sharded, alone or with LoRA (merge quantised layers first)"
             )
         if role in WIDE_NORM_ROLES and isinstance(modules[name], nn.LayerNorm):
             raise PlanError(
@@ -299,6 +309,11 @@ def _block_layouts(
         if role.is_structural or role is Role.NORM:
             continue
         for full_name, parameter in _parameters(model, modules, name):
+            if _is_replicated_factor(full_name, full_name.removeprefix(f"{name}."), role):
+                whole = RowLayout.replicated(parameter.shape[0], tp)
+                # Each rank's half of the product is of its own rows or columns, and so is what flows back from it.
+                layouts[full_name] = ParameterLayout(rows=whole, is_grad_partial=True)
+                continue
             rows = rows_of(full_name, tuple(parameter.shape), role, block.heads, in_features(block.row), tp)
             if name in modules and is_transposed(modules[name]) and parameter.ndim == 2:
                 rows = RowLayout(1 - rows.dim, rows.size, rows.spans)
@@ -312,6 +327,18 @@ def _block_layouts(
             is_partial = sequence_parallel if role in ROW_ROLES and rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
+
+
+def _is_replicated_factor(name: str, suffix: str, role: Role) -> bool:
+    """Whether a parameter is the factor of an adapter that has no dim in common with the weight's sharded one."""
+    if role in ROW_ROLES and suffix.startswith("lora_B.") and suffix.endswith(".bias"):
+        raise PlanError(
+            f"{name}: every rank would add the bias of an adapter on an output projection; use lora_bias=False, or "
+            "ParallelPlan(tp=1)"
+        )
+    return suffix.startswith(
+        "lora_A." if role in COLUMN_ROLES | {Role.PER_HEAD} else "lora_B." if role in ROW_ROLES else "\0"
+    )
 
 
 def _check_ties(model: nn.Module, layouts: dict[str, ParameterLayout]) -> None:

@@ -1,9 +1,10 @@
-"""A plan as a small YAML file that people can read and change."""
+"""A plan as a small YAML file that people can read and change, and as the line that launchers hand to programs."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate
 
 PLAN_VERSION = 1
+PLAN_VARIABLE = "MESHWRIGHT_PLAN"  # of the environment: a launcher's plan, as a line of JSON or the path of a file
 
 
 def plan_fields(plan: Candidate) -> dict[str, Any]:
@@ -96,6 +98,41 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
             colon = ""
         if not colon:
             raise PlanError(f"{path}: line {number}: {line!r} is not 'key: value'")
+    return _without_version(fields, str(path))
+
+
+def plan_line(fields: Mapping[str, Any]) -> str:
+    """Return a plan as one line of JSON, which reaches every process of every machine without a shared file.
+
+    Args:
+        fields: those of ``ParallelPlan``.
+
+    Example:
+        >>> plan_line({"dp": 2, "tp": 2})
+        '{"version": 1, "dp": 2, "tp": 2}'
+    """
+    return json.dumps({"version": PLAN_VERSION, **fields})
+
+
+def launched_plan() -> dict[str, Any] | None:
+    """Return the fields of the plan in the environment (``MESHWRIGHT_PLAN``); None where there is none.
+
+    Raises:
+        PlanError: neither a plan as a line of JSON nor the path of a plan file, or of another version.
+    """
+    text = os.environ.get(PLAN_VARIABLE, "").strip()
+    if not text:
+        return None
+    if not text.startswith("{"):
+        return read_plan(text)
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{PLAN_VARIABLE}={text!r} is not JSON ({error}); meshwright launch sets it") from None
+    return _without_version(fields, PLAN_VARIABLE)
+
+
+def _without_version(fields: dict[str, Any], source: str) -> dict[str, Any]:
     if (version := fields.pop("version", None)) != PLAN_VERSION:
-        raise PlanError(f"{path}: a plan of version {version}, and this is version {PLAN_VERSION}; plan again")
+        raise PlanError(f"{source}: a plan of version {version}, and this is version {PLAN_VERSION}; plan again")
     return fields

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.plans.adapters import is_adapted
 from meshwright.plans.base import BLOCK_ROLES, FUSED_QKV_ROLES, Role, ShardingPlan
 from meshwright.plans.projection import in_features, is_projection, out_features
 
@@ -100,7 +101,11 @@ def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hi
     is_after = False
     stacks = [f"{name}." for name, module in model.named_modules() if _is_stack(module)]
     heads = _heads(model, embedding)
-    cut = [f"{name}." for name, module in model.named_modules() if module is embedding or module in heads]
+    cut = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if module is embedding or module in heads or is_adapted(module)
+    ]
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(stack) for stack in stacks):
             is_after |= name == layers_name

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from meshwright.plans.adapters import projection
+
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a module is a matrix product, with a bias or without."""
-    return isinstance(module, nn.Linear) or is_transposed(module)
+    """Whether a module is a matrix product, with a bias or without, and with adapters or without."""
+    return isinstance(projection(module), nn.Linear) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -17,8 +19,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def out_features(module: nn.Module) -> int:
-    return int(module.weight.shape[1 if is_transposed(module) else 0])  # type: ignore[index]
+    return int(projection(module).weight.shape[1 if is_transposed(module) else 0])
 
 
 def in_features(module: nn.Module) -> int:
-    return int(module.weight.shape[0 if is_transposed(module) else 1])  # type: ignore[index]
+    return int(projection(module).weight.shape[0 if is_transposed(module) else 1])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.plans import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
-from meshwright.plans.base import ShardingPlan
+from meshwright.plans.base import Role, ShardingPlan
 from meshwright.plans.families import hints_for, reason_to_refuse
 from meshwright.plans.infer import infer_plan
 
@@ -19,6 +22,11 @@ _PLANS: dict[str, ShardingPlan] = {
     "qwen2": qwen2.PLAN,
     "qwen3": qwen3.PLAN,
 }
+
+
+# What a model's config.json may hold: {"meshwright": {"tp": 2, ..., "roles": {"model.embed": "embedding", ...}}}.
+CONFIG_KEY = "meshwright"
+ROLES_KEY = "roles"
 
 
 def register_plan(model_type: str, plan: ShardingPlan) -> None:
@@ -37,15 +45,28 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """The registered plan of the model's family, else one inferred from its structure and its family's hints.
+    """The plan in the model's config, else that registered for its family, else one inferred with its family's hints.
 
     Raises:
-        PlanError: for a family that cannot be sharded over tp, or where no plan can be inferred.
+        PlanError: for a family that cannot be sharded over tp, or where no plan can be inferred, or for
+            roles in the config that there are not.
     """
     config = getattr(model, "config", None)
+    saved = getattr(config, CONFIG_KEY, None)
+    if isinstance(saved, Mapping) and ROLES_KEY in saved:
+        return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
     model_type = getattr(config, "model_type", "")
     if model_type in _PLANS:
         return _PLANS[model_type]
     if reason := reason_to_refuse(config):
         raise PlanError(f"{model_type} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)")
     return infer_plan(model, hints_for(config))
+
+
+def _from_names(roles: Any, source: str) -> ShardingPlan:
+    if not isinstance(roles, Mapping):
+        raise PlanError(f"{source}: {ROLES_KEY!r} must map module names to roles, not {roles!r}")
+    known = {role.name.lower(): role for role in Role}
+    if unknown := [f"{module}: {name!r}" for module, name in roles.items() if name not in known]:
+        raise PlanError(f"{source} has roles that there are not: {', '.join(unknown)}; there are {', '.join(known)}")
+    return ShardingPlan(roles={module: known[name] for module, name in roles.items()}, source=source)

@@ -1,7 +1,8 @@
-"""The command line: ``meshwright plan`` and ``meshwright calibrate``."""
+"""``meshwright plan``: the fastest plans that fit a cluster, why, and what they cost."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from enum import StrEnum
@@ -13,13 +14,11 @@ import typer
 if TYPE_CHECKING:
     from meshwright.planner.search import Search
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Train stock Hugging Face models in parallel with one call.",
-)
+
+class Emit(StrEnum):
+    """For whom the best plan is printed."""
+
+    accelerate = "accelerate"
 
 
 class LeaveOut(StrEnum):
@@ -38,12 +37,6 @@ class Precision(StrEnum):
     fp8 = "fp8"
 
 
-@app.callback()
-def _commands() -> None:
-    """Train stock Hugging Face models in parallel with one call."""
-
-
-@app.command()
 def plan(
     model: Annotated[
         Path | None,
@@ -74,6 +67,9 @@ def plan(
     json: Annotated[bool, typer.Option(help="Print the whole answer as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the best plan to this YAML file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the answer as pictures to this HTML file.")] = None,
+    emit: Annotated[
+        Emit | None, typer.Option(help="Print a configuration file for accelerate launch instead of the answer.")
+    ] = None,
     trace: Annotated[
         bool,
         typer.Option("--trace", help="Run the best plan on fake tensors and ranks, and set what it needs beside this."),
@@ -101,6 +97,8 @@ def plan(
 
       meshwright plan --model config.json --gpus 64 --html plan.html
 
+      meshwright plan --model config.json --gpus 8 --save plan.yaml --emit accelerate > accelerate.yaml
+
       meshwright plan --validate runs.csv --calibrate-rows 8 --leave-out model
     """
     try:
@@ -113,55 +111,14 @@ def plan(
             model, gpus, gpus_per_node, gpu, seq_len, global_batch, precision, interconnect, memory, profile, top,
             allow_future,
         )  # fmt: skip
-        _show(found, json, save, html)
+        if emit is not None and (json or trace):
+            raise ValueError(f"--emit {emit.value} prints a file; leave out {'--json' if json else '--trace'}")
+        _show(found, json, save, html, emit)
         if trace:
             _trace(model, found)
     except ValueError as error:
         typer.echo(f"meshwright plan: {error}", err=True)
         sys.exit(2)
-
-
-@app.command()
-def calibrate(
-    output: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.json"),
-    processes: Annotated[
-        int | None, typer.Option(help="To measure with at once; one for each GPU by default, or 2 on CPU.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="To compute in: float32, bfloat16 or float16; bfloat16 on GPUs, float32 on CPU.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="To spend measuring, about.")] = 100.0,
-) -> None:
-    """Measure this machine, so that plan's estimates are its own rather than the catalogue's.
-
-    Measured are matmuls, attention and elementwise work by size, whole layers, the optimizer, collectives by size and
-    group, and copies, on all processes at once, as in training. Train nothing else meanwhile: what runs beside it is
-    measured too. On CPU each process has as many threads as OMP_NUM_THREADS says, one if it says nothing.
-
-    For example:
-
-      meshwright calibrate --output profile.json
-
-      torchrun --nproc-per-node 8 --nnodes 2 ... -m meshwright.cli calibrate --output profile.json
-
-      meshwright plan --model config.json --profile profile.json
-    """
-    try:
-        from meshwright.calibration.measure import calibrate as measure
-        from meshwright.calibration.report import report
-
-        if not output.parent.is_dir():
-            raise ValueError(f"--output {output}: there is no directory {output.parent}")
-        profile = measure(processes=processes, dtype=dtype, seconds=seconds)
-        if profile is not None:
-            profile.save(output)
-            typer.echo(report(profile, output))
-    except ValueError as error:
-        typer.echo(f"meshwright calibrate: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("meshwright calibrate: interrupted, nothing was written", err=True)
-        sys.exit(130)
 
 
 def _search(
@@ -208,14 +165,16 @@ def _search(
     )
 
 
-def _show(found: Search, json: bool, save: Path | None, html: Path | None) -> None:
+def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None) -> None:
     from meshwright.planner import explain
     from meshwright.planner.plan_file import save_plan
 
     if not found.choices:
         raise explain.no_fit(found)
     changed = explain.changes(found)
-    if json:
+    if emit is not None:
+        typer.echo(_accelerate_config(found, save))
+    elif json:
         _print_json(explain.as_dict(found, changed=changed))
     else:
         typer.echo(explain.text(found, changed=changed))
@@ -230,6 +189,23 @@ def _show(found: Search, json: bool, save: Path | None, html: Path | None) -> No
             f"{best.time.total:.3g} s a step estimated"
         )
         save_plan(best.plan, save, comment=comment)
+
+
+def _accelerate_config(found: Search, save: Path | None) -> str:
+    from meshwright.errors import PlanError
+    from meshwright.planner.plan_file import runnable_fields
+
+    plan, cluster = found.choices[0].plan, found.cluster
+    if not plan.runs_today:
+        raise PlanError(f"--emit: {plan.label} cannot run in this version; leave out --allow-future")
+    # By name: the core works without accelerate, and no import of it may creep in.
+    config = importlib.import_module("meshwright_hf.accelerate_config")
+    return str(
+        config.accelerate_config(
+            runnable_fields(plan), label=plan.label, gpus=cluster.gpus, gpus_per_node=cluster.gpus_per_node,
+            cpu=cluster.device.shares_host or cluster.device.name == "cpu", saved=save,
+        )
+    )  # fmt: skip
 
 
 def _trace(model: Path, found: Search) -> None:
@@ -268,12 +244,3 @@ def _print_json(content: object) -> None:
     import json
 
     typer.echo(json.dumps(content, indent=2))
-
-
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,14 @@
+"""``Accelerator`` with a plan: the script's loop stays, ``prepare`` distributes by the plan.
+
+Example::
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = meshwright_hf.accelerate.prepare(
+        accelerator, model, optimizer, loader, scheduler, config=ToDistributedConfig(plan=ParallelPlan(dp=2, tp=2))
+    )
+"""
+
+from meshwright_hf.accelerate.activation import activate, deactivate
+from meshwright_hf.accelerate.preparation import prepare
+
+__all__ = ["activate", "deactivate", "prepare"]

@@ -1,0 +1,204 @@
+"""The Accelerator's methods that must know of a plan; all else is accelerate's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+from meshwright.config import LoaderOptions
+from meshwright.optim.runtime import find_runtime, runtime_of
+from meshwright_hf.accelerate import state
+from meshwright_hf.accelerate.gathering import gather_tensors, gather_values
+from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
+from meshwright_hf.accelerate.scheduler import PlannedScheduler
+
+
+class PlannedAccelerator(Accelerator):
+    """An Accelerator some of whose models a plan distributes; ``prepare`` makes the user's Accelerator one.
+
+    For models, optimizers and loaders that no plan distributes, each method is accelerate's.
+    """
+
+    _loader_options = LoaderOptions()
+    _is_saving = False
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Put a loader on the mesh of the model that was prepared with it, or last."""
+        is_plain = isinstance(data_loader, DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False)
+        if not (is_plain and state.planned_models(self)):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        model = state.planned_models(self)[-1]
+        loader = plan_loader(data_loader, model, self._loader_options, is_global=self.split_batches)
+        self._dataloaders.append(loader)
+        return loader
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Step a scheduler of a planned optimizer by the batches that a step takes."""
+        runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
+        if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        optimizers = [wrapper for wrapper in self._optimizers if wrapper.optimizer is scheduler.optimizer]
+        planned = PlannedScheduler(
+            scheduler,
+            optimizers,
+            batches=1 if self.split_batches else runtime.dp.size,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+        )
+        self._schedulers.append(planned)
+        return planned
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip by the global norm; returns None, and does nothing, where gradients are still being accumulated."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        model = self._model_of(parameters)
+        if model is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return mw.clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element; does nothing where gradients are still being accumulated."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        model = self._model_of(parameters)
+        if model is None:
+            super().clip_grad_value_(parameters, clip_value)
+        elif self.sync_gradients:
+            runtime = runtime_of(model)
+            runtime.check_synced()
+            for gradient, _ in runtime.counted_gradients():
+                gradient.clamp_(-clip_value, clip_value)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Join the rows of all ranks: none twice, in the order of the dataset."""
+        loader = self.gradient_state.active_dataloader
+        models = state.planned_models(self)
+        if not models or (loader is not None and not isinstance(loader, PlannedLoader)):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        dp = runtime_of(models[-1]).dp if loader is None else loader.dp
+        is_blank, rows = False, None
+        if loader is not None:
+            is_blank = loader.rows == 0
+            if loader.end_of_dataloader:
+                rows = sum(gather_values([loader.rows], dp))
+        gather = gather_values if use_gather_object or not _all_tensors(input_data) else gather_tensors
+        return gather(input_data, dp, is_blank=is_blank, rows=rows)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing to do for planned models: their ranks take the same number of steps."""
+        if any(isinstance(model, nn.Module) and find_runtime(model) is not None for model in joinables):
+            yield
+        else:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The one-device weights on rank 0, empty elsewhere; a collective call."""
+        if find_runtime(model) is None:
+            return super().get_state_dict(model, unwrap)
+        return state.Pending(model) if self._is_saving else mw.full_state_dict(model)
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model itself: a plan wraps nothing but, for mixed precision, its forward."""
+        if find_runtime(model) is None:
+            return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        if not keep_fp32_wrapper and (forward := vars(model).pop("_original_forward", None)) is not None:
+            model.forward = forward
+        return model
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The same loader, whose next iteration leaves out the first batches of its epoch."""
+        if not isinstance(dataloader, PlannedLoader):
+            return super().skip_first_batches(dataloader, num_batches)
+        dataloader.skip(num_batches)
+        return dataloader
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Save everything that training needs to go on under any plan; a collective call.
+
+        Planned models and optimizers are in folders ``meshwright_0``, ``meshwright_1``, ..., in one-device form.
+        """
+        if not state.planned_models(self):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False would pickle the weights; a planned model's are safetensors")
+        # After the hooks of the user, which may have taken models out.
+        hook = self.register_save_state_pre_hook(state.take_weights)
+        self._is_saving = True
+        try:
+            with state.without_planned_optimizers(self):
+                location = super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            self._is_saving = False
+            hook.remove()
+        state.save_progress(self, location)
+        return location
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Go on from what ``save_state`` saved, under this plan or another; a collective call."""
+        if not state.planned_models(self):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        found: list[str] = []
+
+        def give(models: list[nn.Module], directory: str) -> None:
+            found.append(directory)
+            state.give_weights(self._models, models, directory)
+
+        hook = self.register_load_state_pre_hook(give)
+        try:
+            with state.without_planned_optimizers(self):
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            hook.remove()
+        state.load_progress(self, found[0])
+
+    def _model_of(self, parameters: Iterable[Tensor]) -> nn.Module | None:
+        """The planned model whose parameters these are; None if they are of none.
+
+        Raises:
+            ValueError: they are a part of one, whose norm would not be the gradient's.
+        """
+        given = {id(p) for p in parameters if p.requires_grad}
+        for model in state.planned_models(self):
+            own = {id(p) for p in runtime_of(model).parameters}
+            if own and own == given:
+                return model
+            if own & given:
+                raise ValueError(
+                    f"{len(own & given)} of these {len(given)} parameters are of a model that a plan distributes, "
+                    f"which trains {len(own)}; clip all of them at once: model.parameters()"
+                )
+        return None
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def become_planned(accelerator: Accelerator, options: LoaderOptions) -> None:
+    """Give an Accelerator the methods above; it stays the user's object, and of the class that it was."""
+    if not isinstance(accelerator, PlannedAccelerator):
+        kind = type(accelerator)
+        is_stock = kind is Accelerator
+        accelerator.__class__ = PlannedAccelerator if is_stock else type(kind.__name__, (PlannedAccelerator, kind), {})
+    assert isinstance(accelerator, PlannedAccelerator)
+    accelerator._loader_options = options

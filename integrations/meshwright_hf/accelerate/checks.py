@@ -1,0 +1,158 @@
+"""What of an Accelerator's settings, and of the objects to prepare, contradicts a plan."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.launch import world_size
+from meshwright_hf.accelerate.loader import PlannedLoader
+
+logger = logging.getLogger(__name__)
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """Raise unless the Accelerator's processes are those that were launched.
+
+    Raises:
+        PlanError: naming both numbers.
+    """
+    launched = world_size()
+    if accelerator.num_processes == launched:
+        return
+    raise PlanError(
+        f"{launched} processes were launched, but this Accelerator is of {accelerator.num_processes}: "
+        "without a GPU, Accelerator() makes each process a program of its own, and says nothing. Use "
+        "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true as `meshwright launch` does"
+    )
+
+
+def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
+    """Raise for settings of the Accelerator that want another distribution than the plan's, or what it lacks.
+
+    Raises:
+        PlanError: naming the setting and the plan's field.
+    """
+    _check_engines(accelerator, plan)
+    _check_sizes(accelerator, plan)
+    if accelerator.scaler is not None or accelerator.mixed_precision == "fp8":
+        raise PlanError(
+            f"Accelerator(mixed_precision={accelerator.mixed_precision!r}) is not available under a plan: its "
+            "GradScaler looks for overflow in one rank's shards only. Use mixed_precision='bf16'"
+        )
+    if accelerator.mixed_precision == "fp16":
+        logger.warning("on this device mixed_precision='fp16' does nothing in accelerate; training is in float32")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise PlanError(
+            f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "
+            "compiled one, of which the plan's hooks know nothing; leave it out"
+        )
+    if accelerator.dispatch_batches:
+        raise PlanError(
+            "DataLoaderConfiguration(dispatch_batches=True) would send every rank a part of rank 0's batch; leave it "
+            "out, and to read once for the ranks that need the same rows pass "
+            "ToDistributedConfig(loader=LoaderOptions(source='leader'))"
+        )
+
+
+def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
+    # Without a GPU, accelerate takes these plugins, sets the variable and goes on without: the user must hear of it.
+    state = accelerator.state
+    fsdp = getattr(state, "fsdp_plugin", None)
+    if fsdp is not None or _is_set("ACCELERATE_USE_FSDP"):
+        strategy = getattr(fsdp, "sharding_strategy", None) or getattr(fsdp, "reshard_after_forward", None)
+        said = f"FullyShardedDataParallelPlugin({strategy or ''})"
+        raise PlanError(
+            f"{said} wants to shard the model over {accelerator.num_processes} processes, and the plan says "
+            f"dp={plan.dp}, tp={plan.tp}, zero_stage={plan.zero_stage}; leave the plugin (ACCELERATE_USE_FSDP) out, "
+            "and choose what is sharded over dp by ParallelPlan(zero_stage=...)"
+        )
+    if state.distributed_type == DistributedType.DEEPSPEED or _is_set("ACCELERATE_USE_DEEPSPEED"):
+        plugin = accelerator.deepspeed_plugin
+        stage = f"zero_stage={plugin.zero_stage}" if plugin is not None else ""
+        raise PlanError(
+            f"DeepSpeedPlugin({stage}) makes DeepSpeed the engine, and the plan says zero_stage={plan.zero_stage}, "
+            f"dp={plan.dp}, tp={plan.tp}; use meshwright_hf.deepspeed for that, or leave the plugin "
+            "(ACCELERATE_USE_DEEPSPEED) out"
+        )
+    megatron = getattr(state, "megatron_lm_plugin", None)
+    if megatron is not None or _is_set("ACCELERATE_USE_MEGATRON_LM"):
+        said = f"tp_degree={megatron.tp_degree}, pp_degree={megatron.pp_degree}" if megatron is not None else ""
+        raise PlanError(
+            f"MegatronLMPlugin({said}) makes Megatron-LM the engine, and the plan says tp={plan.tp}, pp={plan.pp}; "
+            "leave the plugin (ACCELERATE_USE_MEGATRON_LM) out"
+        )
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1")
+
+
+def _check_sizes(accelerator: Accelerator, plan: ParallelPlan) -> None:
+    sizes = accelerator.parallelism_config
+    if sizes is None:
+        return
+    pairs = {
+        "tp_size": (sizes.tp_size, "tp", plan.tp),
+        "cp_size": (sizes.cp_size, "cp", plan.cp),
+        "dp_replicate_size x dp_shard_size": (sizes.dp_replicate_size * sizes.dp_shard_size, "dp", plan.dp),
+        "sp_size": (sizes.sp_size, "cp", plan.cp),  # DeepSpeed's Ulysses: it shards the whole sequence
+    }
+    for name, (theirs, axis, ours) in pairs.items():
+        if theirs != ours:
+            raise PlanError(
+                f"ParallelismConfig has {name}={theirs}, and the plan has {axis}={ours}; make them equal, or leave "
+                "ParallelismConfig out: the plan alone decides"
+            )
+
+
+def check_model(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raise for a model that cannot be distributed as it is.
+
+    Raises:
+        AlreadyDistributedError: accelerate has prepared it.
+        PlanError: it is quantised, or spread by a device map.
+    """
+    if getattr(model, "_is_accelerate_prepared", False) or any(model is known for known in accelerator._models):
+        raise _prepared("the model")
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        method = getattr(getattr(model, "config", None), "quantization_config", None)
+        kind = getattr(method, "quant_method", None) or getattr(model, "quantization_method", None) or "?"
+        raise PlanError(
+            f"the model's weights are quantised ({getattr(kind, 'value', kind)}), and shards of quantised weights "
+            "are not available; load the model without quantization_config"
+        )
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1 or (devices & {"cpu", "disk"} and accelerator.device.type != "cpu"):
+        raise PlanError(
+            f"the model was loaded with a device_map over {', '.join(sorted(devices))}: one process's devices, where "
+            "the plan has a process for each; load it without device_map"
+        )
+
+
+def check_not_prepared(name: str, value: Any) -> None:
+    """Raise for an optimizer, a loader or a scheduler that accelerate has prepared.
+
+    Raises:
+        AlreadyDistributedError: naming it.
+    """
+    wrappers = (AcceleratedOptimizer, AcceleratedScheduler, DataLoaderStateMixin)
+    if isinstance(value, wrappers) and not isinstance(value, PlannedLoader):
+        raise _prepared(name)
+
+
+def _prepared(name: str) -> AlreadyDistributedError:
+    return AlreadyDistributedError(
+        f"{name} was prepared by accelerator.prepare already, for {'' if name == 'the model' else 'a model on '}"
+        "all ranks alike; pass the plain objects to meshwright_hf.accelerate.prepare, in place of accelerator.prepare"
+    )

@@ -1,0 +1,60 @@
+"""Rows of all data-parallel ranks for a metric: each once, in the order of the dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.data.stream import gather_objects
+from meshwright.data.tree import map_tensors, tensors_of
+from meshwright.parallel.collectives import Axis, all_gather
+
+
+def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
+    """Join the rows of every tensor over the data-parallel axis; a collective call.
+
+    The ranks may have different numbers of rows. A tensor without dims becomes a vector, one number a rank.
+
+    Args:
+        data: a tensor, or nested containers of tensors, alike on all ranks.
+        dp: the axis; ranks that share a batch are on other axes, and have the same rows.
+        is_blank: this rank's rows are a copy that keeps it in step.
+        rows: how many there are over all ranks; further ones are cut off. None: nobody knows.
+
+    Raises:
+        ValueError: on all ranks alike, tensors that differ in more than their rows.
+    """
+    own = list(tensors_of(data))
+    if dp.size == 1:
+        return map_tensors(data, lambda x: x[None] if x.ndim == 0 else x[:rows])
+    forms = gather_objects([(str(x.dtype), tuple(x.shape), is_blank) for x in own], dp)
+    if len({len(ranks) for ranks in forms}) > 1:
+        raise ValueError(f"the ranks gather different numbers of tensors: {', '.join(str(len(r)) for r in forms)}")
+    gathered = [_join(x, list(ranks), dp, rows) for x, *ranks in zip(own, *forms, strict=True)]
+    joined = iter(gathered)
+    return map_tensors(data, lambda _: next(joined))
+
+
+def gather_values(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> list[Any]:
+    """Join lists of anything that can be pickled over the data-parallel axis; see ``gather_tensors``."""
+    ranks = gather_objects([] if is_blank else list(data), dp)
+    return [value for values in ranks for value in values][:rows]
+
+
+def _join(x: Tensor, forms: list[tuple[str, tuple[int, ...], bool]], dp: Axis, rows: int | None) -> Tensor:
+    if len({(dtype, shape[1:], len(shape)) for dtype, shape, _ in forms}) > 1:
+        said = "; ".join(f"{dtype} {list(shape)} on rank {rank} of dp" for rank, (dtype, shape, _) in enumerate(forms))
+        raise ValueError(
+            f"tensors to gather may differ in their rows only, and there are {said}; pad them first, with "
+            "accelerator.pad_across_processes(tensor, dim=1, pad_index=...)"
+        )
+    if x.ndim == 0:
+        return all_gather(x[None], dp)
+    most = max(shape[0] for _, shape, _ in forms)
+    padded = x.new_zeros((most, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    parts = all_gather(padded.detach(), dp).split(most)
+    kept = [part[: 0 if is_blank else shape[0]] for part, (_, shape, is_blank) in zip(parts, forms, strict=True)]
+    return torch.cat(kept)[:rows]

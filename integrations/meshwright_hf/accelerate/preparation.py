@@ -1,0 +1,191 @@
+"""``prepare``: the objects of an Accelerator's script, distributed by a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from meshwright.automatic import choose_plan, given_plan, plan_in_model
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute import to_distributed
+from meshwright.errors import PlanError
+from meshwright.launch import device_for
+from meshwright.optim.runtime import device_of, find_runtime, no_sync
+from meshwright.parallel.recompute import recompute_switch
+from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
+from meshwright_hf.accelerate.checks import check_launch, check_model, check_not_prepared, check_settings
+from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
+from meshwright_hf.accelerate.state import planned_models
+from meshwright_hf.batches import global_batches
+
+
+def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig | None = None) -> Any:
+    """Distribute a script's objects by a plan, in place of ``accelerator.prepare``; the loop stays as it is.
+
+    The plan is the config's, the launcher's or the model's own, or the planner picks one. A loader's batch is that of
+    one data-parallel rank (of all with ``split_batches=True``), as in accelerate, so that the loss is the mean over
+    ``dp`` batches; ranks of the other axes share one. Loaders and schedulers may be prepared later too.
+
+    ``accelerator`` learns of the plan: backward, accumulate, clip_grad_norm_, clip_grad_value_, gather_for_metrics,
+    save_state, load_state, get_state_dict, unwrap_model and skip_first_batches are right under it.
+
+    Args:
+        accelerator: the script's; changed in place.
+        objects: one model, its optimizer, any number of loaders and schedulers, in any order; others, None among
+            them, come back as they are.
+        config: the plan and options of ``to_distributed``.
+
+    Returns:
+        The objects in the same order; one alone as itself. The model is the user's own.
+
+    Raises:
+        PlanError: for a launch, settings of the Accelerator or a model that the plan cannot have; see also
+            ``to_distributed``. Nothing was changed then.
+        AlreadyDistributedError: for objects that accelerate has prepared.
+        ValueError: for a loader that cannot be put on a mesh.
+
+    Example::
+
+        accelerator = Accelerator()
+        model, optimizer, loader = meshwright_hf.accelerate.prepare(accelerator, model, optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise PlanError(f"the first argument of prepare is the Accelerator, not a {type(accelerator).__name__}")
+    config = config or ToDistributedConfig()
+    given = _Objects.sort(objects)
+    check_launch(accelerator)
+    for name, value in given.named:
+        check_not_prepared(name, value)
+    if given.model is not None:
+        _distribute(accelerator, given, config)
+    elif not planned_models(accelerator):
+        raise PlanError("prepare needs a model: pass it together with its optimizer, loaders and schedulers")
+    elif given.optimizer is not None:
+        raise PlanError("the optimizer of a planned model is prepared together with it, in one call of prepare")
+    return _prepared(accelerator, objects)
+
+
+@dataclass(frozen=True)
+class _Objects:
+    """What there is to prepare."""
+
+    model: nn.Module | None
+    optimizer: Optimizer | None
+    loaders: list[DataLoader[Any] | PlannedLoader]
+    schedulers: list[LRScheduler]
+
+    @staticmethod
+    def sort(objects: Sequence[Any]) -> _Objects:
+        models = [value for value in objects if isinstance(value, nn.Module)]
+        optimizers = [value for value in objects if isinstance(value, Optimizer)]
+        for name, values in (("models", models), ("optimizers", optimizers)):
+            if len(values) > 1:
+                raise PlanError(
+                    f"prepare got {len(values)} {name}, and a plan is for one model and its optimizer; call prepare "
+                    "once for each model that the plan shall distribute, and accelerator.prepare_model for others"
+                )
+        return _Objects(
+            model=models[0] if models else None,
+            optimizer=optimizers[0] if optimizers else None,
+            loaders=[value for value in objects if isinstance(value, DataLoader | PlannedLoader)],
+            schedulers=[value for value in objects if isinstance(value, LRScheduler)],
+        )
+
+    @property
+    def named(self) -> list[tuple[str, Any]]:
+        loaders = [("a loader", loader) for loader in self.loaders]
+        return [("the optimizer", self.optimizer), *loaders, *(("a scheduler", value) for value in self.schedulers)]
+
+
+def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributedConfig) -> None:
+    """Distribute the model and its optimizer, and tell the Accelerator."""
+    model: Any = given.model
+    check_model(accelerator, model)
+    loaders = [loader for loader in given.loaders if not isinstance(loader, PlannedLoader)]
+    runtime = find_runtime(model)  # of a model that from_pretrained has distributed
+    plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
+    if plan is None:
+        plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
+    check_settings(accelerator, plan)
+    for loader in loaders:
+        check_loader(loader, plan.dp, config.loader, is_global=accelerator.split_batches)
+    if runtime is None and accelerator.device_placement and not any(p.is_meta for p in model.parameters()):
+        model.to(accelerator.device)
+    if runtime is None:
+        to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
+    elif given.optimizer is not None:
+        to_distributed(model, given.optimizer, config=config)
+    become_planned(accelerator, config.loader)
+    _equip(accelerator, model)
+    accelerator._models.append(model)
+
+
+def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
+    assert isinstance(accelerator, PlannedAccelerator)
+    done: dict[int, Any] = {}
+    # Schedulers last: they look for the optimizer's wrapper.
+    for value in sorted(objects, key=lambda value: isinstance(value, LRScheduler)):
+        if isinstance(value, DataLoader | PlannedLoader):
+            done[id(value)] = accelerator.prepare_data_loader(value)
+        elif isinstance(value, Optimizer):
+            # The state is where to_distributed put it; accelerate would move it by way of a state dict.
+            done[id(value)] = _mark(accelerator.prepare_optimizer(value, device_placement=False))
+        elif isinstance(value, LRScheduler):
+            done[id(value)] = _mark(accelerator.prepare_scheduler(value))
+    result = tuple(done.get(id(value), value) for value in objects)
+    return result if len(result) != 1 else result[0]
+
+
+def _mark(value: Any) -> Any:
+    """Have ``accelerator.prepare`` leave it as it is."""
+    value._is_accelerate_prepared = True
+    return value
+
+
+def _equip(accelerator: Accelerator, model: Any) -> None:
+    """Give the model what accelerate looks for or gives one: no_sync, and mixed precision around forward."""
+    _mark(model)
+    model.no_sync = functools.partial(no_sync, model)
+    if accelerator.native_amp:
+        model._original_forward = forward = model.forward
+        context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
+        model.forward = convert_outputs_to_fp32(context(forward))
+
+
+def _pick_plan(
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Optimizer | None,
+    loaders: Sequence[DataLoader[Any]],
+    config: ToDistributedConfig,
+) -> ParallelPlan:
+    """The planner's choice for the batch that it makes itself, since a rank's batch times dp is the global one."""
+    dp, tried = accelerator.num_processes, set()
+    has_own_loss = getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+    while True:
+        loader = loaders[0] if loaders else None
+        if loader is not None and not accelerator.split_batches:
+            loader = global_batches(loader, dp)
+        plan = choose_plan(
+            model, optimizer, loader, None, config, device_for(device_of(model)),
+            splits_batches=has_own_loss, recomputes=recompute_switch(model) is not None,
+        )  # fmt: skip
+        tried.add(dp)
+        if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:
+            return plan
+        dp = plan.dp

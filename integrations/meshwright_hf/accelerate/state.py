@@ -1,0 +1,126 @@
+"""``save_state`` and ``load_state`` of a model on a plan: one-device files, good for any plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.errors import CheckpointError
+from meshwright.optim.runtime import find_runtime, runtime_of
+from meshwright.parallel.dropout import DropoutStreams
+from meshwright.parallel.outcome import on_first_rank, succeed_together
+from meshwright_hf.accelerate.loader import PlannedLoader
+
+PROGRESS = "meshwright.json"
+
+
+class Pending(dict[str, Tensor]):
+    """Stands for the weights of a planned model in accelerate's list of what to save."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+
+@contextlib.contextmanager
+def without_planned_optimizers(accelerator: Accelerator) -> Iterator[None]:
+    """Hide from accelerate the optimizers whose state is one rank's part."""
+    kept = accelerator._optimizers
+    accelerator._optimizers = [optimizer for optimizer in kept if find_runtime(optimizer.optimizer) is None]
+    try:
+        yield
+    finally:
+        accelerator._optimizers = kept
+
+
+def take_weights(models: list[nn.Module], weights: list[dict[str, Tensor]], directory: str) -> None:
+    """Write the weights of planned models; of those that no earlier hook took from the list."""
+    for weight in [weight for weight in weights if isinstance(weight, Pending)]:
+        weights[:] = [other for other in weights if other is not weight]
+        mw.save_weights(weight.model, _folder(models, weight.model, directory))
+
+
+def give_weights(all_models: list[nn.Module], models: list[nn.Module], directory: str) -> None:
+    """Read the weights of planned models; of those that no earlier hook took from the list."""
+    for model in [model for model in models if find_runtime(model) is not None]:
+        models[:] = [other for other in models if other is not model]
+        mw.load_weights(model, _folder(all_models, model, directory))
+
+
+def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
+    """Write optimizer state, the place of each loader, and the place in the stream of dropout masks."""
+    for model, optimizer in _pairs(accelerator):
+        mw.save_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
+    said = {
+        "loaders": [loader.state_dict() for loader in _loaders(accelerator)],
+        "dropout": [_streams(model).state_dict() for model in planned_models(accelerator)],
+        "step": accelerator.step,
+    }
+    on_first_rank(lambda: (Path(directory) / PROGRESS).write_text(json.dumps(said) + "\n", encoding="utf-8"))
+
+
+def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
+    """Read what ``save_progress`` wrote, on any number of ranks."""
+    said = succeed_together(lambda: _read(accelerator, directory))
+    for model, optimizer in _pairs(accelerator):
+        mw.load_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
+    for loader, state in zip(_loaders(accelerator), said["loaders"], strict=True):
+        loader.load_state_dict(state)
+    for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
+        _streams(model).load_state_dict(state)
+    accelerator.step = said["step"]  # accelerate's own is in a file for each rank that there was
+
+
+def planned_models(accelerator: Accelerator) -> list[nn.Module]:
+    """The models of an Accelerator that a plan distributes."""
+    return [model for model in accelerator._models if find_runtime(model) is not None]
+
+
+def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(directory) / PROGRESS
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {PROGRESS}: it was not saved by an Accelerator with a plan. Load such weights with "
+            "meshwright.load_weights(model, path)"
+        )
+    said = json.loads(path.read_text(encoding="utf-8"))
+    for name, here in (("loaders", _loaders(accelerator)), ("dropout", planned_models(accelerator))):
+        if len(said[name]) != len(here):
+            what = "loader(s)" if name == "loaders" else "model(s)"
+            raise CheckpointError(
+                f"{directory} is of {len(said[name])} {what}, and this Accelerator has {len(here)}; prepare the same "
+                "objects in the same order"
+            )
+    return said
+
+
+def _folder(models: list[nn.Module], model: nn.Module, directory: str | os.PathLike[str]) -> str:
+    planned = [other for other in models if find_runtime(other) is not None]
+    index = next(i for i, other in enumerate(planned) if other is model)
+    return os.path.join(directory, f"meshwright_{index}")
+
+
+def _pairs(accelerator: Accelerator) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """Each planned model that has an optimizer, with it."""
+    models = {id(find_runtime(model)): model for model in planned_models(accelerator)}
+    inner = [optimizer.optimizer for optimizer in accelerator._optimizers]
+    return [(models[id(runtime)], optimizer) for optimizer in inner if (runtime := find_runtime(optimizer)) is not None]
+
+
+def _streams(model: nn.Module) -> DropoutStreams:
+    streams = runtime_of(model).streams
+    assert streams is not None, "a planned model without dropout streams"
+    return streams
+
+
+def _loaders(accelerator: Accelerator) -> list[PlannedLoader]:
+    return [loader for loader in accelerator._dataloaders if isinstance(loader, PlannedLoader)]

@@ -1,0 +1,46 @@
+"""A configuration file for plain ``accelerate launch``, for a plan's processes and machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line
+
+
+def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per_node: int, cpu: bool,
+                      saved: Path | None) -> str:  # fmt: skip
+    """Return the YAML that ``accelerate launch --config_file`` takes.
+
+    It says how many processes run where. The plan itself cannot be in it, since accelerate refuses keys that it does
+    not know: it reaches the script by an environment variable, which the comment spells out.
+
+    Args:
+        fields: the plan's, of ``ParallelPlan``.
+        label: the plan in a few words.
+        gpus: processes over all machines.
+        gpus_per_node: processes of one machine.
+        cpu: whether they run on CPU.
+        saved: the plan file beside it, if one was written.
+    """
+    machines = -(-gpus // gpus_per_node)
+    plan = str(saved) if saved else f"'{plan_line(fields)}'"
+    variables = f"{PLAN_VARIABLE}={plan} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
+    address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if machines > 1 else ""
+    lines = [
+        f"# {label}. accelerate's file has no place for a plan: it is handed over beside it, by the environment.",
+        f"#   {variables}accelerate launch --config_file THIS_FILE{address} train.py",
+        "compute_environment: LOCAL_MACHINE",
+        # torchrun's launcher, for CPUs too: MULTI_CPU would start one process.
+        f"distributed_type: {'MULTI_GPU' if gpus > 1 else repr('NO')}",
+        f"use_cpu: {str(cpu).lower()}",
+        f"num_processes: {gpus}",
+        f"num_machines: {machines}",
+        "machine_rank: 0",
+        "main_process_port: 29500",
+        "rdzv_backend: static",
+        "same_network: true",
+        "main_training_function: main",
+        "mixed_precision: 'no'",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Batch sizes as the Trainer and accelerate mean them, per data-parallel rank, made global ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from meshwright.data.reading import worker_options
+
+
+def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
+    """Return the same loader with batches that are dp times larger: those of all data-parallel ranks together.
+
+    ``to_distributed`` and ``shard_dataloader`` take global batches and give each rank its rows of them, so that a rank
+    gets as many rows as the loader's batch has. Dataset, order, collate function, workers, ``drop_last`` and pinned
+    memory stay; of a batch sampler dp successive batches become one.
+
+    Args:
+        loader: its batches are those of one rank; over a map-style or iterable dataset.
+        dp: how many ranks read different rows.
+
+    Raises:
+        ValueError: something whose batches cannot be made larger: no DataLoader, or one without batches of its own.
+
+    Example:
+        >>> [batch.tolist() for batch in global_batches(DataLoader(range(5), batch_size=2), dp=2)]
+        [[0, 1, 2, 3], [4]]
+    """
+    if dp == 1:
+        return loader
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        raise ValueError(
+            f"a {type(loader).__name__} makes its batches in a way of its own, so that {dp} of them cannot become a "
+            "global one; pass a torch.utils.data.DataLoader, or make the batches global yourself "
+            "(Accelerator(split_batches=True), or meshwright.to_distributed)"
+        )
+    options = worker_options(loader)
+    options |= {
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "persistent_workers": loader.persistent_workers,
+        "generator": loader.generator,
+        "in_order": loader.in_order,
+    }
+    if loader.batch_size is not None:
+        options |= {"batch_size": loader.batch_size * dp, "drop_last": loader.drop_last}
+        if not isinstance(loader.dataset, IterableDataset):
+            options["sampler"] = loader.sampler
+        return DataLoader(loader.dataset, **options)
+    if loader.batch_sampler is None:
+        raise ValueError(
+            f"the loader has batch_size=None: its batches are items of the dataset, of which {dp} cannot become a "
+            "global batch; give it a batch_size, or make the items global batches and say so with "
+            "Accelerator(split_batches=True)"
+        )
+    return DataLoader(loader.dataset, batch_sampler=_Joined(loader.batch_sampler, dp), **options)
+
+
+class _Joined:
+    """Joins successive batches of a batch sampler; all else that one has is found here too.
+
+    If it drops its own last batch, too few batches at the end are left out as well.
+    """
+
+    def __init__(self, batch_sampler: Any, count: int):
+        self.inner, self.count = batch_sampler, count
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches = iter(self.inner)
+        while group := list(islice(batches, self.count)):
+            if len(group) == self.count or not self._drops_last:
+                yield list(chain.from_iterable(group))
+
+    def __len__(self) -> int:
+        batches = len(self.inner)
+        return batches // self.count if self._drops_last else -(-batches // self.count)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # being unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a joined batch, where the inner ones have a size."""
+        size = getattr(self.inner, "batch_size", None)
+        return None if size is None else size * self.count
+
+    @property
+    def _drops_last(self) -> bool:
+        return bool(getattr(self.inner, "drop_last", False))

@@ -1,0 +1,288 @@
+"""``register``: stock ``from_pretrained`` with a distributed configuration hands its model to our runtime.
+
+transformers builds the model without memory, finds and downloads the files and settles the dtype; where it would
+read the weights, each rank reads its shard of them instead, by ``to_distributed``. These methods of
+``PreTrainedModel`` are replaced while registered, each of which passes every other call on:
+
+* ``prepare_distribute_model`` recognises the configurations that are ours,
+* ``maybe_distribute_model`` marks their models, which are without memory still,
+* ``_load_pretrained_model`` distributes them,
+* ``_finalize_model_loading`` leaves those alone: nothing of them is missing, and shards must not be initialised,
+* ``_load_and_finalize_distributed_pretrained_model``, which reads checkpoints of another format, refuses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute import to_distributed
+from meshwright.errors import CheckpointError, PlanError
+from meshwright.optim.runtime import find_runtime
+from meshwright_hf.distributed_config import options_for
+from meshwright_hf.styles import STYLES
+
+TakeOver = Literal["sequence_parallel", "all"]
+
+_METHODS = (
+    "prepare_distribute_model",
+    "maybe_distribute_model",
+    "_load_pretrained_model",
+    "_finalize_model_loading",
+)
+_NEWER = "_load_and_finalize_distributed_pretrained_model"
+
+
+def register(*, take_over: TakeOver = "sequence_parallel") -> None:
+    """Let ``from_pretrained(path, distributed_config=...)`` distribute models by Meshwright.
+
+    ``distributed_config`` may then also be a ``meshwright.ParallelPlan`` or a ``ToDistributedConfig``, whose plan
+    of None means the one in the model's config.json. The styles of ``meshwright_hf.styles`` can be named in
+    transformers' own ``tp_plan``. Nothing else changes; a second call replaces the first.
+
+    Args:
+        take_over: which ``DistributedConfig`` is ours: "sequence_parallel", those with
+            ``enable_sequence_parallel=True``, which transformers itself ignores; or "all" that ask for more than
+            one process.
+
+    Raises:
+        ValueError: for another ``take_over``.
+        RuntimeError: with a transformers that lacks what is replaced.
+
+    Example::
+
+        meshwright_hf.register()
+        model = AutoModelForCausalLM.from_pretrained(
+            path, distributed_config=DistributedConfig(tp_size=2, enable_sequence_parallel=True)
+        )
+        model.train()  # from_pretrained leaves every model in evaluation mode
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = meshwright.to_distributed(model, optimizer, loader)
+    """
+    if take_over not in ("sequence_parallel", "all"):
+        raise ValueError(f"register(take_over={take_over!r}) must be 'sequence_parallel' or 'all'")
+    if absent := [name for name in _METHODS if not callable(getattr(PreTrainedModel, name, None))]:
+        raise RuntimeError(
+            f"transformers {transformers_version} has no PreTrainedModel.{', '.join(absent)}, which register() "
+            "replaces; meshwright.to_distributed(model, config=ToDistributedConfig(weights=path)) needs none of it"
+        )
+    unregister()
+    _Registration(take_over).install()
+    for name, style in STYLES.items():
+        ALL_PARALLEL_STYLES[name] = style
+
+
+def unregister() -> None:
+    """Undo ``register``, if it was called: transformers is as it was. Models that were distributed stay so.
+
+    Raises:
+        RuntimeError: where something else has replaced the same methods since.
+    """
+    if _active:
+        _active[-1].remove()
+    for name, style in STYLES.items():
+        if ALL_PARALLEL_STYLES.get(name) is style:
+            del ALL_PARALLEL_STYLES[name]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Stands for a configuration that is ours on its way through ``from_pretrained``, which keeps it in the config."""
+
+    options: ToDistributedConfig
+
+    def __deepcopy__(self, memo: Any) -> _Request:
+        return self
+
+
+class _Registration:
+    """The methods that are in place of transformers' own, and those."""
+
+    def __init__(self, take_over: TakeOver):
+        self.take_over = take_over
+        methods = [*_METHODS, *([_NEWER] if hasattr(PreTrainedModel, _NEWER) else [])]
+        self._stock = {name: getattr(PreTrainedModel, name) for name in methods}
+        # What the class itself has; the others are inherited.
+        self._own = {name: vars(PreTrainedModel)[name] for name in methods if name in vars(PreTrainedModel)}
+        self._installed: dict[str, Any] = {}
+
+    def install(self) -> None:
+        registration, stock = self, self._stock
+
+        def prepare_distribute_model(
+            cls: type[PreTrainedModel], distributed_config: Any, *args: Any, **kwargs: Any
+        ) -> tuple[Any, Any, Any]:
+            options = registration.options_of(distributed_config)
+            if options is None:
+                return stock["prepare_distribute_model"].__func__(cls, distributed_config, *args, **kwargs)
+            for name, value in kwargs.items():
+                if value is not None:  # device_map or device_mesh
+                    raise PlanError(f"{name}={value!r} and distributed_config both place the weights; leave {name} out")
+            return _Request(options), None, None
+
+        def maybe_distribute_model(
+            cls: type[PreTrainedModel], model: Any, distributed_config: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not isinstance(distributed_config, _Request):
+                return stock["maybe_distribute_model"].__func__(cls, model, distributed_config, *args, **kwargs)
+            model.config.distributed_config = distributed_config
+            return model
+
+        def load_and_finalize(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(getattr(model.config, "distributed_config", None), _Request):
+                raise PlanError(
+                    f"{checkpoint} was saved with distributed_checkpoint=True, which only transformers' own "
+                    "parallelism reads; save it with save_pretrained(...) of one process"
+                )
+            return stock[_NEWER](model, checkpoint, *args, **kwargs)
+
+        ours: dict[str, Any] = {
+            "prepare_distribute_model": classmethod(prepare_distribute_model),
+            "maybe_distribute_model": classmethod(maybe_distribute_model),
+            "_load_pretrained_model": staticmethod(self.load),
+            "_finalize_model_loading": staticmethod(self.finalize),
+            _NEWER: load_and_finalize,
+        }
+        self._installed = {name: ours[name] for name in stock}
+        for name, method in self._installed.items():
+            setattr(PreTrainedModel, name, method)
+        _active.append(self)
+
+    def remove(self) -> None:
+        """Put the stock methods back."""
+        if others := [name for name, x in self._installed.items() if vars(PreTrainedModel).get(name) is not x]:
+            raise RuntimeError(
+                f"something else has replaced PreTrainedModel.{', '.join(others)} since register(); undo that first"
+            )
+        for name in self._installed:
+            if name in self._own:
+                setattr(PreTrainedModel, name, self._own[name])
+            else:
+                delattr(PreTrainedModel, name)
+        _active.remove(self)
+
+    def options_of(self, distributed_config: Any) -> ToDistributedConfig | None:
+        """What a configuration asks of us; None where it is transformers' own business."""
+        if isinstance(distributed_config, ToDistributedConfig):
+            return distributed_config
+        if isinstance(distributed_config, ParallelPlan):
+            return ToDistributedConfig(plan=distributed_config)
+        config = distributed_config
+        if isinstance(config, dict):
+            config = DistributedConfig.from_dict(config)
+        if not isinstance(config, DistributedConfig):
+            return None
+        sizes = [
+            getattr(config, field.name) or 1 for field in dataclasses.fields(config) if field.name.endswith("_size")
+        ]
+        is_parallel = max(sizes) > 1
+        is_ours = config.enable_sequence_parallel or (self.take_over == "all" and is_parallel)
+        return options_for(config) if is_ours else None
+
+    def load(
+        self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Each rank's shards in place of the whole weights, for a model whose configuration is ours."""
+        if find_runtime(model) is not None:
+            raise PlanError(
+                "an adapter cannot be loaded into a model that is distributed already; load the model and its adapter "
+                "whole, and call meshwright.to_distributed then"
+            )
+        request = getattr(model.config, "distributed_config", None)
+        if not isinstance(request, _Request):
+            stock = self._stock["_load_pretrained_model"]
+            return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        # With it the model would pass for one that transformers itself has sharded, e.g. in save_pretrained.
+        del model.config.distributed_config
+        _check_loading(model, state_dict, load_config)
+        if request.options.weights is not None:
+            raise PlanError(
+                f"ToDistributedConfig.weights={request.options.weights!r} and the path of from_pretrained both name "
+                "the weights; leave weights=None"
+            )
+        files = tuple(checkpoint_files)
+        options = dataclasses.replace(request.options, weights=files)
+        names = _names_in(files)
+        _check_names(model, names, load_config.weight_mapping or ())
+        model.tie_weights()
+        expected = set(model.state_dict())
+        to_distributed(model, config=options)
+        info = LoadStateDictInfo(
+            missing_keys=set(),
+            unexpected_keys=names - expected,
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+        return info, None
+
+    def finalize(self, model: nn.Module, load_config: Any, loading_info: Any) -> Any:
+        """What transformers does after loading, except to a model that is distributed."""
+        if find_runtime(model) is not None:
+            return loading_info
+        return self._stock["_finalize_model_loading"](model, load_config, loading_info)
+
+
+# The registration in force, if any: a process has one transformers.
+_active: list[_Registration] = []
+
+
+def _names_in(weights: WeightSource) -> set[str]:
+    try:
+        return set(WeightFiles.open(weights).entries)
+    except CheckpointError:
+        return set()  # to_distributed says so, on every rank, also where only one of them has a bad file
+
+
+def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -> None:
+    """Refuse a checkpoint of an older or another format, which transformers would convert."""
+    for transform in transforms:
+        for name in sorted(names):
+            new, pattern = transform.rename_source_key(name)
+            if pattern is not None and (new != name or hasattr(transform, "operations")):
+                raise PlanError(
+                    f"transformers converts {name} of this checkpoint to {new} of {type(model).__name__} as it loads, "
+                    "which is not available with distributed_config; load the model without, and pass it to "
+                    "meshwright.to_distributed"
+                )
+
+
+def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
+    """Refuse by name what from_pretrained was asked for and a shard a rank cannot give."""
+    if load_config.hf_quantizer is not None:
+        raise PlanError(
+            "quantised weights (quantization_config or gguf_file) cannot be sharded by distributed_config; load them "
+            "without quantization_config"
+        )
+    if load_config.ignore_mismatched_sizes:
+        raise PlanError(
+            "ignore_mismatched_sizes=True would draw some weights anew on each rank; with distributed_config leave it "
+            "False, and save a checkpoint of the right shapes with one process first"
+        )
+    if state_dict is not None:
+        raise PlanError(
+            "state_dict= and distributed_config: each rank reads its shard from files; for weights from a seed build "
+            "the model under meshwright.deferred_init() and call meshwright.to_distributed"
+        )
+    if load_config.dtype_plan:
+        raise PlanError(
+            f"{type(model).__name__} keeps some weights in float32 ({', '.join(load_config.dtype_plan)}), which is not "
+            "available with distributed_config; load it with dtype=torch.float32 and use torch.autocast"
+        )
+    if whole := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
+        raise PlanError(
+            f"{whole[0]} has memory already, by a DeepSpeed ZeRO-3 configuration or a context around from_pretrained; "
+            "distributed_config builds the model without"
+        )

@@ -1,0 +1,11 @@
+"""DeepSpeed as the engine under Meshwright's tensor and sequence parallelism.
+
+DeepSpeed averages gradients over the data-parallel axis, shards (ZeRO 1, 2, 3) or offloads, steps, clips and
+writes checkpoints; the plan's tensor and sequence parallelism is applied to the model first.
+"""
+
+from meshwright_hf.deepspeed.engine import initialize
+from meshwright_hf.deepspeed.export import full_state_dict, save_pretrained
+from meshwright_hf.deepspeed.hooks import DeepSpeedTrainerMixin, deepspeed_mpu
+
+__all__ = ["DeepSpeedTrainerMixin", "deepspeed_mpu", "full_state_dict", "initialize", "save_pretrained"]

@@ -1,0 +1,260 @@
+"""A DeepSpeed JSON: what Meshwright reads in it, fills in where it says "auto", and refuses by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+
+ADVICE_PLAN = "the plan shards the model: remove it, and set ParallelPlan"
+# Key -> why not, and what to do. A value that switches the key off (see _is_on) passes.
+REFUSED = {
+    "tensor_parallel": f"DeepSpeed's own tensor parallelism; {ADVICE_PLAN}.tp",
+    "autotp_size": f"DeepSpeed's own tensor parallelism; {ADVICE_PLAN}.tp",
+    "sequence_parallel_size": f"Ulysses over the layers of DeepSpeed; {ADVICE_PLAN}.sequence_parallel",
+    "data_parallel_size": f"the size of DeepSpeed's own mesh; {ADVICE_PLAN}.dp",
+    "expert_parallel": f"expert parallelism is not available; {ADVICE_PLAN}.tp and dp",
+    "hybrid_engine": "it replaces the model's layers by its own; remove it",
+    "compression_training": "it replaces the model's layers by its own; remove it",
+    "elasticity": "it changes the batch with the number of processes, and so the numbers; remove it",
+    "autotuning": "it launches runs of its own; remove it (meshwright plan finds sizes)",
+    "sparse_attention": "it replaces the model's attention; remove it",
+    "amp": "apex patches the model's layers; use bf16",
+}
+REFUSED_IN_ZERO = {
+    "mics_shard_size": "MiCS builds groups of neighbouring ranks, which tp has taken",
+    "zero_hpz_partition_size": "ZeRO++ builds groups of neighbouring ranks, which tp has taken",
+    "zero_quantized_weights": "quantised communication does not keep the numbers of one device",
+    "zero_quantized_gradients": "quantised communication does not keep the numbers of one device",
+    "zero_quantized_nontrainable_weights": "quantised communication does not keep the numbers of one device",
+}
+# Optimizers of the JSON whose step on a shard of a tensor is the shard of their step.
+ELEMENTWISE = frozenset({"adam", "adamw", "sgd", "adagrad", "lion", "rmsprop", "adadelta", "adamax", "nadam", "radam"})
+BATCH = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """A DeepSpeed configuration as a dict of its own.
+
+    Args:
+        config: the dict, or the path of the JSON file.
+
+    Raises:
+        PlanError: for a file that is missing, is not JSON, or has a key twice.
+    """
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    try:
+        with open(config, encoding="utf-8") as file:
+            found = json.load(file, object_pairs_hook=_without_doubles)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"the DeepSpeed configuration {os.fspath(config)!r} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"the DeepSpeed configuration {os.fspath(config)!r} must be a JSON object")
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if doubles := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"{', '.join(doubles)} is there twice")
+    return dict(pairs)
+
+
+def complete_config(
+    config: dict[str, Any],
+    plan: ParallelPlan,
+    model: nn.Module,
+    *,
+    device: torch.device,
+    rows: int | None = None,
+    has_optimizer: bool,
+) -> dict[str, Any]:
+    """Check a configuration against the plan, and fill its "auto" values as transformers' integration does.
+
+    Args:
+        config: from :func:`read_config`; changed in place.
+        plan: dp and tp; its other fields fill what the configuration leaves open.
+        model: tells hidden size and dtype.
+        device: what DeepSpeed runs on.
+        rows: a dp rank's rows of a batch of the loader, if known.
+        has_optimizer: an optimizer object comes with the model.
+
+    Raises:
+        PlanError: naming the key of the configuration, the field of the plan, and their values.
+    """
+    _refuse(config, plan, device, has_optimizer)
+    zero = config.setdefault("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or (stage == 0 and plan.tp > 1):
+        raise PlanError(
+            f"zero_optimization.stage={stage!r} of the DeepSpeed configuration: use 1, 2 or 3 with ParallelPlan.tp="
+            f"{plan.tp} (without ZeRO, meshwright.to_distributed does it all)"
+        )
+    if plan.zero_stage not in (0, stage):
+        raise PlanError(
+            f"ParallelPlan.zero_stage={plan.zero_stage} and zero_optimization.stage={stage} of the DeepSpeed "
+            "configuration differ; change one, or leave zero_stage out of the plan"
+        )
+    _complete_batch(config, plan, rows)
+    dtype = next(model.parameters()).dtype
+    _fill(config, "bf16.enabled", dtype is torch.bfloat16)
+    _fill(config, "fp16.enabled", dtype is torch.float16)
+    _fill(config, "gradient_clipping", 1.0)  # TrainingArguments.max_grad_norm
+    _fill(config, "zero_optimization.stage3_gather_16bit_weights_on_model_save", False)
+    _fill_from_hidden_size(config, model)
+    optimizer = config.get("optimizer", {})
+    if device.type == "cpu" and str(optimizer.get("type")).lower() in ("adam", "adamw"):
+        # DeepSpeed's own would be compiled first, for a step that torch does as fast on a CPU.
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    if has_optimizer:  # as accelerate does: an object is a choice
+        config.setdefault("zero_allow_untested_optimizer", True)
+    if plan.tp > 1:
+        config.pop("train_batch_size", None)  # checked above; DeepSpeed derives it
+    if left := list(_autos(config)):
+        raise PlanError(
+            f"nothing here tells the DeepSpeed configuration's {', '.join(left)}, which say(s) 'auto'; write the "
+            "value, or pass the optimizer or scheduler as an object"
+        )
+    return config
+
+
+def _refuse(config: dict[str, Any], plan: ParallelPlan, device: torch.device, has_optimizer: bool) -> None:
+    for key, why in REFUSED.items():
+        if _is_on(key, config.get(key)):
+            raise PlanError(f"{key}={config[key]!r} of the DeepSpeed configuration: {why}")
+    zero = config.get("zero_optimization", {})
+    for key, why in REFUSED_IN_ZERO.items():
+        if plan.tp > 1 and _is_on(key, zero.get(key)):
+            raise PlanError(
+                f"zero_optimization.{key}={zero[key]!r} of the DeepSpeed configuration: {why}; remove it, or use "
+                "ParallelPlan.tp=1"
+            )
+    if config.get("gradient_allreduce_op", "mean") != "mean" or config.get("disable_gradient_average"):
+        raise PlanError(
+            f"gradient_allreduce_op={config.get('gradient_allreduce_op')!r} of the DeepSpeed configuration: the loss "
+            "is scaled for gradients that are averaged over dp; remove it"
+        )
+    fp16 = config.get("fp16", {}).get("enabled")
+    if fp16 is True and device.type == "cpu":
+        raise PlanError("fp16.enabled=true of the DeepSpeed configuration cannot run on CPU; use bf16, or neither")
+    optimizer = config.get("optimizer", {}).get("type")
+    if optimizer is not None and has_optimizer:
+        raise PlanError(
+            f"optimizer.type={optimizer!r} of the DeepSpeed configuration and an optimizer object were given; pass one"
+        )
+    if optimizer is not None and plan.tp > 1 and str(optimizer).lower() not in ELEMENTWISE:
+        raise PlanError(
+            f"optimizer.type={optimizer!r} of the DeepSpeed configuration does not update each element from that "
+            f"element alone, so with tp={plan.tp} its step on a shard is not the shard of its step; use AdamW, or "
+            "ParallelPlan.tp=1"
+        )
+
+
+def _is_on(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return bool(value["enabled"])
+        if key == "tensor_parallel":
+            return (value.get("autotp_size") or 0) > 1
+        return bool(value)
+    is_size = key.endswith("_size") and isinstance(value, int)
+    return value > 1 if is_size else bool(value)
+
+
+def _complete_batch(config: dict[str, Any], plan: ParallelPlan, rows: int | None) -> None:
+    """Settle rows a micro-batch, micro-batches a step, and rows a step; any two tell the third."""
+    micro = _agreed(config, BATCH, plan.micro_batch_size, "ParallelPlan.micro_batch_size")
+    if rows is not None and micro not in (None, rows):
+        raise PlanError(
+            f"{BATCH}={micro} of the DeepSpeed configuration, but the dataloader gives {rows} row(s) to each of "
+            f"dp={plan.dp} ranks; make its batch_size {BATCH} x dp = {micro * plan.dp}"
+        )
+    micro = micro or rows
+    of_plan = plan.gradient_accumulation_steps
+    steps = _agreed(config, STEPS, of_plan if of_plan > 1 else None, "ParallelPlan.gradient_accumulation_steps")
+    total = _number(config, "train_batch_size")
+    if micro is None and total is not None:
+        micro, rest = divmod(total, plan.dp * (steps or 1))
+        if rest or not micro:
+            raise PlanError(
+                f"train_batch_size={total} of the DeepSpeed configuration cannot be divided over dp={plan.dp} x "
+                f"{STEPS}={steps or 1}"
+            )
+    if micro is None:
+        raise PlanError(
+            f"nothing tells {BATCH}: write it in the DeepSpeed configuration, or pass ParallelPlan.micro_batch_size or "
+            "a dataloader"
+        )
+    if steps is None:
+        steps = 1 if total is None else total // (micro * plan.dp) or 1
+    if total is not None and total != micro * steps * plan.dp:
+        raise PlanError(
+            f"train_batch_size={total} of the DeepSpeed configuration is not {BATCH}={micro} x {STEPS}={steps} x "
+            f"dp={plan.dp} = {micro * steps * plan.dp} (the ranks of tp={plan.tp} share their rows); leave it out, or "
+            "change one of them"
+        )
+    config[BATCH], config[STEPS], config["train_batch_size"] = micro, steps, micro * steps * plan.dp
+
+
+def _agreed(config: dict[str, Any], key: str, of_plan: int | None, field: str) -> int | None:
+    value = _number(config, key)
+    if value is not None and of_plan not in (None, value):
+        raise PlanError(
+            f"{key}={value} of the DeepSpeed configuration and {field}={of_plan} differ; change one, or leave it out "
+            "of the plan"
+        )
+    return value if value is not None else of_plan
+
+
+def _number(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    if value in (None, "auto"):
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{key}={value!r} of the DeepSpeed configuration must be a positive integer or 'auto'")
+    return value
+
+
+def _fill_from_hidden_size(config: dict[str, Any], model: nn.Module) -> None:
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    if not any(config["zero_optimization"].get(key) == "auto" for key in keys):
+        return
+    own = getattr(model, "config", None)
+    width = getattr(own, "hidden_size", None) or getattr(getattr(own, "text_config", None), "hidden_size", None)
+    if width is None:
+        raise PlanError(
+            f"{', '.join(keys)} of zero_optimization say 'auto', which follows the model's hidden_size, and "
+            f"{type(model).__name__} has no config that tells it; write numbers"
+        )
+    values = (width * width, int(0.9 * width * width), 10 * width)  # transformers' formulas
+    for key, value in zip(keys, values, strict=True):
+        _fill(config, f"zero_optimization.{key}", value)
+
+
+def _fill(config: dict[str, Any], path: str, value: Any) -> None:
+    *parents, key = path.split(".")
+    section: Any = config
+    for parent in parents:
+        section = section.get(parent) if isinstance(section, dict) else None
+    if isinstance(section, dict) and section.get(key) == "auto":
+        section[key] = value
+
+
+def _autos(section: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in section.items():
+        if isinstance(value, dict):
+            found += _autos(value, f"{prefix}{key}.")
+        elif value == "auto":
+            found.append(prefix + key)
+    return found

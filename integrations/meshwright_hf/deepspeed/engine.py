@@ -1,0 +1,247 @@
+"""``initialize``: ``deepspeed.initialize`` for a model that a plan shards over tp first."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed import initialize as initialize_stock  # itself, also where deepspeed_mpu stands in for it
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute import to_distributed
+from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.faults.interpose import own_collectives
+from meshwright.launch import check_launch, start_process_group, world_size
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.parallel.structure import describe
+from meshwright.plans import plan_for
+from meshwright.plans.adapters import without_wrappers
+from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config
+from meshwright_hf.deepspeed.export import full_state_dict
+from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
+from meshwright_hf.deepspeed.universal import adapt_universal_loading, describe_for_universal
+
+ENGINE = "DeepSpeed"
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    *,
+    dataloader: Iterable[Any] | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    plan: ParallelPlan | None = None,
+    options: ToDistributedConfig | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Make a DeepSpeed engine of a model that the plan's tensor and sequence parallelism shards first.
+
+    It is called and returns as ``deepspeed.initialize``. Every launched process calls it with the same
+    arguments. Whatever is wrong with the arguments is raised before the model is changed.
+
+    Args:
+        args: read for ``deepspeed_config``, where ``config`` is not given.
+        model: a causal LM of transformers, plain: not built under ``deepspeed.zero.Init``.
+        optimizer: over the model's parameters, or a callable that makes one; None for the configuration's.
+        model_parameters: parameters, or groups of them, for the configuration's optimizer; all by default.
+        training_data: a dataset, of which DeepSpeed makes a loader of ``train_micro_batch_size_per_gpu`` rows.
+        lr_scheduler: as in ``deepspeed.initialize``.
+        dataloader: instead of ``training_data``: its batches are global ones of ``train_micro_batch_size_per_gpu``
+            x dp rows, and the loader that comes back gives each dp rank its rows, resumably.
+        collate_fn: for ``training_data``.
+        config: a DeepSpeed configuration, or the path of its JSON file; "auto" values are filled in.
+            ``train_micro_batch_size_per_gpu`` counts the rows of a dp rank, which the ranks of tp share.
+        config_params: another name for ``config``.
+        plan: dp and tp; None for tp=1. Its other fields may be left out; where given, they must agree.
+        options: further options of the sharding; its plan is not read.
+
+    Returns:
+        The engine, its optimizer, the loader (None without data) and the scheduler.
+
+    Raises:
+        PlanError: for a plan, a configuration or a combination that cannot run, naming the settings that clash.
+        AlreadyDistributedError: for a model that ``zero.Init``, DDP or another call distributed.
+        OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
+
+    Example::
+
+        plan = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True)
+        engine, optimizer, loader, scheduler = initialize(model=model, config="ds.json", dataloader=loader, plan=plan)
+        for batch in loader:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+    """
+    settings = _given_config(args, config, config_params)
+    plan = plan or ParallelPlan(dp=world_size())
+    check_launch(plan)
+    device = device_of_engine()
+    _check_model(model)
+    _check_data(training_data, dataloader)
+    if isinstance(optimizer, Optimizer) and plan.tp > 1:
+        check_elementwise(optimizer, is_trusted=_is_trusted(optimizer, options))
+    complete_config(
+        settings, plan, model, device=device, rows=_rows(dataloader, plan), has_optimizer=optimizer is not None
+    )
+    options = options or ToDistributedConfig()
+    if plan.tp > 1:
+        decoder = without_wrappers(model)[1]
+        sharding = options.sharding_plan or plan_for(decoder)
+        structure = describe(decoder, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+        check_norms({name: layout.rows for name, layout in structure.parameters.items()})
+
+    _join(device, options.timeout_s)
+    places = {id(p): name for name, p in model.named_parameters()}
+    own_plan = dataclasses.replace(plan, zero_stage=0, gradient_accumulation_steps=1, micro_batch_size=None)
+    own_options = dataclasses.replace(options, plan=own_plan, engine=ENGINE, optimizer_is_elementwise=True)
+    own_optimizer = optimizer if isinstance(optimizer, Optimizer) else None
+    model, _, loader = to_distributed(model, own_optimizer, dataloader, config=own_options)
+    runtime = runtime_of(model)
+    mark_parameters(model)
+    describe_for_universal(model, runtime.tp)
+
+    engine, engine_optimizer, engine_loader, scheduler = initialize_stock(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=_follow(model_parameters, model, places),
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=ModelParallelUnit(runtime.tp, runtime.dp),  # for tp=1 too: without one it keeps an earlier engine's
+        collate_fn=collate_fn,
+        config=settings,
+    )
+    _adapt(engine, runtime)
+    return engine, engine_optimizer, engine_loader if dataloader is None else loader, scheduler
+
+
+def _given_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    of_args = getattr(args, "deepspeed_config", None)
+    given = {
+        name: value
+        for name, value in (("config", config), ("config_params", config_params), ("args.deepspeed_config", of_args))
+        if value is not None
+    }
+    if len(given) != 1:
+        raise PlanError(f"one DeepSpeed configuration is needed, not {' and '.join(given) or 'none'}; pass config=...")
+    return read_config(next(iter(given.values())))
+
+
+def device_of_engine() -> torch.device:
+    """The device that DeepSpeed moves the model to."""
+    kind = get_accelerator().device_name()
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"initialize takes model=a torch.nn.Module, not {type(model).__name__}")
+    if find_runtime(model) is not None:
+        raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew for DeepSpeed")
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise AlreadyDistributedError(
+                f"{name} was partitioned by deepspeed.zero.Init, before the plan could shard it; build the model "
+                "outside of it (with the Trainer: before TrainingArguments(deepspeed=...)), or under "
+                "meshwright.deferred_init(), which allocates nothing"
+            )
+
+
+def _check_data(training_data: Any, dataloader: Any) -> None:
+    if training_data is not None and dataloader is not None:
+        raise PlanError("training_data and dataloader were given; pass the dataset, or the loader of global batches")
+
+
+def _rows(dataloader: Any, plan: ParallelPlan) -> int | None:
+    """A dp rank's rows of a batch of the loader, where it tells its batch size."""
+    size = getattr(dataloader, "batch_size", None)
+    if size is None:
+        return None
+    if size % plan.dp:
+        raise PlanError(
+            f"the dataloader's batch_size={size} cannot be divided over dp={plan.dp}; make it {BATCH} x dp, the rows "
+            "of one micro-batch over all ranks"
+        )
+    return size // plan.dp
+
+
+def _is_trusted(optimizer: Optimizer, options: ToDistributedConfig | None) -> bool:
+    """DeepSpeed's own Adam, Adagrad and Lion update each element alone; the rest of its optimizers do not."""
+    of_deepspeed = type(optimizer).__module__.startswith(
+        ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
+    )
+    return of_deepspeed or (options is not None and options.optimizer_is_elementwise)
+
+
+def _join(device: torch.device, timeout_s: float) -> None:
+    """Join the process group, one of this process alone if nothing launched it, and tell DeepSpeed not to compile."""
+    start_process_group(device, timeout_s)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
+        atexit.register(_leave)
+    if device.type == "cpu":
+        # A collective in shared memory for inference, which DeepSpeed would compile for a minute at its start.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str]) -> list[Any]:
+    """The parameters, or groups of them, that took the place of those given."""
+    now = dict(model.named_parameters())
+    if given is None:
+        return [p for p in now.values() if p.requires_grad]
+    return [
+        {**item, "params": [now[places[id(p)]] for p in item["params"]]}
+        if isinstance(item, dict)
+        else now[places[id(item)]]
+        for item in given
+    ]
+
+
+def _adapt(engine: Any, runtime: Runtime) -> None:
+    """Make an engine one of a sharded model: its collectives are no surprise, and its exports are whole."""
+    if engine.zero_optimization_partition_weights():
+        runtime.materialise = _gathered
+    for name in ("forward", "backward", "step"):
+        setattr(engine, name, own_collectives()(getattr(engine, name)))
+    if engine.zero_optimization_partition_weights():
+        adapt_universal_loading(engine.optimizer, runtime)
+    if runtime.tp.size > 1:
+        engine.save_16bit_model = functools.partial(_refuse_16bit, engine)
+        # What accelerate's get_state_dict, and so the Trainer, asks of stage 3.
+        engine._zero3_consolidated_16bit_state_dict = lambda *_, **__: full_state_dict(engine)
+
+
+def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return GatheredParameters([parameter])
+
+
+def _refuse_16bit(engine: Any, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"save_16bit_model would write one rank's shard of tp={engine.mp_world_size} as if it were the model; use "
+        "meshwright_hf.deepspeed.save_pretrained(engine, folder), on every rank"
+    )

@@ -1,0 +1,151 @@
+"""accelerate and the Trainer call ``deepspeed.initialize`` themselves: here they get ours for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.launch import check_launch
+from meshwright_hf.deepspeed.config import BATCH, STEPS, read_config
+from meshwright_hf.deepspeed.engine import device_of_engine, initialize
+from meshwright_hf.deepspeed.export import save_pretrained
+
+
+@contextlib.contextmanager
+def deepspeed_mpu(plan: ParallelPlan, options: ToDistributedConfig | None = None) -> Iterator[None]:
+    """Inside, accelerate and the Trainer make their engine by the plan, and give the ranks of tp equal rows.
+
+    They offer no argument for an ``mpu``; they look ``deepspeed.initialize`` up when they call it, and ours takes
+    its place until the block ends. Prepare everything inside, loaders too.
+
+    Args:
+        plan: as for :func:`initialize`; the sizes of a batch come from accelerate or from TrainingArguments.
+        options: as for :func:`initialize`.
+
+    Raises:
+        PlanError: where there is no Accelerator yet, or one that does not use DeepSpeed (as on CPU, unless
+            ``PartialState(cpu=True)`` came first) and would ignore the plan.
+
+    Example::
+
+        PartialState(cpu=True)  # on CPU only, where an Accelerator drops the plugin otherwise
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config="ds.json"))
+        with deepspeed_mpu(plan):
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+    state = AcceleratorState._shared_state
+    kind = state.get("distributed_type")
+    if kind != DistributedType.DEEPSPEED:
+        raise PlanError(
+            f"deepspeed_mpu needs an Accelerator (or a Trainer) that uses DeepSpeed, and there is "
+            f"{'none yet' if kind is None else 'one of the type ' + str(kind)}; make it before, with a DeepSpeedPlugin "
+            "(or TrainingArguments(deepspeed=...)). On CPU, call PartialState(cpu=True) first and leave "
+            "Accelerator(cpu=...) out"
+        )
+    check_launch(plan)
+    meshes = {"ds_device_mesh": plan.dims.build(device_of_engine().type)} if plan.tp > 1 else {}
+    before = {key: state[key] for key in meshes if key in state}
+    stock = deepspeed.initialize
+    deepspeed.initialize = functools.partial(_initialize_by, plan, options)
+    state.update(meshes)
+    try:
+        yield
+    finally:
+        deepspeed.initialize = stock
+        for key in meshes:
+            del state[key]
+        state.update(before)
+
+
+def _initialize_by(
+    plan: ParallelPlan, options: ToDistributedConfig | None, *args: Any, mpu: Any = None, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    if mpu is not None:
+        raise PlanError("ParallelismConfig.sp_size shards sequences in its own way; leave it out under deepspeed_mpu")
+    key = "config" if kwargs.get("config") is not None else "config_params"
+    config = read_config(kwargs[key])
+    # They count every process as one with rows of its own.
+    rows, steps = config.get(BATCH), config.get(STEPS)
+    total = config.get("train_batch_size")
+    if isinstance(rows, int) and isinstance(steps, int) and total == rows * steps * dist.get_world_size():
+        del config["train_batch_size"]
+    return initialize(*args, **{**kwargs, key: config}, plan=plan, options=options)
+
+
+class DeepSpeedTrainerMixin:
+    """Makes a subclass of transformers' Trainer, with ``TrainingArguments(deepspeed=...)``, train by a plan.
+
+    Put it first among the bases. ``per_device_train_batch_size`` counts the rows of a dp rank. Build the model
+    before the TrainingArguments: with stage 3 transformers would split it otherwise, before the plan can shard it.
+
+    Args:
+        plan: as for :func:`initialize`.
+        options: as for :func:`initialize`.
+
+    Raises:
+        PlanError: for TrainingArguments without ``deepspeed``.
+
+    Example::
+
+        class PlannedTrainer(DeepSpeedTrainerMixin, Trainer): ...
+
+        trainer = PlannedTrainer(model, args, train_dataset=data, plan=mw.ParallelPlan(dp=2, tp=2))
+    """
+
+    # What the mixin uses of the Trainer.
+    args: Any
+    model: Any
+    deepspeed: Any
+    processing_class: Any
+    is_deepspeed_enabled: bool
+
+    def __init__(
+        self, *args: Any, plan: ParallelPlan, options: ToDistributedConfig | None = None, **kwargs: Any
+    ) -> None:
+        self._plan = plan
+        # The Trainer divides a loss by the global count and multiplies it by dp, since engines average gradients. Read
+        # as counts of each rank, dp global ones add up to the divisor that undoes this.
+        self._options = dataclasses.replace(options or ToDistributedConfig(), num_items_in_batch="local")
+        super().__init__(*args, **kwargs)
+        if not self.is_deepspeed_enabled:
+            raise PlanError("this Trainer is for DeepSpeed: set TrainingArguments.deepspeed, or use MeshwrightTrainer")
+
+    def get_tp_size(self) -> int:
+        """Ranks with the same rows; batch sizes, step counts and the loss's scale follow from it."""
+        return self._plan.tp
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer.train``."""
+        with deepspeed_mpu(self._plan, self._options):
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer.evaluate``."""
+        with deepspeed_mpu(self._plan, self._options):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Trainer.predict``; its rows come tp times."""
+        with deepspeed_mpu(self._plan, self._options):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write one-device weights, tokenizer and arguments; every rank calls it, as the Trainer does."""
+        folder = output_dir or self.args.output_dir
+        save_pretrained(self.deepspeed, folder)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, "training_args.bin"))

@@ -1,0 +1,101 @@
+"""What DeepSpeed asks about the model's own parallelism: an ``mpu`` object, and a mark on parameters."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from meshwright.errors import PlanError
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.layout import RowLayout, record_of
+
+
+class ModelParallelUnit:
+    """DeepSpeed's view of the mesh, under the method names of Megatron's ``mpu``.
+
+    Args:
+        tp: the axis over which layers are sharded; DeepSpeed calls it model parallel.
+        dp: the axis over which DeepSpeed averages gradients and shards states.
+    """
+
+    def __init__(self, tp: Axis, dp: Axis):
+        self._tp, self._dp = tp, dp
+
+    def get_model_parallel_rank(self) -> int:
+        return self._tp.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._tp.size
+
+    def get_model_parallel_group(self) -> ProcessGroup | None:
+        return _group_of(self._tp)
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._dp.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._dp.size
+
+    def get_data_parallel_group(self) -> ProcessGroup | None:
+        return _group_of(self._dp)
+
+
+def _group_of(axis: Axis) -> ProcessGroup | None:
+    """The group of an axis; in a run of one process that of the world."""
+    return axis.group if axis.group is not None else dist.group.WORLD
+
+
+def mark_parameters(model: nn.Module) -> None:
+    """Say on each parameter whether this rank's gradient counts in DeepSpeed's norm.
+
+    DeepSpeed adds up, over the model-parallel ranks, the norms of parameters with ``tensor_model_parallel``,
+    and those of rank 0 alone for the others. A key/value head that several ranks hold is marked on the first
+    of them only, so that it counts once.
+    """
+    for parameter in model.parameters():
+        record = record_of(parameter)
+        if record.is_sharded:
+            parameter.tensor_model_parallel = holds_first(record.layout, record.rank)  # type: ignore[attr-defined]
+
+
+def holds_first(layout: RowLayout, rank: int) -> bool | None:
+    """Whether the rank is the first to hold its rows; None where that is true of some of them only.
+
+    Example:
+        >>> one_kv_head = RowLayout(0, 8, (((0, 8),), ((0, 8),)))
+        >>> holds_first(one_kv_head, 0), holds_first(one_kv_head, 1)
+        (True, False)
+    """
+    times = torch.zeros(layout.size, dtype=torch.int32)
+    for spans in layout.spans[: rank + 1]:
+        for start, stop in spans:
+            times[start:stop] += 1
+    own = torch.zeros(layout.size, dtype=torch.int32)
+    for start, stop in layout.spans[rank]:
+        own[start:stop] += 1
+    if bool((own > 1).any()):
+        return None
+    is_first = times[own > 0] == 1
+    return None if is_first.any() and not is_first.all() else bool(is_first.all())
+
+
+def check_norms(layouts: dict[str, RowLayout]) -> None:
+    """Refuse a sharding under which DeepSpeed cannot count each row once in its gradient norm.
+
+    Raises:
+        PlanError: naming the parameter.
+    """
+    for name, layout in layouts.items():
+        if not layout.is_replicated and any(holds_first(layout, rank) is None for rank in range(len(layout.spans))):
+            raise PlanError(
+                f"{name}: with tp={len(layout.spans)} some ranks hold key/value heads of their own next to ones that "
+                "another rank holds too, and DeepSpeed counts a parameter in the gradient norm wholly or not at all. "
+                "Use a ParallelPlan.tp that divides the number of key/value heads (or, for separate k and v "
+                "projections, a multiple of it), or to_distributed without DeepSpeed"
+            )

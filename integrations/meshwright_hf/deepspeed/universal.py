@@ -1,0 +1,150 @@
+"""Universal checkpoints: how each parameter is cut over tp, so that DeepSpeed can merge it and cut it anew.
+
+DeepSpeed's converter (``python -m deepspeed.checkpoint.ds_to_universal``) reads the layouts from the
+checkpoint, as affine maps: blocks of the full tensor and where they lie in each rank's shard. Loading
+reads them from the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import types
+from typing import Any
+
+import torch
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
+from torch import Tensor, nn
+
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+
+# What DeepSpeed's loader of stages 1 and 2 reads on a parameter, instead of guessing an even split.
+RESTORE = keys.DS_AUTOTP_UC_META
+
+
+def describe_for_universal(model: nn.Module, tp: Axis) -> None:
+    """Put the layouts on the model and its parameters, where DeepSpeed looks for them when it saves and loads."""
+    vocabulary = {id(module.weight) for module in _vocabulary(model)}
+    maps: dict[str, Any] = {}
+    padded: list[str] = []
+    unsupported: dict[str, str] = {}
+    words = 0
+    for name, parameter in model.named_parameters():
+        record, pattern = record_of(parameter), f"^{re.escape(name)}$"
+        rows = record.layout
+        has_padding = rows.local_size * tp.size > rows.size and not rows.has_copies and rows.dim == 0
+        if id(parameter) in vocabulary:
+            padded.append(pattern)
+            words = rows.size
+        elif has_padding:
+            unsupported[pattern] = "it is padded, and DeepSpeed strips padding of vocabulary matrices only"
+        maps[pattern] = affine_map(record).to_dict()
+        if record.is_sharded and not has_padding:
+            restore = {"conversion": {"affine_map": maps[pattern]}, "logical_shape": tuple(record.global_shape)}
+            setattr(parameter, RESTORE, restore)
+    model.universal_checkpoint_info = {  # type: ignore[assignment]
+        keys.UNIVERSAL_CHECKPOINT_VERSION_KEY: keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        keys.ORIGINAL_VOCAB_SIZE: words,
+        keys.PADDED_VOCAB_SIZE: math.ceil(words / tp.size) * tp.size,
+        keys.VOCABULARY_PARAMETER_PATTERNS: padded,
+        keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: unsupported,
+        keys.AFFINE_MAP: {keys.AFFINE_MAP_VERSION: AFFINE_MAP_FORMAT_VERSION, keys.AFFINE_MAP_PARAMS: maps},
+    }
+
+
+def _vocabulary(model: Any) -> list[nn.Module]:
+    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    found = (getter() for getter in getters if getter is not None)
+    return [module for module in found if module is not None]
+
+
+def affine_map(record: ShardRecord) -> ParamAffineMap:
+    """A parameter's layout in DeepSpeed's terms; padding lies behind the end of the full tensor.
+
+    Example:
+        >>> rows = RowLayout.even(4, 2)
+        >>> record = ShardRecord("w", torch.Size((4, 3)), rows, rank=0, is_grad_partial=False)
+        >>> shards = {rank: rows.take(torch.arange(12.0).view(4, 3), rank) for rank in range(2)}
+        >>> torch.equal(affine_map(record).rebuild(shards), torch.arange(12.0).view(4, 3))
+        True
+    """
+    layout, shape = record.layout, list(record.global_shape)
+    ranks = range(len(layout.spans))
+    spans = {rank: list(layout.spans[rank]) for rank in ranks}
+    if not layout.is_replicated and not layout.has_copies:
+        end = layout.size
+        for rank in ranks:
+            if missing := layout.local_size - layout.real_rows(rank):
+                spans[rank].append((end, end + missing))
+                end += missing
+        if shape:
+            shape[layout.dim] = end
+    local = [*shape]
+    if shape:
+        local[layout.dim] = layout.local_size
+    holders = {span: [rank for rank in ranks if span in spans[rank]] for rank in ranks for span in spans[rank]}
+    pieces: dict[int, list[AffinePiece]] = {rank: [] for rank in ranks}
+    for rank in ranks:
+        offset = 0
+        for start, stop in spans[rank]:
+            pieces[rank].append(_piece(shape, local, layout, start, offset, stop - start, holders[start, stop]))
+            offset += stop - start
+    return ParamAffineMap(shape, dict.fromkeys(ranks, local), pieces)
+
+
+def _piece(
+    full: list[int], local: list[int], layout: RowLayout, start: int, offset: int, rows: int, holders: list[int]
+) -> AffinePiece:
+    block = [*local]
+    if block:
+        block[layout.dim] = rows
+    source, target = _strides(full), _strides(local)
+    step = layout.dim if block else None
+    return AffinePiece(
+        shape=block,
+        source_offset=0 if step is None else start * source[step],
+        source_strides=source,
+        dest_offset=0 if step is None else offset * target[step],
+        dest_strides=target,
+        locations=holders,
+    )
+
+
+def _strides(shape: list[int]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
+    """Have stage 3 cut a universal checkpoint's tensors over tp first, and resume every parameter group as it was.
+
+    DeepSpeed's stage 3 knows of its own tensor parallelism only. It gives all groups the learning rate and the weight
+    decay of the first, and torch's Adam one step counter, which then runs ahead by the number of groups.
+    """
+    load_states = optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
+
+    def load_shard(self: Any, folder: str, key: str, param: nn.Parameter) -> Tensor:
+        loaded = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
+        full = loaded[keys.PARAM] if isinstance(loaded, dict) else loaded
+        record = record_of(param)
+        local = record.layout.take(full.view(record.global_shape), record.rank).flatten()
+        size = math.ceil(local.numel() / runtime.dp.size)
+        padded = local.new_zeros(size * runtime.dp.size)
+        padded[: local.numel()] = local
+        return padded.narrow(0, runtime.dp.rank * size, size)
+
+    def load_with_groups(self: Any, folder: str) -> None:
+        load_states(folder)
+        common = torch.load(os.path.join(folder, "zero", "optimizer_state.pt"), weights_only=False)
+        saved_groups = common[keys.OPTIMIZER_STATE_DICT]["param_groups"]
+        for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()  # one tensor for all groups: each would count it on for the rest
+
+    optimizer.load_hp_checkpoint_state = types.MethodType(load_shard, optimizer)
+    optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = types.MethodType(load_with_groups, optimizer)

@@ -1,0 +1,82 @@
+"""What a transformers ``DistributedConfig`` asks for, in our terms; what we cannot honour is an error by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers.distributed import DistributedConfig
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.launch import world_size
+
+# Fields that say which of ours; any other must be as it is by default.
+_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size")
+_HONOURED = {*_SIZES, "tp_plan", "enable_sequence_parallel"}
+_INSTEAD = {
+    "pp_size": "set pp_size=1 and use tp_size and dp_replicate_size",
+    "ep_size": "set ep_size=1: experts are not split",
+    "enable_expert_parallel": "set it False: experts are not split",
+    "ep_plan": "leave it None: experts are not split",
+    "ep_implementation": "leave it 'auto': experts are not split",
+    "fsdp_plan": "leave it None: what is gathered when is ours to say",
+    "fsdp_cpu_offload": "set it False",
+    "fsdp_mixed_precision": "set it False, and choose the precision by from_pretrained(dtype=...) or torch.autocast",
+}
+
+
+def options_for(config: DistributedConfig) -> ToDistributedConfig:
+    """Translate a DistributedConfig: tp_size to tp, dp_replicate_size to dp, fsdp_size to dp under ZeRO-3.
+
+    Args:
+        config: of transformers; its ``enable_sequence_parallel`` is honoured.
+
+    Raises:
+        PlanError: for a setting that this runtime cannot honour, and for sizes that do not match the launch.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        # Its own __post_init__ turns sizes of None into 1.
+        if field.name not in _HONOURED and value not in (field.default, 1 if field.default is None else field.default):
+            raise PlanError(
+                f"DistributedConfig.{field.name}={value!r} is not available with ParallelPlan; "
+                f"{_INSTEAD.get(field.name, f'leave it {field.default!r}')}. transformers' own path takes it: leave "
+                "enable_sequence_parallel=False, and register(take_over='sequence_parallel')"
+            )
+    if isinstance(config.tp_plan, dict):
+        raise PlanError(
+            f"DistributedConfig.tp_plan={config.tp_plan!r} names styles of transformers, and a ShardingPlan gives "
+            "roles instead; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if "
+            "the model needs them"
+        )
+    # transformers 5.17 knows no replicas, and leaves sizes None.
+    sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
+    needed = sizes["tp_size"] * sizes["fsdp_size"] * sizes["dp_replicate_size"]
+    if needed != (world := world_size()):
+        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise PlanError(
+            f"DistributedConfig: {asked} needs {needed} processes, but {world} were launched; change the sizes, or "
+            f"launch with: torchrun --nproc-per-node {needed} SCRIPT"
+        )
+    return ToDistributedConfig(plan=_plan(config, **sizes))
+
+
+def _plan(config: DistributedConfig, *, tp_size: int, fsdp_size: int, dp_replicate_size: int) -> ParallelPlan:
+    shape: dict[str, Any] = {"tp": tp_size, "sequence_parallel": config.enable_sequence_parallel and tp_size > 1}
+    if fsdp_size == 1:
+        return ParallelPlan(dp=dp_replicate_size, **shape)
+    if dp_replicate_size > 1:
+        raise PlanError(
+            f"DistributedConfig.fsdp_size={fsdp_size} with dp_replicate_size={dp_replicate_size}: ParallelPlan."
+            f"zero_stage=3 shards over all data-parallel ranks; set fsdp_size={fsdp_size * dp_replicate_size}, "
+            "dp_replicate_size=1"
+        )
+    try:
+        return ParallelPlan(dp=fsdp_size, zero_stage=3, **shape)
+    except PlanError as error:
+        raise PlanError(
+            f"DistributedConfig.fsdp_size={fsdp_size} shards the parameters over data-parallel ranks, which is "
+            f"ParallelPlan.zero_stage=3: {error}. Set fsdp_size=1 and dp_replicate_size={fsdp_size}, and shard the "
+            "optimizer's state by zero_stage=1 in the plan that to_distributed gets with the optimizer"
+        ) from error

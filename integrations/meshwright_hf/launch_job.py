@@ -1,0 +1,119 @@
+"""What to launch: the processes, the machines and the plan, checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.automatic import plan_of_fields
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, read_plan
+
+START_TIMEOUT = 300  # seconds that machines wait for each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What to start on this machine.
+
+    Args:
+        script: a Python file, or with ``module`` the name of a module.
+        arguments: of the script.
+        module: run the script as ``python -m`` does.
+        plan: handed to the script's ``to_distributed``; None to have that pick one.
+        num_processes: over all machines.
+        num_machines: machines, each of which is started by a command of its own.
+        machine_rank: this machine's number, from 0.
+        main_process_ip: the address of machine 0; may be left out for one machine.
+        main_process_port: on which machine 0 listens; any free one on one machine, else 29500.
+        cpu: run on CPU also where there are GPUs.
+        mixed_precision: of accelerate ("no", "fp16", "bf16", "fp8"); None for what its configuration says.
+        start_timeout: seconds that machines wait for each other.
+
+    Raises:
+        PlanError: numbers that do not fit together, naming both, or a script that is not there.
+
+    Example:
+        >>> Launch(script="train", module=True, plan=ParallelPlan(dp=2, tp=2), num_processes=4).local_processes
+        4
+    """
+
+    script: str
+    arguments: Sequence[str] = field(default=())
+    module: bool = False
+    plan: ParallelPlan | None = None
+    num_processes: int = 1
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    cpu: bool = False
+    mixed_precision: str | None = None
+    start_timeout: int = START_TIMEOUT
+
+    def __post_init__(self) -> None:
+        for name in ("num_processes", "num_machines", "start_timeout"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.num_processes % self.num_machines:
+            raise PlanError(
+                f"--num_processes {self.num_processes} cannot be spread evenly over --num_machines "
+                f"{self.num_machines}; it counts the processes of all machines together"
+            )
+        if not 0 <= self.machine_rank < self.num_machines:
+            raise PlanError(
+                f"--machine_rank {self.machine_rank} must be from 0 to {self.num_machines - 1}, for --num_machines "
+                f"{self.num_machines}"
+            )
+        if self.num_machines > 1 and self.main_process_ip is None:
+            raise PlanError(
+                f"--num_machines {self.num_machines} needs --main_process_ip, the address of machine 0 under which all "
+                "machines reach it"
+            )
+        if self.main_process_port is not None and not 0 < self.main_process_port < 2**16:
+            raise PlanError(f"--main_process_port {self.main_process_port} must be from 1 to 65535")
+        if self.plan is not None and self.plan.world_size != self.num_processes:
+            raise PlanError(
+                f"the plan dp={self.plan.dp} x tp={self.plan.tp} x cp={self.plan.cp} x pp={self.plan.pp} needs "
+                f"{self.plan.world_size} processes, but --num_processes is {self.num_processes}; leave it out, or "
+                "change the plan's sizes"
+            )
+        if not self.module and not Path(self.script).is_file():
+            hint = "; modules are started with -m" if not self.script.endswith(".py") else ""
+            raise PlanError(f"there is no script {self.script}{hint}")
+
+    @property
+    def local_processes(self) -> int:
+        """Processes on this machine."""
+        return self.num_processes // self.num_machines
+
+
+def find_plan(path: Path | None, sizes: dict[str, Any], num_processes: int | None) -> ParallelPlan | None:
+    """Return the plan to launch with: a file's, one of given sizes, the environment's, or None.
+
+    Args:
+        path: a plan file.
+        sizes: fields of ``ParallelPlan`` that the user named.
+        num_processes: with sizes but no dp, dp takes up what the others leave of these.
+
+    Raises:
+        PlanError: a file and sizes at once, sizes that do not divide the processes, or no plan at all.
+    """
+    if path is not None:
+        if sizes:
+            given = ", ".join(f"--{name} {value}" for name, value in sizes.items())
+            raise PlanError(f"--plan {path} and {given} both say the plan; leave one of them out")
+        return plan_of_fields(read_plan(path), str(path))
+    if not sizes:
+        fields = launched_plan()
+        return None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
+    plan = ParallelPlan(**sizes)
+    if num_processes is None or "dp" in sizes:
+        return plan
+    if num_processes % plan.world_size:
+        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {plan.tp}")
+    return dataclasses.replace(plan, dp=num_processes // plan.world_size)

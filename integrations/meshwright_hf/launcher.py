@@ -1,0 +1,225 @@
+"""accelerate's launcher, with a plan: the processes that it needs, and the plan in their environment."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line
+from meshwright_hf import network
+from meshwright_hf.launch_job import Launch
+from meshwright_hf.versions import warn_outside_range
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+DEFAULT_PORT = 29500  # torch's and accelerate's
+
+
+def default_processes(num_machines: int, cpu: bool) -> int:
+    """As many as there are GPUs on all machines, if they are like this one.
+
+    Raises:
+        PlanError: without GPUs.
+    """
+    gpus = 0 if cpu else _gpus()
+    if gpus == 0:
+        raise PlanError("say how many processes to start on CPU: --num_processes N, or a plan, e.g. --dp 2 --tp 2")
+    return gpus * num_machines
+
+
+def run(job: Launch) -> int:
+    """Start the processes of this machine and wait for them; return the exit code of the first that failed.
+
+    Raises:
+        PlanError: accelerate is missing, there are too few GPUs, a port is in use, or another machine does not come.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise PlanError(
+            "meshwright launch calls accelerate's launcher, and accelerate is not installed: "
+            "pip install 'meshwright[hf]' (a script without accelerate can be started by torchrun too)"
+        )
+    warn_outside_range()
+    on_cpu = job.cpu or _gpus() == 0
+    if not on_cpu and job.local_processes > _gpus():
+        raise PlanError(
+            f"{job.local_processes} processes on this machine need as many GPUs, and it has {_gpus()}; use fewer "
+            "--num_processes, more --num_machines, or --cpu"
+        )
+    job = _with_address(job)
+    os.environ.update(_environment(job, on_cpu))
+    print(f"meshwright launch: {_in_words(job, on_cpu)}", file=sys.stderr, flush=True)
+    return _run(job, accelerate_arguments(job, on_cpu=on_cpu))
+
+
+def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:
+    """Return what ``accelerate launch`` is given.
+
+    torchrun's way (``--multi_gpu``) also serves CPUs: ``--cpu`` would start one process, whatever their number.
+
+    Args:
+        job: with an address and a port.
+        on_cpu: what it runs on.
+    """
+    configuration = _configuration()
+    unless_configured = "no" if configuration is None else None  # accelerate's own default, said so that it is quiet
+    options: dict[str, Any] = {
+        "config_file": configuration,  # named, since with --cpu accelerate would leave it out
+        "num_processes": job.num_processes,
+        "num_machines": job.num_machines,
+        "machine_rank": job.machine_rank,
+        "main_process_ip": job.main_process_ip,
+        "main_process_port": job.main_process_port,
+        "rdzv_backend": "static",  # another one would number the machines as they come
+        "mixed_precision": job.mixed_precision or unless_configured,
+        "dynamo_backend": unless_configured,
+        "num_cpu_threads_per_process": _threads(job, on_cpu),
+        "rdzv_conf": f"timeout={job.start_timeout}" if job.num_machines > 1 else None,
+    }
+    arguments = [text for name, value in options.items() if value is not None for text in (f"--{name}", str(value))]
+    if job.num_processes > 1:
+        arguments.append("--multi_gpu")
+    elif on_cpu:
+        arguments.append("--cpu")
+    arguments += ["--module"] if job.module else []
+    return [*arguments, job.script, *job.arguments]
+
+
+def _configuration() -> str | None:
+    """The file that ``accelerate config`` wrote, if it did."""
+    from accelerate.commands.config import default_config_file
+
+    return default_config_file if os.path.isfile(default_config_file) else None
+
+
+def _threads(job: Launch, on_cpu: bool) -> int | None:
+    """Of each process; None for what accelerate takes. On CPU the cores are shared out, as accelerate means to."""
+    if not on_cpu or "OMP_NUM_THREADS" in os.environ:
+        return None
+    import psutil
+
+    return max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // job.local_processes)
+
+
+def _with_address(job: Launch) -> Launch:
+    """The address and the port to meet at, chosen where they were left out, and tried on the machine that listens."""
+    port = job.main_process_port
+    if port is None:
+        port = network.free_port() if job.num_machines == 1 else DEFAULT_PORT
+    if job.machine_rank == 0 and job.num_processes > 1:
+        network.check_port(port)
+    return dataclasses.replace(job, main_process_ip=job.main_process_ip or network.LOOPBACK, main_process_port=port)
+
+
+def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
+    """What the processes inherit beside what accelerate sets; what the user set is left alone."""
+    environment = {}
+    if on_cpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
+    if job.plan is not None:
+        environment[PLAN_VARIABLE] = plan_line(dataclasses.asdict(job.plan))
+    if job.num_processes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        assert job.main_process_ip is not None
+        # Left alone, gloo tells the others the address of the host's name, which is often 127.0.1.1.
+        interface = network.interface_of(network.local_address_towards(job.main_process_ip))
+        if interface is not None:
+            environment["GLOO_SOCKET_IFNAME"] = interface
+        elif job.num_machines > 1:
+            raise PlanError(
+                f"no network interface of this machine has the address that leads to --main_process_ip "
+                f"{job.main_process_ip}; name the interface, e.g. GLOO_SOCKET_IFNAME=eth0"
+            )
+    return environment
+
+
+def _in_words(job: Launch, on_cpu: bool) -> str:
+    """What is started where, in one line."""
+    plan = "a plan that to_distributed picks"
+    if job.plan is not None:
+        changed = {f.name: getattr(job.plan, f.name) for f in dataclasses.fields(job.plan)}
+        changed = {name: value for name, value in changed.items() if value != getattr(ParallelPlan(), name)}
+        plan = " ".join(f"{name}={value}" for name, value in changed.items()) or "one device"
+    what = f"{plan}, {job.num_processes} {'CPU' if on_cpu else 'GPU'} process{'es' * (job.num_processes > 1)}"
+    if job.num_machines == 1:
+        return what
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    where = f"machine {job.machine_rank} of {job.num_machines} starts {job.local_processes}"
+    return f"{what}; {where}, meeting at {job.main_process_ip}:{job.main_process_port} over {interface}"
+
+
+def _run(job: Launch, arguments: list[str]) -> int:
+    """Hand over to accelerate, in this process; with a single one to start, become it."""
+    from accelerate.commands import launch as accelerate
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    options = accelerate.launch_command_parser().parse_args(arguments)
+    if job.num_processes == 1:
+        # accelerate would wait for it, and hide its exit code and our signals from it.
+        command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
+        os.execvpe(command[0], command, environment)
+    try:
+        accelerate.launch_command(options)
+    except ChildFailedError as error:
+        return _first_failure(error)
+    except SignalException as error:
+        _end_the_rest()
+        print(f"meshwright launch: {error.sigval.name}; all processes of this machine are ended", file=sys.stderr)
+        return 128 + error.sigval
+    except DistError as error:
+        raise PlanError(_why_not_met(job, error)) from error
+    return 0
+
+
+def _first_failure(error: ChildFailedError) -> int:
+    """Name the process that failed first, and return its exit code as a shell would."""
+
+    def order(item: tuple[int, Any]) -> tuple[bool, int, int]:
+        # The others were ended by SIGTERM because of it, within the same second.
+        return item[1].exitcode == -signal.SIGTERM, item[1].timestamp, item[0]
+
+    rank, failure = min(error.failures.items(), key=order)
+    code = failure.exitcode
+    how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    print(f"meshwright launch: rank {rank} {how}; all processes of this machine are ended", file=sys.stderr)
+    return code if code > 0 else 128 - code
+
+
+def _end_the_rest() -> None:
+    """End what an interrupted wait for processes that would not end has left, e.g. after a second Ctrl-C."""
+    import psutil
+
+    rest = psutil.Process().children(recursive=True)
+    for process in rest:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(rest, timeout=5)
+
+
+def _why_not_met(job: Launch, error: Exception) -> str:
+    meeting = f"{job.main_process_ip}:{job.main_process_port}"
+    summary = str(error).splitlines()[0]
+    if job.machine_rank == 0:
+        return (
+            f"not all of the {job.num_machines} machines came to {meeting} within {job.start_timeout} s ({summary}); "
+            "start this command on each, with its own --machine_rank"
+        )
+    return (
+        f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); is it started, with the "
+        "same --num_machines, --main_process_ip and --main_process_port?"
+    )
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

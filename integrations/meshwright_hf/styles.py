@@ -1,0 +1,138 @@
+"""Styles for transformers' own tensor parallelism, to be named in a ``tp_plan`` while registered.
+
+Both put right what transformers' own styles do not: a norm's gradient under accumulation, and the memory of
+the logits. A model that ``register`` takes over needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.tensor_parallel import ColwiseParallel, TensorParallelLayer
+
+from meshwright.parallel.collectives import Axis, share
+from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
+from meshwright.parallel.guarded import ShardedLogits
+
+
+class PartialNorm(TensorParallelLayer):
+    """A replicated norm over sharded heads (q_norm, k_norm), its gradient summed once a pass.
+
+    transformers' ``replicated_with_grad_allreduce`` sums ``parameter.grad``, and with it what earlier passes left
+    there: with two accumulation steps and two ranks the gradient comes out half as large again.
+    """
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        hooked: dict[str, Tensor] = {}
+        forward = module.forward
+
+        def add_up(grad: Tensor) -> Tensor:
+            grad = grad.contiguous().clone()
+            dist.all_reduce(grad, group=mesh.get_group())
+            return grad
+
+        def tp_forward(*args: Any, **kwargs: Any) -> Any:
+            # Loading replaces the parameters after this call, so their hooks are added when they are first used.
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and hooked.get(name) is not parameter:
+                    parameter.register_hook(add_up)
+                    hooked[name] = parameter
+            return forward(*args, **kwargs)
+
+        module.forward = tp_forward
+        return module
+
+
+class VocabHead(ColwiseParallel):
+    """A language-model head whose logits stay sharded over the vocabulary, up to transformers' own causal-LM loss.
+
+    In training. Without gradients the logits are gathered, as by ``colwise_gather_output``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=None)
+        self._gathering = ColwiseParallel(output_layouts=_replicated())
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+        if not torch.is_grad_enabled():
+            return self._gathering.transform_inputs_pre_forward(module, args, kwargs, mesh)
+        return (share(args[0], _axis(mesh)), *args[1:]), kwargs
+
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Any:
+        if not torch.is_grad_enabled():
+            return self._gathering.transform_output_post_forward(module, output, mesh)
+        words: int = module.out_features  # type: ignore[assignment]
+        return VocabLogits.of(output, words, _axis(mesh))
+
+
+class VocabLogits(ShardedLogits):
+    """This rank's words of logits that flow into ``cross_entropy``; any other read raises."""
+
+    vocab_size: int
+    axis: Axis
+
+    @classmethod
+    def of(cls, local: Tensor, vocab_size: int, axis: Axis) -> VocabLogits:
+        """Mark this rank's columns, of which all ranks but the last have equally many."""
+        logits = local.as_subclass(cls)
+        logits.vocab_size, logits.axis = vocab_size, axis
+        return logits
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        logits = args[0] if args else (kwargs or {}).get("input")
+        if not isinstance(logits, VocabLogits):
+            return super().__torch_function__(func, types, args, kwargs)
+        if func is F.cross_entropy:
+            return _cross_entropy(logits, *args[1:], **{k: v for k, v in (kwargs or {}).items() if k != "input"})
+        if func is Tensor.view and args[1:] == (-1, logits.vocab_size):
+            with torch._C.DisableTorchFunctionSubclass():
+                return cls.of(logits.reshape(-1, logits.shape[-1]), logits.vocab_size, logits.axis)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, cls):
+            result.vocab_size, result.axis = logits.vocab_size, logits.axis
+        return result
+
+
+def _cross_entropy(
+    logits: VocabLogits, target: Tensor, *, ignore_index: int = -100, reduction: str = "mean", **others: Any
+) -> Tensor:
+    if reduction not in ("mean", "sum") or any(value not in (None, 0.0) for value in others.values()):
+        raise ValueError(
+            f"logits that stay sharded take cross_entropy(reduction='mean' or 'sum'), not reduction={reduction!r}, "
+            f"{', '.join(others)}; use the style 'colwise_gather_output' for the head"
+        )
+    axis = logits.axis
+    share_of_words = -(-logits.vocab_size // axis.size)
+    first = min(axis.rank * share_of_words, logits.vocab_size)
+    words = min(share_of_words, logits.vocab_size - first)
+    local = logits.as_subclass(Tensor)
+    total = VocabParallelCrossEntropy.apply(local, target, first, words, ignore_index, axis)
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _axis(mesh: DeviceMesh) -> Axis:
+    return Axis("tp", size=mesh.size(), rank=mesh.get_local_rank(), group=mesh.get_group())
+
+
+def _replicated() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+STYLES: dict[str, TensorParallelLayer] = {
+    "meshwright_partial_norm": PartialNorm(),
+    "meshwright_vocab_head": VocabHead(),
+}

@@ -1,0 +1,96 @@
+"""The one place that says which versions of the stack Meshwright is tested with."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Versions of a package, both ends tested.
+
+    Args:
+        oldest: what is older is known or expected not to work.
+        newest: what is newer is untested. A version counts as this one whatever follows these numbers.
+        purpose: what of Meshwright does not work without the package.
+        supported: whether older versions are known not to work, and not only untested.
+    """
+
+    oldest: str
+    newest: str
+    purpose: str
+    supported: bool = False
+
+    def __str__(self) -> str:
+        return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+# `make test-oldest` tests the oldest of torch, transformers and accelerate; constraints.txt pins the newest of all.
+TESTED = {
+    "torch": Range(oldest="2.11", newest="2.13", purpose="everything", supported=True),
+    "transformers": Range(oldest="5.17", newest="5.23", purpose="its models and the Trainer", supported=True),
+    "accelerate": Range(oldest="1.12", newest="1.15", purpose="meshwright launch, the Trainer", supported=True),
+    "datasets": Range(oldest="5.2", newest="5.2", purpose="its datasets as input"),
+    "deepspeed": Range(oldest="0.19", newest="0.19", purpose="DeepSpeed's ZeRO"),
+    "peft": Range(oldest="0.21", newest="0.21", purpose="adapters"),
+    "trl": Range(oldest="1.16", newest="1.16", purpose="its trainers"),
+}
+
+
+class UntestedVersionWarning(UserWarning):
+    """A version of the stack that Meshwright is not tested with."""
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, which is not imported; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def place(package: str, version: str) -> str:
+    """Where a version is: "older" or "newer" than what is tested, or "tested".
+
+    Example:
+        >>> place("torch", "2.10.1"), place("torch", "2.13.0+cpu"), place("torch", "3.0")
+        ('older', 'tested', 'newer')
+    """
+    tested = TESTED[package]
+    if _numbers(version) < _numbers(tested.oldest):
+        return "older"
+    newest = _numbers(tested.newest)
+    return "newer" if _numbers(version)[: len(newest)] > newest else "tested"
+
+
+@functools.cache
+def warn_outside_range() -> None:
+    """Warn once a process of what is installed in versions that are not tested, naming the range."""
+    found = {package: version for package in TESTED if (version := installed(package))}
+    outside = [
+        f"{package} {version} ({place(package, version)} than the tested {TESTED[package]})"
+        for package, version in found.items()
+        if place(package, version) != "tested"
+    ]
+    if outside:
+        warnings.warn(
+            f"Meshwright is not tested with {', '.join(outside)}; it may still work. meshwright doctor shows all",
+            UntestedVersionWarning,
+            stacklevel=2,
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: those of 2.13.0+cpu are 2, 13, 0."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)

@@ -1,0 +1,215 @@
+"""Write the optimizer's state in one-device form, to be read under any plan (see restore.py).
+
+The folder has safetensors files with whole tensors, and ``optimizer.json`` with all else. The files have a new name in
+each save, and the manifest, which names them, is replaced in one step: a crash at any time leaves the last whole save.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.assemble import assemble, is_first
+from meshwright.checkpoint.manifest import Manifest, encode, master_key, state_key, sync_folder
+from meshwright.checkpoint.stream import Form, StreamedFiles, parse_bytes, split, stream
+from meshwright.errors import CheckpointError, PlanError
+from meshwright.optim.parts import OptimizerParts, Part, parts_of
+from meshwright.optim.runtime import device_of
+from meshwright.parallel.outcome import on_first_rank, succeed_together
+
+_FILE = re.compile(r"optimizer-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
+
+State = dict[str, dict[str, Any]]  # by parameter, then by key: ("cut" | "whole", dtype, shape) or an encoded value
+
+
+def save_optimizer(
+    model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write an optimizer's state as one device would have it; every rank makes the call.
+
+    Saved are the state of each parameter by its one-device name, the options of the groups and, where ZeRO keeps them,
+    float32 master weights. Rank 0 writes, and never holds more than one full tensor above its own shard. The model's
+    weights are another matter: ``model.save_pretrained``.
+
+    Args:
+        model: the optimizer's model, distributed or not.
+        optimizer: as ``to_distributed`` or ``shard_optimizer`` returned it.
+        directory: made if it is not there; an earlier save in it is replaced when this one is complete.
+        max_shard_size: of one file: bytes, or with a unit.
+
+    Raises:
+        OptimizerMismatchError: for an optimizer of another model.
+        CheckpointError: for state that is neither a tensor nor a number.
+        OSError: what failed on rank 0, there; CheckpointError elsewhere. The folder then holds what it held.
+
+    Example::
+
+        model.save_pretrained("checkpoint")
+        mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
+    """
+    found = succeed_together(lambda: _parts(model, optimizer))
+    state = _merged(succeed_together(lambda: _own_state(found)))
+    forms = _forms(found, state)
+    most = succeed_together(lambda: parse_bytes(max_shard_size))
+    folder = Path(directory)
+    stem = on_first_rank(lambda: _new_stem(folder))
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (dtype, shape) in forms.items()}
+    files = {file: {name: forms[name] for name in names} for file, names in split(stem, sizes, most).items() if names}
+    manifest = succeed_together(lambda: _manifest(found, state, files))
+
+    is_writer = is_first(found.runtime) and (not dist.is_initialized() or dist.get_rank() == 0)
+    written = StreamedFiles(folder, files, f"writing {folder}") if is_writer else None
+    stream(files, functools.partial(_gather, found, _tensors(found, state), forms, device_of(model)), written)
+    on_first_rank(lambda: _finish(folder, manifest, written) if written is not None else None)
+
+
+def _parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
+    found = parts_of(model, optimizer)
+    if dist.is_initialized() and dist.get_rank() == 0 and not is_first(found.runtime):
+        raise PlanError(
+            f"rank 0 writes, but comes as {found.runtime.dp.rank} on the axis 'dp'; let the mesh start with 0"
+        )
+    return found
+
+
+def _own_state(found: OptimizerParts) -> State:
+    """What this rank has of the state, without its tensors."""
+    return {
+        name: {key: _described(name, key, value, part) for key, value in found.optimizer.state[part.key].items()}
+        for name, part in found.parts.items()
+        if part.key is not None and part.key in found.optimizer.state
+    }
+
+
+def _described(name: str, key: str, value: Any, part: Part) -> Any:
+    what = f"the optimizer's state {key!r} of {name}"
+    assert part.key is not None
+    # Adam's count is a tensor as a scalar parameter's moments are, but not one value an element.
+    if not isinstance(value, Tensor) or (not value.ndim and (part.key.ndim or key == "step")):
+        return encode(value, what)
+    if value.shape == part.key.shape:
+        return "cut", value.dtype, tuple(part.record.global_shape)
+    if part.is_whole:
+        return "whole", value.dtype, tuple(value.shape)
+    raise CheckpointError(
+        f"{what} has the shape {list(value.shape)}, not that of the parameter, so nothing says how the shards of "
+        f"{list(part.key.shape)} make one; save it under a plan with tp=1 and zero_stage=0"
+    )
+
+
+def _merged(own: State) -> State:
+    """What all ranks have together: under ZeRO, a rank has the state of its slices only."""
+    everyone: list[State] = [own]
+    if dist.is_initialized():
+        everyone = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, own)
+    merged: State = {}
+    for state in everyone:
+        for name, values in state.items():
+            known = merged.setdefault(name, {})
+            for key, value in values.items():
+                # A slice that was without a gradient at first counts fewer steps than one device would.
+                known[key] = max(known.get(key, value), value, key=_count)
+    return merged
+
+
+def _count(value: Any) -> float:
+    number = value["tensor"] if isinstance(value, dict) and "tensor" in value else value
+    return number if isinstance(number, int | float) else 0
+
+
+def _tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, str | None]]:
+    """Each tensor to save -> its parameter and its key, None for a master."""
+    masters = {master_key(name): (name, None) for name, part in found.parts.items() if part.has_master}
+    return masters | {
+        state_key(name, key): (name, key)
+        for name in found.parts
+        for key, value in state.get(name, {}).items()
+        if isinstance(value, tuple)
+    }
+
+
+def _forms(found: OptimizerParts, state: State) -> dict[str, Form]:
+    forms: dict[str, Form] = {}
+    for tensor, (name, key) in _tensors(found, state).items():
+        shape = tuple(found.parts[name].record.global_shape)
+        forms[tensor] = (torch.float32, shape) if key is None else state[name][key][1:]
+    # Wide dtypes first, so that every tensor lies aligned in its file.
+    return dict(sorted(forms.items(), key=lambda item: -item[1][0].itemsize))
+
+
+def _gather(
+    found: OptimizerParts,
+    tensors: dict[str, tuple[str, str | None]],
+    forms: dict[str, Form],
+    device: torch.device,
+    tensor: str,
+) -> Tensor | None:
+    name, key = tensors[tensor]
+    part = found.parts[name]
+    dtype, shape = forms[tensor]
+    if key is None:
+        value = part.key
+    else:
+        value = found.optimizer.state.get(part.key, {}).get(key) if part.key is not None else None
+    if value is not None and tuple(shape) != tuple(part.record.global_shape):
+        return value.detach()  # the same on every rank
+    if value is None:  # no element here, or a slice that never had a gradient: one device would have zeros
+        value = torch.zeros(part.own[1] - part.own[0], dtype=dtype, device=device)
+    return assemble(value.detach().reshape(-1), part.record, part.cut, found.runtime)
+
+
+def _new_stem(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"optimizer-{uuid.uuid4().hex[:8]}"
+
+
+def _manifest(found: OptimizerParts, state: State, files: dict[str, dict[str, Form]]) -> Manifest:
+    groups = [
+        {
+            "parameters": names,
+            "options": {
+                key: encode(value, f"the option {key!r} of the optimizer's group {index}")
+                for key, value in group.items()
+                if key != "params"
+            },
+        }
+        for index, (names, group) in enumerate(zip(found.groups, found.optimizer.param_groups, strict=True))
+    ]
+    are_tensors = {name: [key for key, v in values.items() if isinstance(v, tuple)] for name, values in state.items()}
+    return Manifest(
+        optimizer=type(found.optimizer).__name__,
+        shapes={name: list(part.record.global_shape) for name, part in found.parts.items()},
+        groups=groups,
+        tensors=are_tensors,
+        values={
+            name: {key: v for key, v in values.items() if key not in are_tensors[name]}
+            for name, values in state.items()
+        },
+        masters=[name for name, part in found.parts.items() if part.has_master],
+        weight_map={name: file for file, forms in files.items() for name in forms},
+    )
+
+
+def _finish(folder: Path, manifest: Manifest, written: StreamedFiles) -> None:
+    kept = set(manifest.weight_map.values())
+    try:
+        written.close()
+        sync_folder(folder)
+        manifest.write(folder)
+    except BaseException:
+        for file in kept:
+            (folder / file).unlink(missing_ok=True)
+        raise
+    for path in folder.iterdir():
+        if _FILE.fullmatch(path.name) and path.name not in kept:
+            path.unlink()

@@ -1,0 +1,227 @@
+"""Read weights and optimizer state into what is distributed already, each rank its part."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.manifest import NAME, Manifest, decode, master_key, state_key
+from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.errors import CheckpointError
+from meshwright.optim.parts import OptimizerParts, Part, parts_of
+from meshwright.optim.runtime import find_runtime
+from meshwright.parallel.layout import RowLayout, record_of
+from meshwright.parallel.outcome import succeed_together
+
+# How a step is computed, not what: these options stay those of the optimizer that is loaded into.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Read a checkpoint's weights into a model in place, each rank its shard; every rank makes the call.
+
+    They are converted to the model's dtype. The float32 master weights that ZeRO keeps of half-precision ones are made
+    anew from them; ``load_optimizer`` reads the saved ones.
+
+    Args:
+        model: distributed or not.
+        path: a .safetensors file, a .safetensors.index.json, or a directory with either.
+
+    Raises:
+        CheckpointError: for a checkpoint that is unsound or not this model's; the model is then as it was. If a file
+            turns out unreadable half-way, tensors before it have been read.
+
+    Example::
+
+        model.save_pretrained("checkpoint")
+        mw.load_weights(model, "checkpoint")
+    """
+    runtime = find_runtime(model)
+    if runtime is not None:
+        runtime.check_own("load_weights", "load a checkpoint of its own, or the weights before it takes the model")
+    files = succeed_together(lambda: WeightFiles.open(path))
+    names = succeed_together(lambda: files.names_for(model))
+
+    def read() -> None:
+        with files.progress as progress:
+            progress.start(sum(files.entries[name][1].num_bytes for name in set(names.values())))
+            for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
+                if id(tensor) in names:
+                    tensor.data.copy_(_read_weight(files, names[id(tensor)], tensor, is_sharded=runtime is not None))
+
+    succeed_together(read)
+    if runtime is not None and runtime.zero is not None:
+        for bucket in runtime.zero.sharded:
+            bucket.refresh_master()
+
+
+def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
+    if is_sharded and isinstance(tensor, nn.Parameter):
+        record = record_of(tensor)
+        return files.read(name, record.layout, record.rank, tensor.dtype)
+    return files.read(name, RowLayout.replicated(1, 1), 0, tensor.dtype)
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
+    """Read what ``save_optimizer`` wrote, under this plan, each rank its part; every rank makes the call.
+
+    The plan may be another than the one it was saved under: other sizes, other ZeRO stages, one process. Read the
+    weights first (``ToDistributedConfig.weights`` or ``load_weights``). The options of the groups are those that were
+    saved, but for how a step is computed (foreach, fused, capturable, differentiable). If the call raises, the
+    optimizer is as it was.
+
+    Args:
+        model, optimizer: as for ``save_optimizer``.
+        directory: the one it wrote.
+
+    Raises:
+        CheckpointError: for a folder that is unreadable, of another model, or of another optimizer.
+        OptimizerMismatchError: for an optimizer of another model.
+
+    Example::
+
+        mw.load_weights(model, "checkpoint")
+        mw.load_optimizer(model, optimizer, "checkpoint/optimizer")
+    """
+    folder = Path(directory)
+    found = succeed_together(lambda: parts_of(model, optimizer))
+    manifest, files = succeed_together(lambda: _open(folder, found))
+    _check_same_everywhere(folder)
+
+    def read() -> dict[str, tuple[dict[str, Any], Tensor | None]]:
+        with files.progress as progress:
+            progress.start(_bytes_to_read(files, found))
+            return {name: _read_part(name, part, manifest, files) for name, part in found.parts.items()}
+
+    loaded = succeed_together(read)
+    options = [group["options"] for group in manifest.groups]
+    for group, saved in zip(found.optimizer.param_groups, options, strict=True):
+        _set_options(group, saved)
+    steps_on_device = {
+        id(key): bool(group.get("fused") or group.get("capturable"))
+        for group in found.optimizer.param_groups
+        for key in group["params"]
+    }
+    for name, (state, master) in loaded.items():
+        key = found.parts[name].key
+        if key is None:
+            continue
+        found.optimizer.state.pop(key, None)
+        if state:
+            on_device = steps_on_device.get(id(key), False)
+            found.optimizer.state[key] = {
+                k: v.to(key.device) if isinstance(v, Tensor) and (v.ndim or on_device) else v for k, v in state.items()
+            }
+        if master is not None:
+            key.data.copy_(master)
+
+
+def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:
+    """The manifest and the files, checked against the optimizer."""
+    manifest = Manifest.read(folder)
+    kind = type(found.optimizer).__name__
+    if manifest.optimizer != kind:
+        raise CheckpointError(
+            f"{folder} has the state of {manifest.optimizer}, and the optimizer is {kind}: their states differ in "
+            f"kind; pass a {manifest.optimizer}, or start with a new {kind} without loading"
+        )
+    shapes = {name: list(part.record.global_shape) for name, part in found.parts.items()}
+    problems = [f"{name} is not in it" for name in shapes if name not in manifest.shapes]
+    problems += [f"{name} is not among the optimizer's parameters" for name in manifest.shapes if name not in shapes]
+    problems += [
+        f"{name}: {manifest.shapes[name]} in it, {shape} in the model"
+        for name, shape in shapes.items()
+        if name in manifest.shapes and manifest.shapes[name] != shape
+    ]
+    saved = [group["parameters"] for group in manifest.groups]
+    if not problems and [sorted(names) for names in saved] != [sorted(names) for names in found.groups]:
+        of_saved = {name: index for index, names in enumerate(saved) for name in names}
+        problems = [
+            f"{name} is in group {index}, and in group {of_saved[name]} of the file"
+            for index, names in enumerate(found.groups)
+            for name in names
+            if of_saved[name] != index
+        ] or [f"it has {len(saved)} parameter groups, the optimizer {len(found.groups)}"]
+    if problems:
+        shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
+        raise CheckpointError(f"the optimizer state in {folder} does not fit this model and optimizer:\n  {shown}")
+    files = WeightFiles.open(folder / NAME)
+    _check_tensors(folder, manifest, files, found)
+    return manifest, files
+
+
+def _check_tensors(folder: Path, manifest: Manifest, files: WeightFiles, found: OptimizerParts) -> None:
+    expected = [state_key(name, key) for name, keys in manifest.tensors.items() for key in keys]
+    expected += [master_key(name) for name in manifest.masters]
+    if lost := [tensor for tensor in expected if tensor not in files.entries]:
+        raise CheckpointError(f"{folder / NAME} is damaged: it names no file for {lost[0]!r} and {len(lost) - 1} more")
+    for name, part in found.parts.items():
+        for key in manifest.tensors.get(name, ()):
+            shape = files.entries[state_key(name, key)][1].shape
+            if shape != tuple(part.record.global_shape) and not part.is_whole:
+                raise CheckpointError(
+                    f"the state {key!r} of {name} has the shape {list(shape)}, not that of the parameter, so it cannot "
+                    "be cut into shards; load it under a plan with tp=1 and zero_stage=0"
+                )
+
+
+def _check_same_everywhere(folder: Path) -> None:
+    """Hosts without a shared disk may have saves of different times in a folder of one name."""
+    if not dist.is_initialized():
+        return
+    digest = succeed_together(lambda: hashlib.sha256((folder / NAME).read_bytes()).hexdigest())
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        raise CheckpointError(
+            f"rank(s) {', '.join(map(str, others))} see another save in {folder} than rank 0; copy one to every host"
+        )
+
+
+def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
+    shares = {
+        name: (part.own[1] - part.own[0]) / max(part.record.global_shape.numel(), 1)
+        for name, part in found.parts.items()
+    }
+    return sum(int(entry.num_bytes * shares[tensor.split("/")[1]]) for tensor, (_, entry) in files.entries.items())
+
+
+def _read_part(name: str, part: Part, manifest: Manifest, files: WeightFiles) -> tuple[dict[str, Any], Tensor | None]:
+    """This rank's state of one parameter, on the CPU, and its master."""
+    if part.key is None:
+        return {}, None
+    state: dict[str, Any] = {key: decode(value) for key, value in manifest.values.get(name, {}).items()}
+    for key in manifest.tensors.get(name, ()):
+        state[key] = _read_tensor(state_key(name, key), part, files)
+    has_master = part.has_master and name in manifest.masters
+    return state, _read_tensor(master_key(name), part, files) if has_master else None
+
+
+def _read_tensor(tensor: str, part: Part, files: WeightFiles) -> Tensor:
+    key, entry = part.key, files.entries[tensor][1]
+    assert key is not None
+    # As torch's own load_state_dict: state is of its parameter's dtype.
+    dtype = key.dtype if entry.dtype.is_floating_point else entry.dtype
+    read: Callable[..., Tensor] = functools.partial(files.read, tensor, part.record.layout, part.record.rank, dtype)
+    if entry.shape != tuple(part.record.global_shape):
+        return read()
+    return (read() if part.cut.is_replicated else read(part.own)).view(key.shape)
+
+
+def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, encoded in saved.items():
+        if key in _IMPLEMENTATION:
+            continue
+        value, current = decode(encoded), group.get(key)
+        if isinstance(current, Tensor) and not isinstance(value, list | tuple):
+            current.fill_(value)  # a scheduler or a compiled step may hold this very tensor
+        else:
+            group[key] = value

@@ -1,0 +1,29 @@
+"""Run one of accelerate's own test scripts with ``accelerator.prepare`` going by a plan, for whatever model.
+
+``accelerate launch ... -m support.with_plugin SCRIPT``.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from torch import nn
+
+import meshwright as mw
+from meshwright.launch import world_size
+from meshwright_hf.accelerate import activate
+
+seen: list[nn.Module] = []
+
+
+def every_model(model: nn.Module) -> bool:
+    seen.append(model)
+    return True
+
+
+if __name__ == "__main__":
+    script = sys.argv.pop()
+    activate(mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=world_size())), models=every_model)
+    runpy.run_module(f"accelerate.test_utils.scripts.{script}", run_name="__main__")
+    print(f"models by the plan: {len(seen)}", flush=True)

@@ -1,0 +1,115 @@
+"""Two hosts train one model; when one of them is gone, the other ends and says which."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.hosts import Host, two_hosts
+from support.models import build, tokens
+
+TIMEOUT = 4.0  # seconds that a rank may be silent, instead of two minutes
+END = 60.0  # seconds; without the guard gloo would wait for the group's timeout in every rank, nameless
+STEPS = 3  # that are compared
+
+TRAINING = f"""
+import os, sys, time, torch, meshwright as mw
+from support.models import build, tokens
+
+model = build("llama")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, _ = mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(timeout_s={TIMEOUT}))
+rows = tokens(4, 10).chunk(2)[int(os.environ["RANK"]) // 2]
+for step in range(100_000):
+    loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step < {STEPS}:
+        sys.stdout.write(f"loss {{os.environ['RANK']}} {{step}} {{loss.item()}}\\n")
+    time.sleep(0.02)
+"""
+
+
+def losses_of_one_device() -> list[float]:
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = tokens(4, 10)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("lose", "victim", "cause"),
+    [
+        # Rank 0's host, where the referee is.
+        (Host.kill, 0, r"rank [01] \(host NAME, dp=0 tp=[01]\): its process ended without a word"),
+        (Host.cut_off, 1, r"rank [23] \(host NAME, dp=1 tp=[01]\): (stopped, hung or cut off|no sign of life)"),
+    ],
+    ids=["killed", "cut off"],
+)
+def test_a_lost_host_ends_the_other_with_an_error_that_names_it(
+    lose: Callable[[Host], None], victim: int, cause: str, tmp_path: Path
+) -> None:
+    """dp over the hosts, tp in them. float32 sums in another order are off by 1e-6, a host alone by 1e-2."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment.pop("GLOO_SOCKET_IFNAME", None)  # the launcher shall find it
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright.cli",
+        "launch",
+        "--cpu",
+        "--dp",
+        "2",
+        "--tp",
+        "2",
+        "--num_machines",
+        "2",
+    ]
+    with two_hosts() as hosts:
+        logs = [tmp_path / f"{host.name}.log" for host in hosts]
+        launchers = [
+            host.start([*command, "--machine_rank", str(rank), "--main_process_ip", hosts[0].address,
+                        str(tmp_path / "train.py")], logs[rank], environment)
+            for rank, host in enumerate(hosts)
+        ]  # fmt: skip
+        wait_until_trained(launchers, logs)
+        lose(hosts[victim])
+        survivor = 1 - victim
+        code = launchers[survivor].wait(END)
+        output = logs[survivor].read_text()
+        assert code == 1, output
+        assert re.search(cause.replace("NAME", hosts[victim].name), output), output
+        hosts[victim].kill()
+        launchers[victim].wait(END)
+    printed = [line.split() for log in logs for line in log.read_text().splitlines() if line.startswith("loss ")]
+    for rank in "0123":
+        found = [float(loss) for r, _, loss in (line[1:] for line in printed) if r == rank]
+        assert found == pytest.approx(losses_of_one_device(), rel=1e-5)
+
+
+def wait_until_trained(launchers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+    deadline = time.monotonic() + 200
+    last = re.compile(rf"^loss \d {STEPS - 1} .*\n", re.MULTILINE)
+    while not all(len(last.findall(log.read_text())) == 2 for log in logs):
+        outputs = "\n\n".join(log.read_text() for log in logs)
+        assert all(launcher.poll() is None for launcher in launchers), outputs
+        assert time.monotonic() < deadline, outputs
+        time.sleep(0.1)

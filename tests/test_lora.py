@@ -1,0 +1,262 @@
+"""LoRA by PEFT under every plan: the numbers of one process, whole adapters on disk, and refusals by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+import meshwright as mw
+from support.exact import Float64, relative_difference
+from support.models import build, labels_for, tokens
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+PLANS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "dp2+zero1": {"dp": 2, "zero_stage": 1},
+    "tp2+sp x dp2+zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
+}
+STEPS = 2
+
+
+def adapted(family: str = "llama", *, settings: dict[str, Any] | None = None, **traits: Any) -> Any:
+    """A model whose adapters are all at work: PEFT starts with lora_B at zero, where lora_A has no gradient."""
+    model = build(family, **traits)
+    targets = FUSED if family == "phi3" else TARGETS
+    config = LoraConfig(**{"r": 3, "lora_alpha": 4, "target_modules": targets, **(settings or {})})
+    torch.manual_seed(3)
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model.double().train()
+
+
+def train(
+    plan: dict[str, Any] | None,
+    family: str = "llama",
+    *,
+    settings: dict[str, Any] | None = None,
+    recompute: bool = False,
+    merges: bool = False,
+    folder: Path | None = None,
+    **traits: Any,
+) -> dict[str, Tensor]:
+    """Losses, first gradients and last weights of a few steps over the adapters."""
+    with Float64():
+        model = adapted(family, settings=settings, **traits)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        ids = [tokens(4, 11, seed=step) for step in range(STEPS)]
+        batches: Any = [{"input_ids": x, "labels": labels_for(x)} for x in ids]
+        if plan is not None:
+            options = mw.ParallelPlan(**plan, recompute="full" if recompute else "none")
+            model, optimizer, batches = mw.to_distributed(
+                model, optimizer, batches, config=mw.ToDistributedConfig(plan=options)
+            )
+        found: dict[str, Tensor] = {}
+        losses = []
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            if not losses:
+                found |= {f"gradient of {n}": g for n, g in _gradients(model, plan).items()}
+            losses.append(loss.detach())
+            mw.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if merges:
+            model.merge_adapter()
+            model.eval()
+            found["merged logits"] = model(input_ids=ids[0]).logits.detach()
+        if folder is not None:
+            model.save_pretrained(folder)
+        return found | {"losses": torch.stack(losses)} | mw.full_state_dict(model)
+
+
+def _gradients(model: Any, plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    if plan is not None:
+        return mw.full_gradients(model)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() >= expected.keys() and any("gradient of" in name for name in expected)
+    # float64, where only the order of sums differs. A gradient that is not summed over tp is off by about a half, a
+    # lora_B that is applied once a rank by as much as the adapters give.
+    worst = {name: relative_difference(actual[name], value) for name, value in expected.items()}
+    assert max(worst.values()) < 1e-10, max(worst.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_equals_one_process(plan: str, pool2: Any, pool4: Any) -> None:
+    pool = pool4 if "x" in plan else pool2
+    assert_equal(pool.run(train, PLANS[plan])[0], train(None))
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "rank-stabilised, trained biases": ("tp2+sp", "llama", {"settings": {"use_rslora": True, "bias": "all"}}),
+    "one key head, tied": ("tp2", "llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "fused projections": ("tp2+sp", "phi3", {}),
+    "head norms, attention only": ("tp2", "qwen3", {"settings": {"target_modules": ["q_proj", "v_proj", "o_proj"]}}),
+    "wide norms": ("tp2+sp", "olmo2", {"num_key_value_heads": 1}),
+    "bias of column adapters": (
+        "tp2",
+        "llama",
+        {"settings": {"lora_bias": True, "target_modules": ["q_proj", "k_proj", "up_proj"]}},
+    ),
+    "recomputation": ("tp2+sp", "llama", {"recompute": True}),
+    "merged": ("tp2+sp", "llama", {"merges": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kinds_of_adapters(case: str, pool2: Any) -> None:
+    plan, family, options = CASES[case]
+    assert_equal(pool2.run(train, PLANS[plan], family, **options)[0], train(None, family, **options))
+
+
+def test_adapters_matter() -> None:
+    """So that the comparisons above could fail."""
+    with_them, without = train(None), train(None, settings={"target_modules": ["q_proj"]})
+    assert relative_difference(with_them["losses"], without["losses"]) > 1e-3
+
+
+@pytest.mark.parametrize("plan", ["tp2+sp", "dp2+zero1"])
+def test_saved_adapters_are_whole_and_alone(plan: str, pool2: Any, tmp_path: Path) -> None:
+    ours, stock = tmp_path / "ours", tmp_path / "stock"
+    pool2.run(train, PLANS[plan], folder=ours)
+    expected = train(None, folder=stock)
+    assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in stock.iterdir())
+    saved, wanted = load_file(ours / "adapter_model.safetensors"), load_file(stock / "adapter_model.safetensors")
+    assert saved.keys() == wanted.keys() and all("lora_" in name for name in saved)
+    assert max(relative_difference(saved[name], value) for name, value in wanted.items()) < 1e-10  # as above
+    with Float64():
+        again = PeftModel.from_pretrained(build("llama").double(), ours)
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.default.weight"
+    assert relative_difference(again.state_dict()[name].double(), expected[name]) < 1e-6  # PEFT loads float32
+
+
+def native(plan: dict[str, Any] | None, folder: Path) -> dict[str, Tensor]:
+    """Adapters that transformers adds itself, without PEFT's wrappers; their optimizer's state is saved too."""
+    with Float64():
+        model: Any = build("llama")
+        model.add_adapter(LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False))
+        model = model.double()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        batches: Any = [{"input_ids": tokens(4, 12), "labels": tokens(4, 12)}] * 2
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            model, optimizer, batches = mw.to_distributed(model, optimizer, batches, config=config)
+        for batch in batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(folder)
+        mw.save_optimizer(model, optimizer, folder / "optimizer")
+    return {key: x for file in folder.glob("**/*.safetensors") for key, x in load_file(file).items()}
+
+
+def test_adapters_that_transformers_adds(pool4: Any, tmp_path: Path) -> None:
+    ours = pool4.run(native, PLANS["tp2+sp x dp2+zero1"], tmp_path / "ours")[0]
+    stock = native(None, tmp_path / "stock")
+    assert ours.keys() == stock.keys() and any("exp_avg" in name for name in stock)
+    assert not any("base_layer" in name for name in stock)
+    assert max(relative_difference(ours[name], value) for name, value in stock.items()) < 1e-10  # as above
+
+
+def second_adapter(plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Under an inferred plan: gradients of the second of two adapters, logits without any, and generated words."""
+    with Float64():
+        model = adapted()
+        inferred = mw.infer_plan(model.get_base_model())
+        assert inferred.roles == mw.infer_plan(build("llama")).roles
+        settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+        model.add_adapter("second", LoraConfig(**settings))
+        model.set_adapter("second")
+        model = model.double()
+        batches: Any = [{"input_ids": tokens(4, 12), "labels": tokens(4, 12)}]
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), sharding_plan=inferred)
+            model, _, batches = mw.to_distributed(model, None, batches, config=config)
+        for batch in batches:
+            model(**batch).loss.backward()
+        found = {f"gradient of {name}": gradient for name, gradient in _gradients(model, plan).items()}
+        model.eval()
+        with model.disable_adapter():
+            found["without"] = model(input_ids=tokens(2, 5)).logits.detach()
+        words = model.generate(input_ids=tokens(2, 5), max_new_tokens=3, do_sample=False)
+        return found | {"words": words.double()}
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2+sp"])
+def test_two_adapters_and_an_inferred_plan(plan: str, pool2: Any) -> None:
+    expected = second_adapter(None)
+    assert all(".second." in name for name in expected if "gradient of" in name)
+    assert_equal(pool2.run(second_adapter, PLANS[plan])[0], expected)
+
+
+def dropped(plan: dict[str, Any], *, recompute: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Which elements each adapter's dropout keeps, by module; and the gradients."""
+    with Float64():
+        model = adapted(settings={"lora_dropout": 0.5})
+        options = mw.ParallelPlan(**plan, recompute="full" if recompute else "none")
+        model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=options))
+        masks: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if name.endswith("lora_dropout.default"):
+                module.register_forward_hook(lambda _, __, x, name=name: masks.setdefault(name, x != 0) is None or None)
+        model(input_ids=tokens(2, 12), labels=tokens(2, 12)).loss.backward()
+        return masks, mw.full_gradients(model)
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2+sp"])
+def test_ranks_drop_the_same_of_what_they_share(plan: str, pool2: Any) -> None:
+    (masks, gradients), (others, _) = pool2.run(dropped, PLANS[plan], recompute=False)
+    assert len(masks) == 14 and all(0.3 < mask.double().mean() < 0.7 for mask in masks.values())
+    shared = {name for name in masks if torch.equal(masks[name], others[name])}
+    assert shared == {name for name in masks if "o_proj" not in name and "down_proj" not in name}
+    assert len({tuple(masks[name].flatten().tolist()) for name in shared}) == len(shared)
+    replayed = pool2.run(dropped, PLANS[plan], recompute=True)[0][1]
+    # The same operations on the same masks; other masks would change gradients by their own size.
+    assert max(relative_difference(replayed[name], value) for name, value in gradients.items()) < 1e-10
+
+
+def refused(config: Any, family: str = "llama") -> None:
+    model = get_peft_model(build(family), config)
+    mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LoraConfig(target_modules=["q_proj"], use_dora=True), ("q_proj", "DoraLinearVariant")),
+        (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), ("lm_head", "modules_to_save")),
+        (LoraConfig(target_modules=["embed_tokens"]), ("embed_tokens", "Embedding")),
+        (LoraConfig(target_modules=["lm_head"]), ("lm_head",)),
+        (LoraConfig(target_modules=["o_proj"], lora_bias=True), ("o_proj", "lora_bias")),
+        (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), ("IA3", "LoraConfig")),
+    ],
+    ids=["DoRA", "modules_to_save", "embedding", "head", "row bias", "another method"],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(config: Any, words: tuple[str, ...], pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(refused, config):
+        assert kind in ("PlanError", "UncoveredParameterError") and all(word in message for word in words), message
+
+
+def unload(method: str) -> None:
+    model, _, _ = mw.to_distributed(adapted(), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+    getattr(model, method)()
+
+
+@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
+def test_adapters_stay_in_a_sharded_model(method: str, pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(unload, method):
+        assert kind == "PlanError" and "merge_adapter()" in message
