@@ -97,12 +97,9 @@ class BlockHooks:
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._is_reduced = True
         # Each rank would add the bias to its partial sum: take it out of the call, add it once after.
-        parameters = self._row._parameters
-        self._bias = parameters["bias"]
-        # Conv1D cannot do without one.
-        parameters["bias"] = (
-            torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
-        )
+        self._bias = self._row._parameters["bias"]
+        none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
+        self._row._parameters["bias"] = none  # Conv1D cannot do without
         if not self._is_entered:
             raise PlanError(
                 f"the output projection of {self._name} ran before the block was called as a module, so its input "

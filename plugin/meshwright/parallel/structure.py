@@ -31,8 +31,6 @@ PROJECTIONS = COLUMN_ROLES | ROW_ROLES
 _MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}
 _INSIDE_BLOCKS = PROJECTIONS | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD, Role.SHARED}
 
-PROJECTIONS = COLUMN_ROLES | ROW_ROLES
-
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -311,10 +309,10 @@ def _block_layouts(
         if role.is_structural or role is Role.NORM:
             continue
         for full_name, parameter in _parameters(model, modules, name):
-            if _is_replicated_factor(full_name, full_name[len(name) + 1 :], role):
-                rows = RowLayout.replicated(parameter.shape[0], tp)
+            if _is_replicated_factor(full_name, full_name.removeprefix(f"{name}."), role):
+                whole = RowLayout.replicated(parameter.shape[0], tp)
                 # Each rank's half of the product is of its own rows or columns, and so is what flows back from it.
-                layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=True)
+                layouts[full_name] = ParameterLayout(rows=whole, is_grad_partial=True)
                 continue
             rows = rows_of(full_name, tuple(parameter.shape), role, block.heads, in_features(block.row), tp)
             if name in modules and is_transposed(modules[name]) and parameter.ndim == 2:
@@ -338,7 +336,9 @@ def _is_replicated_factor(name: str, suffix: str, role: Role) -> bool:
             f"{name}: every rank would add the bias of an adapter on an output projection; use lora_bias=False, or "
             "ParallelPlan(tp=1)"
         )
-    return suffix.startswith("lora_A." if role in COLUMN_ROLES else "lora_B." if role in ROW_ROLES else "\0")
+    return suffix.startswith(
+        "lora_A." if role in COLUMN_ROLES | {Role.PER_HEAD} else "lora_B." if role in ROW_ROLES else "\0"
+    )
 
 
 def _check_ties(model: nn.Module, layouts: dict[str, ParameterLayout]) -> None:

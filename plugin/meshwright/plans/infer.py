@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.plans.adapters import projection
+from meshwright.plans.adapters import is_adapted
 from meshwright.plans.base import BLOCK_ROLES, FUSED_QKV_ROLES, Role, ShardingPlan
 from meshwright.plans.projection import in_features, is_projection, out_features
 
@@ -101,7 +101,11 @@ def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hi
     is_after = False
     stacks = [f"{name}." for name, module in model.named_modules() if _is_stack(module)]
     heads = _heads(model, embedding)
-    cut = [f"{name}." for name, module in model.named_modules() if module is embedding or module in heads]
+    cut = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if module is embedding or module in heads or is_adapted(module)
+    ]
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(stack) for stack in stacks):
             is_after |= name == layers_name
@@ -180,7 +184,7 @@ def _is_weightless_norm(module: nn.Module) -> bool:
 def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """Projections by the module that owns them, which for an MLP may be the layer itself ('')."""
     for name, module in layer.named_modules():
-        linears = {n: projection(child) for n, child in module.named_children() if is_projection(child)}
+        linears = {n: child for n, child in module.named_children() if is_projection(child)}
         if linears:
             yield name, linears
 

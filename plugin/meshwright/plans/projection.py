@@ -11,7 +11,7 @@ from meshwright.plans.adapters import projection
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a module is a matrix product, with a bias or without."""
+    """Whether a module is a matrix product, with a bias or without, and with adapters or without."""
     return isinstance(projection(module), nn.Linear) or is_transposed(module)
 
 

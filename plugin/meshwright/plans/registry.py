@@ -45,11 +45,11 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """The plan in the model's config, else the registered one of its family, else one inferred from its structure.
+    """The plan in the model's config, else that registered for its family, else one inferred with its family's hints.
 
     Raises:
-        PlanError: for roles in the config that there are not, for a family that cannot be sharded over tp, or where no
-            plan can be inferred.
+        PlanError: for a family that cannot be sharded over tp, or where no plan can be inferred, or for
+            roles in the config that there are not.
     """
     config = getattr(model, "config", None)
     saved = getattr(config, CONFIG_KEY, None)
