@@ -65,7 +65,7 @@ class ShardedWeights:
         self._current: _Step | None = None
         self._lent_again: list[FlatShard] = []
 
-    def keep(self, parameter: nn.Parameter, local: Tensor) -> Tensor:
+    def keep(self, parameter: Tensor, local: Tensor) -> Tensor:
         """Keep this rank's part of a parameter's TP shard; what is to stand in the parameter's place."""
         if id(parameter) not in self._place:
             return local

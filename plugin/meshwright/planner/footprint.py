@@ -72,7 +72,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     # All but the last of several micro-batches run backward within the model's call, into a sum in 32 bits.
     forward = _forward(shape, plan, saved, recomputed, seq_len, b, gathered)
     backward = _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu, gathered)
-    accumulated = 4 * elements if plan.accumulation > 1 else 0
+    accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # Their gradients are reduced as they come, and the sum is this rank's part.
         accumulated /= ranks
