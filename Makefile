@@ -93,10 +93,10 @@ $(INSTALLED):
 # Neither the new versions of the three nor those of what they require in other versions.
 $(OLDEST_INSTALLED):
 	test -x $(OLDEST_BIN)/pip || $(PYTHON) -m venv .venv-oldest
-	grep -vE '^(torch|transformers|accelerate|huggingface_hub|hf-xet|tokenizers|httpx2|httpcore2|deepspeed|peft|trl)==' \
+	grep -vE '^(torch|transformers|accelerate|huggingface_hub|hf-xet|tokenizers|httpx2|httpcore2|deepspeed|trl)==' \
 		constraints.txt > .venv-oldest/constraints.txt
 	$(OLDEST_BIN)/python -m pip install --constraint .venv-oldest/constraints.txt $(OLDEST) \
-		--editable '.[hf]' hypothesis pytest pytest-timeout
+		--editable '.[hf]' hypothesis peft pytest pytest-timeout
 	rm -f .venv-oldest/.installed-*
 	touch $@
 

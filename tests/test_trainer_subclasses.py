@@ -60,6 +60,7 @@ def run_sft(output_dir: Path, plan: dict[str, Any] | None) -> tuple[list[dict[st
 
 @pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, {"dp": 2}], ids=str)
 def test_sft_trainer_equals_one_process(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="the environment of the oldest versions has no TRL")
     # Its head reads the weight, which is sharded: one rank's words alone would change the loss by a tenth and more.
     ranks = pool2.run(run_sft, tmp_path, plan, timeout=280)
     expected = run_sft(tmp_path / "one", None)
