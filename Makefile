@@ -24,17 +24,17 @@ OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_save_pretra
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo    train a Llama with 4 processes (dp=2 x tp=2) and prove it equal to one process; minutes'
-	@echo 'make test    run the whole test suite, the demo program included; one test opens a page in chromium'
+	@echo 'make demo          train a Llama with 4 processes by a plan it picks and prove it equal to one process; minutes'
+	@echo 'make test          run the whole test suite, the demo program included; one test opens a page in chromium'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
-	@echo 'make lint    style, types, and which package may import which'
-	@echo 'make bench   compare with transformers TP, DeepSpeed and DDP'
+	@echo 'make lint          style, types, and which package may import which'
+	@echo 'make bench         compare with transformers TP, DeepSpeed and DDP'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
-	@echo 'make families       every dense decoder of transformers against itself on one device; writes docs/families.md'
-	@echo 'make setup   only create .venv and install what the others need, as pinned by constraints.txt'
-	@echo 'make clean   delete .venv, caches and runs/'
+	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
+	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
+	@echo 'make clean         delete .venv, caches and runs/'
 	@echo
 	@echo 'Chromium:                   installed by setup and test if it is missing, apt-get is there and you are root;'
 	@echo '                            without it that one test is skipped, with this reason'
