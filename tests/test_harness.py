@@ -203,17 +203,3 @@ def test_a_worker_that_dies_is_reported_with_its_last_words(pool):
     report = str(caught.value)
     assert report.startswith("---- rank 1 failed\nthe process of rank 1 ended with exit code 7\nlast words")
     assert pool.run(nothing) == [None, None]
-
-
-def test_an_empty_run_costs_milliseconds(pool2, pool4):
-    for pool, limit in ((pool2, 0.25), (pool4, 0.5)):
-        pool.run(nothing)
-        durations = []
-        for _ in range(10):
-            start = time.perf_counter()
-            pool.run(nothing)
-            durations.append(time.perf_counter() - start)
-        median = sorted(durations)[5]
-        print(f"empty run on {pool.world_size} ranks: {1000 * median:.1f} ms")
-        # Several times what a quiet machine needs; an import or a start of a process costs seconds.
-        assert median < limit

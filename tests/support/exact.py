@@ -32,8 +32,10 @@ class Float64:
         to_float = Tensor.float
 
         def to_float_or_double(x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                return x
             # Whole numbers too: transformers before 5.18 multiplies positions, so cast, with a float64 matrix.
-            return to_float(x) if x.is_floating_point() and x.dtype is not torch.float64 else x.double()
+            return to_float(x) if x.is_floating_point() else x.double()
 
         self._patches = [
             mock.patch.object(Tensor, "float", to_float_or_double),
