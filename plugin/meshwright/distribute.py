@@ -38,7 +38,7 @@ from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel, shard_shape
 from meshwright.plans import plan_for
-from meshwright.plans.adapters import refuse_unloading, without_wrappers
+from meshwright.plans.adapters import refuse_merging, refuse_unloading, without_wrappers
 from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
@@ -259,6 +259,8 @@ def _shard_model(
         attach(part, runtime)
     if structure is not None:
         refuse_unloading(model)
+    if runtime.weights is not None:
+        refuse_merging(model)
     refuse_wrapping(model)
 
 
