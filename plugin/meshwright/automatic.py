@@ -37,6 +37,7 @@ from meshwright.plans.registry import CONFIG_KEY, ROLES_KEY
 logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples that say how long a row is
+_TOLERANCE = 0.1  # of the parameters that a model may have more or fewer than the planner thinks
 _CHOICES = 64  # plans to try on the model, which may have its own reasons against some
 
 
@@ -175,6 +176,13 @@ def _search(
     if budget is not None and budget <= 1:
         budget *= cluster.device.memory
     shape = describe(model.config, name=type(model).__name__)
+    parameters = sum(p.numel() for p in model.parameters())
+    if abs(shape.parameters - parameters) > _TOLERANCE * parameters:
+        logger.warning(
+            "the planner takes %s for one of %.1f M parameters, and it has %.1f M: its sizes are not what its config "
+            "usually means, and the estimates are off as much; a plan of your own: ToDistributedConfig(plan=...)",
+            type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
+        )  # fmt: skip
     found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget, most_zero=2)
     if config.prefer == "memory" and found.choices:
         # With no budget at all every plan is weighed with the most recompute.
