@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.automatic import given_plan
+from meshwright.given import given_plan
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory

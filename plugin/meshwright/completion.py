@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.automatic import given_plan
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.given import given_plan
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership
 from meshwright.optim.runtime import Runtime

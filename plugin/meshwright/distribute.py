@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.automatic import choose_plan, given_plan, plan_in_model
+from meshwright.automatic import choose_plan
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.completion import complete, plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
@@ -21,6 +21,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
+from meshwright.given import given_plan, plan_in_model
 from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind

@@ -10,8 +10,8 @@ from typing import Any, Literal
 NOT_GATED = frozenset(
     {
         "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo",
-        "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt", "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi",
-        "starcoder2", "xglm",
+        "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt", "nanochat", "nemotron", "openai-gpt", "opt",
+        "persimmon", "phi", "starcoder2", "xglm",
     }
 )  # fmt: skip
 # Of those, whose projections have biases only where the config says so.
