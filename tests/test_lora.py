@@ -181,6 +181,32 @@ def test_the_decoder_generates_alone_under_zero_3(pool2: Any) -> None:
         assert torch.equal(text, model.generate(input_ids=prompt, max_length=9, do_sample=False))
 
 
+def completed_late(what: str, plan: dict[str, Any]) -> None:
+    """Parameters change between the call that distributes the model and the one with its optimizer."""
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    model: Any = mw.to_distributed(build("llama"), config=config)[0]
+    if what == "wrapped":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    elif what == "added":
+        model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    else:
+        model.lm_head.requires_grad_(False)
+    mw.to_distributed(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("what", "plan", "words"),
+    [
+        ("wrapped", {"tp": 2}, ("LlamaForCausalLM", "PeftModel", "wrap it")),
+        ("added", {"tp": 2}, ("lora_A", "added after")),
+        ("frozen", {"dp": 2, "zero_stage": 3}, ("requires_grad of lm_head.weight", "zero_stage=2")),
+    ],
+)
+def test_a_distributed_model_is_what_it_is(what: str, plan: dict[str, Any], words: tuple[str, ...], pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(completed_late, what, plan):
+        assert kind in ("PlanError", "AlreadyDistributedError") and all(word in message for word in words), message
+
+
 def native(plan: dict[str, Any] | None, folder: Path) -> dict[str, Tensor]:
     """Adapters that transformers adds itself, without PEFT's wrappers; their optimizer's state is saved too."""
     with Float64():

@@ -176,6 +176,11 @@ def _check_model(model: nn.Module) -> None:
             )
     if find_runtime(model) is not None:
         raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew to change the plan")
+    if inside := next((module for module in model.modules() if find_runtime(module) is not None), None):
+        raise AlreadyDistributedError(
+            f"the {type(inside).__name__} in this {type(model).__name__} was distributed by an earlier call; wrap it "
+            "(get_peft_model) first, and distribute the whole"
+        )
     parameters = list(model.named_parameters())
     if not parameters:
         raise PlanError(f"{type(model).__name__} has no parameters to distribute")

@@ -29,7 +29,7 @@ from meshwright.optim.flat import FlatShard
 from meshwright.optim.zero import ShardedBucket
 from meshwright.parallel import saved
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.plans.adapters import without_wrappers
 
 
@@ -107,6 +107,11 @@ class ShardedWeights:
             return parameter.detach().reshape(-1), RowLayout.replicated(parameter.numel(), self.dp.size)
         flat, index = self._place[id(parameter)]
         return flat.part(index)
+
+    def changed(self) -> list[str]:
+        """The parameters that were frozen, or thawed, since they were cut."""
+        parameters = [(p, flat) for flat in self.flats for p in flat.parameters]
+        return [record_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
 
     @contextlib.contextmanager
     def named_only(self) -> Iterator[None]:
