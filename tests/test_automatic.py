@@ -155,6 +155,15 @@ def test_input_spec_stands_for_the_loader() -> None:
     assert mw.plan_of(model).world_size == 1
 
 
+@pytest.mark.parametrize("more_layers", [0, 3])
+def test_a_model_that_is_not_what_its_config_usually_means(more_layers: int, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = build("llama", **SIZES).train()
+    model.config.num_hidden_layers += more_layers
+    spec = {"input_ids": ((4, 16), torch.int64)}
+    mw.to_distributed(model, config=mw.ToDistributedConfig(input_spec=spec))
+    assert ("the planner takes LlamaForCausalLM" in caplog.text) == bool(more_layers)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
