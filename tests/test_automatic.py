@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.automatic import given_plan
+from meshwright.given import given_plan
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory
@@ -153,6 +153,15 @@ def test_input_spec_stands_for_the_loader() -> None:
     spec = {"input_ids": ((4, 16), torch.int64)}
     model, _, _ = mw.to_distributed(model, None, None, config=mw.ToDistributedConfig(input_spec=spec))
     assert mw.plan_of(model).world_size == 1
+
+
+@pytest.mark.parametrize("more_layers", [0, 3])
+def test_a_model_that_is_not_what_its_config_usually_means(more_layers: int, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = build("llama", **SIZES).train()
+    model.config.num_hidden_layers += more_layers
+    spec = {"input_ids": ((4, 16), torch.int64)}
+    mw.to_distributed(model, config=mw.ToDistributedConfig(input_spec=spec))
+    assert ("the planner takes LlamaForCausalLM" in caplog.text) == bool(more_layers)
 
 
 @pytest.mark.parametrize(

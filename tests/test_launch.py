@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from harness.launchers import run_command
-from meshwright.automatic import given_plan
 from meshwright.cli import app
+from meshwright.given import given_plan
 from meshwright.launch import node_count
 from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line, read_plan
 from meshwright_hf import launcher, network

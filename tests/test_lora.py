@@ -129,19 +129,82 @@ def test_adapters_matter() -> None:
     assert relative_difference(with_them["losses"], without["losses"]) > 1e-3
 
 
+def assert_same_files(ours: Path, stock: Path) -> dict[str, Tensor]:
+    """That both folders hold the same adapters; returns them."""
+    assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in stock.iterdir())
+    saved, wanted = load_file(ours / "adapter_model.safetensors"), load_file(stock / "adapter_model.safetensors")
+    assert saved.keys() == wanted.keys()
+    assert max(relative_difference(saved[name], value) for name, value in wanted.items()) < 1e-10  # as above
+    return saved
+
+
 @pytest.mark.parametrize("plan", ["tp2+sp", "dp2+zero1"])
 def test_saved_adapters_are_whole_and_alone(plan: str, pool2: Any, tmp_path: Path) -> None:
     ours, stock = tmp_path / "ours", tmp_path / "stock"
     pool2.run(train, PLANS[plan], folder=ours)
     expected = train(None, folder=stock)
-    assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in stock.iterdir())
-    saved, wanted = load_file(ours / "adapter_model.safetensors"), load_file(stock / "adapter_model.safetensors")
-    assert saved.keys() == wanted.keys() and all("lora_" in name for name in saved)
-    assert max(relative_difference(saved[name], value) for name, value in wanted.items()) < 1e-10  # as above
+    assert all("lora_" in name for name in assert_same_files(ours, stock))
     with Float64():
         again = PeftModel.from_pretrained(build("llama").double(), ours)
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.default.weight"
     assert relative_difference(again.state_dict()[name].double(), expected[name]) < 1e-6  # PEFT loads float32
+
+
+# What only data parallelism can have: adapters of the vocabulary's matrices, and whole modules beside adapters.
+ZERO_3: dict[str, dict[str, Any]] = {
+    "projections, recomputed": {"recompute": True},
+    "of the vocabulary": {"settings": {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}},
+    "whole modules beside them": {"settings": {"modules_to_save": ["lm_head", "norm"]}},
+}
+
+
+@pytest.mark.parametrize("case", ZERO_3)
+def test_zero_3(case: str, pool2: Any, tmp_path: Path) -> None:
+    ours, stock = tmp_path / "ours", tmp_path / "stock"
+    plan = {"dp": 2, "zero_stage": 3, "gradient_accumulation_steps": 2}
+    assert_equal(pool2.run(train, plan, folder=ours, **ZERO_3[case])[0], train(None, folder=stock, **ZERO_3[case]))
+    assert_same_files(ours, stock)
+
+
+def generate_from_the_decoder() -> tuple[Tensor, Tensor]:
+    """The decoder inside PEFT's wrappers; one rank has more words to say than the other."""
+    model, _, _ = mw.to_distributed(
+        adapted(), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2, zero_stage=3), timeout_s=20)
+    )
+    prompt = tokens(1, 3 + 4 * torch.distributed.get_rank(), seed=3)
+    return prompt, model.eval().get_base_model().generate(prompt, max_length=9, do_sample=False)
+
+
+def test_the_decoder_generates_alone_under_zero_3(pool2: Any) -> None:
+    model = adapted().eval()
+    for prompt, text in pool2.run(generate_from_the_decoder):
+        assert torch.equal(text, model.generate(input_ids=prompt, max_length=9, do_sample=False))
+
+
+def completed_late(what: str, plan: dict[str, Any]) -> None:
+    """Parameters change between the call that distributes the model and the one with its optimizer."""
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    model: Any = mw.to_distributed(build("llama"), config=config)[0]
+    if what == "wrapped":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    elif what == "added":
+        model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    else:
+        model.lm_head.requires_grad_(False)
+    mw.to_distributed(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("what", "plan", "words"),
+    [
+        ("wrapped", {"tp": 2}, ("LlamaForCausalLM", "PeftModel", "wrap it")),
+        ("added", {"tp": 2}, ("lora_A", "added after")),
+        ("frozen", {"dp": 2, "zero_stage": 3}, ("requires_grad of lm_head.weight", "zero_stage=2")),
+    ],
+)
+def test_a_distributed_model_is_what_it_is(what: str, plan: dict[str, Any], words: tuple[str, ...], pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(completed_late, what, plan):
+        assert kind in ("PlanError", "AlreadyDistributedError") and all(word in message for word in words), message
 
 
 def native(plan: dict[str, Any] | None, folder: Path) -> dict[str, Tensor]:
@@ -251,12 +314,18 @@ def test_what_cannot_be_sharded_is_refused_by_name(config: Any, words: tuple[str
         assert kind in ("PlanError", "UncoveredParameterError") and all(word in message for word in words), message
 
 
-def unload(method: str) -> None:
-    model, _, _ = mw.to_distributed(adapted(), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(tp=2)))
+def change(method: str, plan: dict[str, Any]) -> None:
+    model, _, _ = mw.to_distributed(adapted(), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))
     getattr(model, method)()
 
 
 @pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
 def test_adapters_stay_in_a_sharded_model(method: str, pool2: Any) -> None:
-    for kind, message in pool2.run_expecting_error(unload, method):
+    for kind, message in pool2.run_expecting_error(change, method, {"tp": 2}):
         assert kind == "PlanError" and "merge_adapter()" in message
+
+
+@pytest.mark.parametrize("method", ["merge_adapter", "merge_and_unload"])
+def test_adapters_are_not_merged_into_weights_that_no_rank_has(method: str, pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(change, method, {"dp": 2, "zero_stage": 3}):
+        assert kind == "PlanError" and "zero_stage=2" in message

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.automatic import plan_of_fields
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.given import plan_of_fields
 from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, read_plan
 
 START_TIMEOUT = 300  # seconds that machines wait for each other

@@ -1,4 +1,4 @@
-"""The plan of ``to_distributed``: the one it is given, or the best for this model, batch and machine."""
+"""The plan that the planner picks for ``to_distributed``: the best for this model, batch and machine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import OptimizerMismatchError, PlanError
+from meshwright.given import with_sequence_parallel
 from meshwright.launch import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.parallel.outcome import text_from_first
@@ -26,98 +27,18 @@ from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.devices import Device
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
-from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, read_plan, runnable_fields
+from meshwright.planner.plan_file import runnable_fields
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import describe
 from meshwright.planner.space import FUTURE
 from meshwright.planner.units import gib, seconds
 from meshwright.plans import plan_for
-from meshwright.plans.registry import CONFIG_KEY, ROLES_KEY
 
 logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples that say how long a row is
+_TOLERANCE = 0.1  # of the parameters that a model may have more or fewer than the planner thinks
 _CHOICES = 64  # plans to try on the model, which may have its own reasons against some
-
-
-def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
-    """Return the plan that the user gave, in the config or to the launcher; None where the planner shall pick.
-
-    Raises:
-        PlanError: neither a plan nor the path of one, one that this version cannot run, or a plan in the config
-            that is not the launcher's.
-    """
-    fields = launched_plan()
-    launched = None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
-    plan = config.plan
-    if plan is None or plan == "auto":
-        return None if launched is None else _with_sequence_parallel(launched, config)
-    if isinstance(plan, str | os.PathLike):
-        plan = plan_of_fields(read_plan(plan), str(plan))
-    if not isinstance(plan, ParallelPlan):
-        raise PlanError(
-            f"ToDistributedConfig.plan must be a meshwright.ParallelPlan, 'auto', or the path of a plan file, not "
-            f"{type(plan).__name__}"
-        )
-    plan = _with_sequence_parallel(plan, config)
-    if launched is not None and (launched := _with_sequence_parallel(launched, config)) != plan:
-        raise PlanError(
-            f"ToDistributedConfig.plan is {plan}, but this program was launched with {launched} ({PLAN_VARIABLE}); "
-            "leave one of them out, or make them equal"
-        )
-    return plan
-
-
-def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
-    """Return the plan of a file's or a launcher's fields.
-
-    Args:
-        fields: the arguments of ``ParallelPlan``.
-        source: where they come from, for messages.
-
-    Raises:
-        PlanError: what this version has no word for, or cannot run.
-    """
-    known = {field.name for field in dataclasses.fields(ParallelPlan)}
-    if unknown := sorted(set(fields) - known):
-        raise PlanError(f"{source}: {', '.join(unknown)} is not available in this version; plan again")
-    return ParallelPlan(**fields)
-
-
-def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan | None:
-    """Return the plan that came with the model, under "meshwright" in its config.json; None without one.
-
-    Raises:
-        PlanError: one that this version cannot run, or for another number of processes; it says where it is.
-    """
-    saved = getattr(getattr(model, "config", None), CONFIG_KEY, None)
-    if saved is None or config.plan == "auto":
-        return None
-    source = f'"{CONFIG_KEY}" in the config of {getattr(model.config, "name_or_path", "") or type(model).__name__}'
-    if not isinstance(saved, Mapping):
-        raise PlanError(f"{source} must be an object with the fields of a ParallelPlan, not {saved!r}")
-    fields = {name: value for name, value in saved.items() if name != ROLES_KEY}
-    if not fields:
-        return None
-    known = [field.name for field in dataclasses.fields(ParallelPlan)]
-    if unknown := sorted(set(fields) - set(known)):
-        raise PlanError(f"{source} has {', '.join(unknown)}; the fields of a plan are {', '.join(known)}")
-    try:
-        plan = ParallelPlan(**fields)
-    except PlanError as error:
-        raise PlanError(f"{source}: {error}") from error
-    if plan.world_size != world_size():
-        raise PlanError(
-            f"{source} plans dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} = {plan.world_size} processes, "
-            f"but {world_size()} were launched; pass another: ToDistributedConfig(plan=ParallelPlan(...)), or launch "
-            f"with: torchrun --nproc-per-node {plan.world_size} SCRIPT"
-        )
-    return _with_sequence_parallel(plan, config)
-
-
-def _with_sequence_parallel(plan: ParallelPlan, config: ToDistributedConfig) -> ParallelPlan:
-    wanted = plan.sequence_parallel if config.sequence_parallel is None else config.sequence_parallel
-    return dataclasses.replace(plan, sequence_parallel=wanted and plan.tp > 1)
 
 
 def choose_plan(
@@ -155,7 +76,7 @@ def choose_plan(
         logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is dropped by default
         return json.dumps(runnable_fields(choice.plan))
 
-    return _with_sequence_parallel(ParallelPlan(**json.loads(text_from_first(pick, device))), config)
+    return with_sequence_parallel(ParallelPlan(**json.loads(text_from_first(pick, device))), config)
 
 
 def _search(
@@ -175,6 +96,13 @@ def _search(
     if budget is not None and budget <= 1:
         budget *= cluster.device.memory
     shape = describe(model.config, name=type(model).__name__)
+    parameters = sum(p.numel() for p in model.parameters())
+    if abs(shape.parameters - parameters) > _TOLERANCE * parameters:
+        logger.warning(
+            "the planner takes %s for one of %.1f M parameters, and it has %.1f M: its sizes are not what its config "
+            "usually means, and the estimates are off as much; a plan of your own: ToDistributedConfig(plan=...)",
+            type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
+        )  # fmt: skip
     found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget, most_zero=2)
     if config.prefer == "memory" and found.choices:
         # With no budget at all every plan is weighed with the most recompute.

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.automatic import given_plan
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.given import given_plan
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership
 from meshwright.optim.runtime import Runtime
@@ -72,6 +72,7 @@ def plan_to_complete(
         )
     if optimizer is not None:
         check_ownership(model, optimizer)
+        _check_unchanged(runtime, model)
         if plan.tp > 1 or plan.zero_stage > 0:
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
         if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
@@ -113,6 +114,21 @@ def complete(
         )
     if plan.recompute == "full" and before.recompute == "none":
         recompute_switch(decoder)({"use_reentrant": False})
+
+
+def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
+    added = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "meshwright")]
+    if added:
+        raise PlanError(
+            f"{added[0]} and {len(added) - 1} more parameter(s) were added after the model was distributed; add "
+            "adapters first, and distribute the model with them"
+        )
+    changed = [] if runtime.weights is None else runtime.weights.changed()
+    if changed:
+        raise PlanError(
+            f"requires_grad of {changed[0]} and {len(changed) - 1} more parameter(s) was changed after the model was "
+            "distributed, and ZeRO stage 3 keeps trained and frozen ones apart; freeze them first, or use zero_stage=2"
+        )
 
 
 def _may_follow(name: str, old: Any, new: Any, default: Any, *, has_optimizer: bool) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.automatic import choose_plan, given_plan, plan_in_model
+from meshwright.automatic import choose_plan
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.completion import complete, plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
@@ -21,6 +21,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
+from meshwright.given import given_plan, plan_in_model
 from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
@@ -38,7 +39,7 @@ from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel, shard_shape
 from meshwright.plans import plan_for
-from meshwright.plans.adapters import refuse_unloading, without_wrappers
+from meshwright.plans.adapters import refuse_merging, refuse_unloading, without_wrappers
 from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
@@ -175,6 +176,11 @@ def _check_model(model: nn.Module) -> None:
             )
     if find_runtime(model) is not None:
         raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew to change the plan")
+    if inside := next((module for module in model.modules() if find_runtime(module) is not None), None):
+        raise AlreadyDistributedError(
+            f"the {type(inside).__name__} in this {type(model).__name__} was distributed by an earlier call; wrap it "
+            "(get_peft_model) first, and distribute the whole"
+        )
     parameters = list(model.named_parameters())
     if not parameters:
         raise PlanError(f"{type(model).__name__} has no parameters to distribute")
@@ -259,6 +265,8 @@ def _shard_model(
         attach(part, runtime)
     if structure is not None:
         refuse_unloading(model)
+    if runtime.weights is not None:
+        refuse_merging(model)
     refuse_wrapping(model)
 
 

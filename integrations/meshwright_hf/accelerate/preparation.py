@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.automatic import choose_plan, given_plan, plan_in_model
+from meshwright.automatic import choose_plan
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute import to_distributed
 from meshwright.errors import PlanError
+from meshwright.given import given_plan, plan_in_model
 from meshwright.launch import device_for
 from meshwright.optim.runtime import device_of, find_runtime, no_sync
 from meshwright.parallel.recompute import recompute_switch

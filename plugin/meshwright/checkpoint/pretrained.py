@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -44,16 +45,22 @@ def export_with_full_weights(model: nn.Module) -> None:
         call = _bind(save_pretrained, save_directory, *args, **kwargs)
         has_weights = on_first_rank(lambda: call.get("state_dict") is not None)
         if has_weights:
-            on_first_rank(lambda: save_pretrained(save_directory, *args, **kwargs))
+            _save_given(runtime, lambda: save_pretrained(save_directory, *args, **kwargs))
             return
         plan = on_first_rank(lambda: _plan(model, save_pretrained, call)) if _can_stream(model) else None
         if plan is not None:
             _stream(model, runtime, plan)
             return
         state = gather_state(model, _saved_by(model))
-        on_first_rank(lambda: save_pretrained(save_directory, *args, **{**kwargs, "state_dict": state}))
+        _save_given(runtime, lambda: save_pretrained(save_directory, *args, **{**kwargs, "state_dict": state}))
 
     object.__setattr__(model, "save_pretrained", save_full)
+
+
+def _save_given(runtime: Runtime, save: Callable[[], object]) -> None:
+    """Let rank 0 run a stock save that was given the weights; it may still ask the model's modules for their names."""
+    with contextlib.nullcontext() if runtime.weights is None else runtime.weights.named_only():
+        on_first_rank(save)
 
 
 def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

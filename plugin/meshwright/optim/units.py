@@ -16,6 +16,7 @@ masters, clipping and export.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,8 @@ from meshwright.optim.flat import FlatShard
 from meshwright.optim.zero import ShardedBucket
 from meshwright.parallel import saved
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.layout import RowLayout, record_of
+from meshwright.plans.adapters import without_wrappers
 
 
 class ShardedWeights:
@@ -64,6 +66,7 @@ class ShardedWeights:
         self._task = -1
         self._current: _Step | None = None
         self._lent_again: list[FlatShard] = []
+        self._is_named_only = False
 
     def keep(self, parameter: Tensor, local: Tensor) -> Tensor:
         """Keep this rank's part of a parameter's TP shard; what is to stand in the parameter's place."""
@@ -87,10 +90,11 @@ class ShardedWeights:
             step.hook()
         for module in model.modules():
             if any(id(p) in places for p in module.parameters(recurse=False)):
-                module.register_state_dict_pre_hook(_refuse_state_dict)
+                module.register_state_dict_pre_hook(self._refuse_state_dict)
                 module.register_load_state_dict_pre_hook(_refuse_load)
-        if callable(getattr(model, "generate", None)):
-            _generate_together(model)
+        for part in {id(x): x for x in (model, without_wrappers(model)[1])}.values():
+            if callable(getattr(part, "generate", None)):
+                _generate_together(part)
 
     def sharded_buckets(self) -> list[ShardedBucket]:
         """The trained parameters of each unit, in the order in which backward finishes them."""
@@ -103,6 +107,27 @@ class ShardedWeights:
             return parameter.detach().reshape(-1), RowLayout.replicated(parameter.numel(), self.dp.size)
         flat, index = self._place[id(parameter)]
         return flat.part(index)
+
+    def changed(self) -> list[str]:
+        """The parameters that were frozen, or thawed, since they were cut."""
+        parameters = [(p, flat) for flat in self.flats for p in flat.parameters]
+        return [record_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
+
+    @contextlib.contextmanager
+    def named_only(self) -> Iterator[None]:
+        """Inside, ``state_dict()`` is read for its names: whoever saves has been given the values."""
+        before, self._is_named_only = self._is_named_only, True
+        try:
+            yield
+        finally:
+            self._is_named_only = before
+
+    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not (keep_vars or self._is_named_only):
+            raise UnreadableTensorError(
+                "under ZeRO stage 3 no rank has the whole weights, so model.state_dict() would hold none; get them "
+                "with meshwright.full_state_dict(model), or write them with model.save_pretrained(...)"
+            )
 
     def release(self) -> None:
         """Let go of everything that is gathered."""
@@ -229,12 +254,16 @@ def _in_backward() -> bool:
 def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """The modules that are gathered at once, in order, and whether those inside them belong to them.
 
-    They are the members of the outermost module lists, and all else that has parameters of its own.
+    They are the members of the outermost module lists, and all else that has parameters of its own: those in a
+    ParameterDict or ParameterList, which is never called, are its owner's.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
         if isinstance(module, nn.ModuleList):
             yield from ((member, True) for member in module)
+            return
+        if any(isinstance(child, nn.ParameterDict | nn.ParameterList) for child in module.children()):
+            yield module, True
             return
         if next(module.parameters(recurse=False), None) is not None:
             yield module, False
@@ -253,14 +282,6 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
     return list(groups.values())
-
-
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if not keep_vars:
-        raise UnreadableTensorError(
-            "under ZeRO stage 3 no rank has the whole weights, so model.state_dict() would hold none; get them with "
-            "meshwright.full_state_dict(model), or write them with model.save_pretrained(...)"
-        )
 
 
 def _refuse_load(module: nn.Module, *_: Any) -> None:

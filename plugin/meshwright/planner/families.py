@@ -1,10 +1,58 @@
-"""What a family's code keeps for backward, where it differs from Llama's."""
+"""What a family is that its config does not say, where it differs from Llama: its matrices, and what it keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+# Whose MLP is two matrices, up and down. Nothing in a config says so: BitNet's gated one has Arcee's activation.
+NOT_GATED = frozenset(
+    {
+        "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo",
+        "gpt_neox", "gpt_neox_japanese", "gptj", "jais2", "mpt", "nanochat", "nemotron", "openai-gpt", "opt",
+        "persimmon", "phi", "starcoder2", "xglm",
+    }
+)  # fmt: skip
+# Of those, whose projections have biases only where the config says so.
+_BIASES_IN_CONFIG = frozenset({"apertus", "arcee", "falcon", "jais2", "mpt", "nanochat", "nemotron"})
+_WITHOUT_NORM_BIASES = frozenset({"apertus", "arcee", "mpt", "nanochat"})
+LEARNED_POSITIONS = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
+# Embedding and head are one matrix unless the config says otherwise; so in all Gemmas.
+_TIED = frozenset(
+    {
+        "biogpt", "bloom", "cohere", "cohere2", "cohere_compass_text", "ctrl", "ernie4_5", "falcon", "gpt2",
+        "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "granite_swa", "lfm2", "modernbert-decoder", "mpt", "openai-gpt",
+        "opt", "smollm3", "starcoder2", "vaultgemma", "xglm",
+    }
+)  # fmt: skip
+# What a decoder's usual sizes do not say.
+UNKNOWN_SIZES = {
+    "gemma4_unified_text": "the heads of its layers are of different widths",
+    "minicpm3": "latent attention",
+    "moshi": "its MLP is half as wide as its config says",
+    "youtu": "latent attention",
+}
+
+
+def is_tied(family: str, config: Mapping[str, Any]) -> bool:
+    """Whether embedding and head are one matrix."""
+    return bool(config.get("tie_word_embeddings", family in _TIED or family.startswith("gemma")))
+
+
+def has_biases(family: str) -> bool:
+    """Whether a family's projections have biases though its config does not say so."""
+    return family in NOT_GATED - _BIASES_IN_CONFIG
+
+
+def has_norm_biases(family: str) -> bool:
+    """Whether a layer's norms are LayerNorms with a bias."""
+    return family in NOT_GATED - _WITHOUT_NORM_BIASES
+
+
+def shares_one_key_head(config: Mapping[str, Any]) -> bool:
+    """Whether the config says so in other words than a number of heads."""
+    return bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.planner.families import Traits, traits_of
+from meshwright.planner.families import (
+    LEARNED_POSITIONS,
+    NOT_GATED,
+    UNKNOWN_SIZES,
+    Traits,
+    has_biases,
+    has_norm_biases,
+    is_tied,
+    shares_one_key_head,
+    traits_of,
+)
 
-_NOT_GATED = frozenset({"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "phi", "starcoder2"})
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # whatever stands in their config
 _NOT_DECODERS = frozenset(
     {"bert", "roberta", "distilbert", "electra", "deberta", "vit", "clip", "whisper", "t5", "bart"}
@@ -21,8 +30,8 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
     "vocab": ("vocab_size",),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
@@ -199,6 +208,11 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
         raise PlanError(
             f"{name}: model_type={family!r} is not a decoder; the planner plans decoder-only language models"
         )
+    if family in UNKNOWN_SIZES:
+        raise PlanError(
+            f"{name}: the planner does not know the sizes of {family}: {UNKNOWN_SIZES[family]}. Pass a plan of your "
+            "own: ToDistributedConfig(plan=ParallelPlan(...))"
+        )
     experts = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
     if experts:
         raise PlanError(f"{name}: {experts}={config[experts]}: mixture-of-experts models are not planned yet")
@@ -206,7 +220,7 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
     found = {field: _field(config, field) for field in _ALIASES}
     missing = [_ALIASES[field][0] for field in ("layers", "hidden", "heads", "vocab") if found[field] is None]
     if found["ffn"] is None:
-        if family in _NOT_GATED and isinstance(found["hidden"], int):
+        if family in NOT_GATED and isinstance(found["hidden"], int):
             found["ffn"] = 4 * found["hidden"]
         else:
             missing.append("intermediate_size")
@@ -225,19 +239,19 @@ def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str
         raise PlanError(f"{name}: hidden_size={hidden} does not divide by num_attention_heads={heads}; set head_dim")
     head_dim = found["head_dim"] if found["head_dim"] is not None else hidden // heads
     kv_heads = found["kv_heads"] if found["kv_heads"] is not None else heads
-    gated = family not in _NOT_GATED
+    kv_heads = 1 if shares_one_key_head(config) else kv_heads
+    gated = family not in NOT_GATED
     kinds = config.get("layer_types")
     has_window = family not in _NO_WINDOW and config.get("use_sliding_window", True)
     window = found["window"] if has_window else None
     windowed = sum("sliding" in kind for kind in kinds) if kinds else layers
     biases = 0
-    if config.get("attention_bias", family == "qwen2") or not gated:
+    if config.get("attention_bias", family == "qwen2") or has_biases(family):
         biases += heads * head_dim + 2 * kv_heads * head_dim + (0 if family == "qwen2" else hidden)
-    if config.get("mlp_bias") or not gated:
+    if config.get("mlp_bias") or has_biases(family):
         biases += found["ffn"] + hidden
     norms = {"gemma2": 4 * hidden, "gemma3_text": 4 * hidden + 2 * head_dim, "qwen3": 2 * hidden + 2 * head_dim}
     norms["olmo2"] = 2 * hidden + heads * head_dim + kv_heads * head_dim
-    learned = family in ("gpt2", "gpt_neo", "opt")
     return ModelShape(
         name=name,
         layers=layers,
@@ -248,14 +262,18 @@ def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str
         ffn=found["ffn"],
         vocab=found["vocab"],
         gated=gated,
-        tied=bool(config.get("tie_word_embeddings", not gated or family.startswith("gemma"))),
+        tied=is_tied(family, config),
         window=window if windowed else None,
         window_layers=windowed if window else 0,
         biases=biases,
-        norms=norms.get(family, 2 * hidden if gated else 4 * hidden),
-        positions=int(config.get("max_position_embeddings") or config.get("n_positions") or 0) if learned else 0,
+        norms=norms.get(family, 4 * hidden if has_norm_biases(family) else 2 * hidden),
+        positions=_positions(config) if family in LEARNED_POSITIONS else 0,
         traits=traits_of(family, config),
     )
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+    return int(config.get("max_position_embeddings") or config.get("n_positions") or 0)
 
 
 def _field(config: Mapping[str, Any], field: str) -> Any:

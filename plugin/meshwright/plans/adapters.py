@@ -53,16 +53,32 @@ def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 def refuse_unloading(model: nn.Module) -> None:
     """Make the methods that take adapters out of a wrapped model raise: the hooks of sharding would go with them."""
+    _refuse(
+        model,
+        ("merge_and_unload", "unload"),
+        "adapters cannot be taken out of a model that is sharded over tp. To go on training with merged weights, "
+        "call merge_adapter(); to have a plain model, call model.save_pretrained(...), which writes the adapters, "
+        "and merge them into the base model in one process",
+    )
 
+
+def refuse_merging(model: nn.Module) -> None:
+    """Make the methods that write adapters into a wrapped model's weights raise: between passes it has none."""
+    _refuse(
+        model,
+        ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"),
+        "under ZeRO stage 3 no rank has the whole weights, so adapters cannot be merged into them. Call "
+        "model.save_pretrained(...), which writes the adapters, and merge them into the base model in one process; or "
+        "use ParallelPlan(zero_stage=2)",
+    )
+
+
+def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise PlanError(
-            "adapters cannot be taken out of a model that is sharded over tp. To go on training with merged weights, "
-            "call merge_adapter(); to have a plain model, call model.save_pretrained(...), which writes the adapters, "
-            "and merge them into the base model in one process"
-        )
+        raise PlanError(message)
 
     while (child := wrapped(model)) is not None:
-        for name in ("merge_and_unload", "unload"):
+        for name in methods:
             object.__setattr__(model, name, refuse)
         model = child[1]
 
