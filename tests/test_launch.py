@@ -134,7 +134,7 @@ def test_nodes_are_counted_as_they_were_launched(monkeypatch: pytest.MonkeyPatch
         ("--plan plan.yaml --tp 2", "--plan plan.yaml and --tp 2 both say the plan"),
         ("--plan nowhere.yaml", "nowhere.yaml: no such plan"),
         ("--tp 0", "ParallelPlan.tp must be a positive integer, not 0"),
-        ("--zero-stage 7", "zero_stage=7 is not available"),
+        ("--zero-stage 7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("--cpu", "--num_processes N, or a plan"),
     ],
 )
