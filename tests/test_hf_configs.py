@@ -67,6 +67,19 @@ def test_importing_takes_nothing_of_the_stack() -> None:
         meshwright_hf.registre  # noqa: B018
 
 
+def test_a_plain_import_is_enough() -> None:
+    code = (
+        "import meshwright_hf as hf\n"
+        "assert callable(hf.accelerate.prepare) and callable(hf.datasets.pack_dataset)\n"
+        "assert issubclass(hf.MeshwrightTrainer, hf.MeshwrightTrainerMixin)\n"
+        "assert hf.trainer.MeshwrightTrainer is hf.MeshwrightTrainer\n"
+        "import sys; assert 'trl' not in sys.modules and 'deepspeed' not in sys.modules\n"
+        "assert callable(hf.deepspeed.initialize)\n"
+        "assert all(hasattr(hf, name) for name in hf.__all__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_register_is_explicit_and_reversible() -> None:
     before = state_of_transformers()
     meshwright_hf.register()
