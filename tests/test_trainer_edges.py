@@ -94,7 +94,7 @@ def train_what_is_distributed(output_dir: Path, plan: dict[str, Any], *, is_load
             model, optimizer, _ = mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(plan=chosen))
             with pytest.raises(mw.PlanError, match=r"optimizers=\(optimizer, None\)"):
                 meshwright_hf.MeshwrightTrainer(model, args, train_dataset=Rows(37))
-        with pytest.raises(mw.PlanError, match="ParallelPlan.dp=1, but the model was distributed with dp=2"):
+        with pytest.raises(mw.PlanError, match=r"ParallelPlan.dp=1, but the model was distributed with dp=2"):
             other = mw.ParallelPlan(dp=1, tp=2)
             meshwright_hf.MeshwrightTrainer(
                 model, args, train_dataset=Rows(37), optimizers=(optimizer, None), meshwright=other

@@ -101,6 +101,11 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             self._gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The Trainer's own; a distributed model is where it belongs, and "cpu:0" would be a copy apart from ZeRO's."""
+        if find_runtime(model) is None:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
     def _distribute(self) -> None:
         """Shard the model, and make it fit for the Trainer; once for each model that ``model_init`` makes."""
         if self._distributed is self.model:

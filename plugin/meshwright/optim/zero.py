@@ -46,7 +46,7 @@ class WholeWeights:
     """Stages 1 and 2: the parameters live in one flat tensor that every rank holds."""
 
     def __init__(self, bucket: Bucket, dp: Axis):
-        self.dp = dp
+        self.bucket, self.dp = bucket, dp
         first = bucket.parameters[0]
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         for parameter, segment in bucket.segments(self.flat):
@@ -57,6 +57,14 @@ class WholeWeights:
         self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
 
     def publish(self) -> None:
+        # They begin where they did unless somebody moved or cast them, and then steps would change nothing.
+        begin, size = self.flat.data_ptr(), self.flat.element_size()
+        for parameter, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True):
+            if parameter.data_ptr() != begin + offset * size:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in other memory than the one that ZeRO steps: "
+                    "model.to(...), .float() or the like came after to_distributed (or shard_optimizer); call it before"
+                )
         if self.master is not self.own:
             self.own.copy_(self.master)
         all_gather_into(self.flat, self.own, self.dp)
