@@ -147,16 +147,11 @@ def test_hybrid_sharding_is_refused_by_both_names(world: Any) -> None:
         distributed_config.options_for(DistributedConfig(fsdp_size=2, dp_replicate_size=2))
 
 
-def test_fsdp_is_zero_3_or_refused_by_name(world: Any) -> None:
-    world(2)
-    asked = DistributedConfig(fsdp_size=2)
-    try:
-        expected = mw.ParallelPlan(dp=2, zero_stage=3)
-    except mw.PlanError:
-        with pytest.raises(mw.PlanError, match=r"fsdp_size=2 .*zero_stage=3.*dp_replicate_size=2"):
-            distributed_config.options_for(asked)
-    else:
-        assert distributed_config.options_for(asked).plan == expected
+def test_fsdp_is_zero_3(world: Any) -> None:
+    world(4)
+    asked = DistributedConfig(fsdp_size=2, tp_size=2, enable_sequence_parallel=True)
+    expected = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=3)
+    assert distributed_config.options_for(asked).plan == expected
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
 from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+from meshwright.parallel.saved import memory
 
 
 class Weights(Protocol):
@@ -57,10 +58,10 @@ class WholeWeights:
         self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
 
     def publish(self) -> None:
-        # They begin where they did unless somebody moved or cast them, and then steps would change nothing.
-        begin, size = self.flat.data_ptr(), self.flat.element_size()
-        for parameter, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True):
-            if parameter.data_ptr() != begin + offset * size:
+        # Unless somebody moved or cast the parameters, and then no step would reach them.
+        storage, _ = memory(self.flat)
+        for parameter in self.bucket.parameters:
+            if memory(parameter)[0] != storage:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is in other memory than the one that ZeRO steps: "
                     "model.to(...), .float() or the like came after to_distributed (or shard_optimizer); call it before"
