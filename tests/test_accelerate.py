@@ -22,6 +22,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "dp2xtp2+sp+zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
 }
+ZERO: dict[str, dict[str, Any]] = {
+    "dp2xtp2+sp+zero2": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 2},
+    "dp2+zero3": {"dp": 2, "zero_stage": 3},
+    "dp2xtp2+sp+zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
+}
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -73,15 +78,23 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"), ("dp2", "dp2xtp2+sp+zero1"), ("tp2", "tp2")],
-    ids=["same plan", "on twice the ranks", "tp2"],
+    [
+        ("dp2xtp2+sp+zero1", "dp2xtp2+sp+zero1"),
+        ("dp2", "dp2xtp2+sp+zero1"),
+        ("tp2", "tp2"),
+        ("dp2+zero3", "dp2xtp2+sp+zero2"),
+        ("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
+    ],
+    ids=["same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3"],
 )
 def test_resume_goes_on_with_the_same_numbers(
     before: str, after: str, tmp_path: Any, request: pytest.FixtureRequest
 ) -> None:
     # In the middle of an epoch. The script's own weights are one off, so that what is not loaded would show.
-    expected = reference(torch.float64, PLANS[before].get("dp", 1))
-    pool_for(PLANS[before], request).run(run_script, PLANS[before], torch.float64, save_after=7, directory=tmp_path)
-    resumed = pool_for(PLANS[after], request).run(resume_script, PLANS[after], torch.float64, tmp_path)[0]
+    first, second = (PLANS | ZERO)[before], (PLANS | ZERO)[after]
+    expected = reference(torch.float64, first.get("dp", 1))
+    whole = pool_for(first, request).run(run_script, first, torch.float64, save_after=7, directory=tmp_path)[0]
+    assert difference(whole, expected) <= 1e-10
+    resumed = pool_for(second, request).run(resume_script, second, torch.float64, tmp_path)[0]
     rest = Run(expected.losses[14:], expected.norms[7:], expected.rates[7:])
     assert difference(resumed, rest) <= 1e-10

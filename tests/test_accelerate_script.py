@@ -409,7 +409,7 @@ class TestBadInput:
         ("variable", "name"),
         [
             ("ACCELERATE_USE_FSDP", "FullyShardedDataParallelPlugin.*zero_stage=1"),
-            ("ACCELERATE_USE_DEEPSPEED", r"DeepSpeedPlugin.*zero_stage=1.*meshwright_hf\.deepspeed"),
+            ("ACCELERATE_USE_DEEPSPEED", r"DeepSpeedPlugin.*zero_stage=1.*meshwright_hf\.deepspeed\.deepspeed_mpu"),
             ("ACCELERATE_USE_MEGATRON_LM", "MegatronLMPlugin.*tp=1, pp=1"),
         ],
     )

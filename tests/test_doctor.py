@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 from typer.testing import CliRunner
 
+import meshwright_hf
 from meshwright.cli import app
 from meshwright_hf import doctor, versions
 from meshwright_hf.versions import TESTED, UntestedVersionWarning, place, warn_outside_range
@@ -73,6 +76,22 @@ def test_a_warning_names_the_range_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert "transformers 5.16.2 (older than the tested 5.17 to 5.23)" in message
     assert "accelerate" not in message
     assert "trl" not in message
+
+
+@pytest.mark.parametrize("use", ["register", "accelerate", "trainer", "deepspeed", "datasets"])
+def test_whoever_uses_the_stack_is_warned(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the call then fails, which the version may be the reason of."""
+    calls: dict[str, Callable[[], Any]] = {
+        "register": lambda: meshwright_hf.register(take_over="tp"),  # type: ignore[arg-type]
+        "accelerate": lambda: meshwright_hf.accelerate.prepare(None),  # type: ignore[arg-type]
+        "trainer": lambda: meshwright_hf.MeshwrightTrainer(meshwright=3),  # type: ignore[arg-type]
+        "deepspeed": lambda: meshwright_hf.deepspeed.initialize(),
+        "datasets": lambda: meshwright_hf.datasets.TokenRows(datasets.Dataset.from_dict({"text": ["a"]})),
+    }
+    with_versions(monkeypatch, torch="2.14.0")
+    with pytest.warns(UntestedVersionWarning) as caught, pytest.raises(ValueError):
+        calls[use]()
+    assert caught[0].filename == __file__
 
 
 def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,19 @@ def test_importing_takes_nothing_of_the_stack() -> None:
         meshwright_hf.registre  # noqa: B018
 
 
+def test_a_plain_import_is_enough() -> None:
+    code = (
+        "import meshwright_hf as hf\n"
+        "assert callable(hf.accelerate.prepare) and callable(hf.datasets.pack_dataset)\n"
+        "assert issubclass(hf.MeshwrightTrainer, hf.MeshwrightTrainerMixin)\n"
+        "assert hf.trainer.MeshwrightTrainer is hf.MeshwrightTrainer\n"
+        "import sys; assert 'trl' not in sys.modules and 'deepspeed' not in sys.modules\n"
+        "assert callable(hf.deepspeed.initialize)\n"
+        "assert all(hasattr(hf, name) for name in hf.__all__)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_register_is_explicit_and_reversible() -> None:
     before = state_of_transformers()
     meshwright_hf.register()
@@ -134,16 +147,11 @@ def test_hybrid_sharding_is_refused_by_both_names(world: Any) -> None:
         distributed_config.options_for(DistributedConfig(fsdp_size=2, dp_replicate_size=2))
 
 
-def test_fsdp_is_zero_3_or_refused_by_name(world: Any) -> None:
-    world(2)
-    asked = DistributedConfig(fsdp_size=2)
-    try:
-        expected = mw.ParallelPlan(dp=2, zero_stage=3)
-    except mw.PlanError:
-        with pytest.raises(mw.PlanError, match=r"fsdp_size=2 .*zero_stage=3.*dp_replicate_size=2"):
-            distributed_config.options_for(asked)
-    else:
-        assert distributed_config.options_for(asked).plan == expected
+def test_fsdp_is_zero_3(world: Any) -> None:
+    world(4)
+    asked = DistributedConfig(fsdp_size=2, tp_size=2, enable_sequence_parallel=True)
+    expected = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=3)
+    assert distributed_config.options_for(asked).plan == expected
 
 
 @pytest.mark.parametrize(

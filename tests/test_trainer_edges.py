@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import meshwright as mw
+import meshwright_hf
 from support.models import build
 from support.trainers import Rows, arguments, fresh_accelerate
 
@@ -78,22 +79,53 @@ def test_odd_uses_equal_one_process(plan: dict[str, Any], pool2: Any, tmp_path: 
             assert found[name] == value, name
 
 
-def train_what_is_distributed(output_dir: Path) -> float:
-    """A model that the user has distributed before."""
-    from meshwright_hf.trainer import MeshwrightTrainer
-
+def train_what_is_distributed(output_dir: Path, plan: dict[str, Any], *, is_loaded: bool) -> Any:
+    """A model that the user has distributed before, alone or with its optimizer, or as it was loaded."""
+    chosen = mw.ParallelPlan(**plan)
     with fresh_accelerate():
-        args = arguments(output_dir, 2, max_steps=2)
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2))
-        model, _, _ = mw.to_distributed(build("llama"), config=config)
-        trainer = MeshwrightTrainer(model, args, train_dataset=Rows(5))
+        args, optimizer = arguments(output_dir / "run", 2, max_steps=4), None
+        if is_loaded:
+            meshwright_hf.register()
+            model = AutoModelForCausalLM.from_pretrained(output_dir / "model", distributed_config=chosen)
+            meshwright_hf.unregister()
+        else:
+            model = build("llama")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+            model, optimizer, _ = mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(plan=chosen))
+            with pytest.raises(mw.PlanError, match=r"optimizers=\(optimizer, None\)"):
+                meshwright_hf.MeshwrightTrainer(model, args, train_dataset=Rows(37))
+        with pytest.raises(mw.PlanError, match=r"ParallelPlan.dp=1, but the model was distributed with dp=2"):
+            other = mw.ParallelPlan(dp=1, tp=2)
+            meshwright_hf.MeshwrightTrainer(
+                model, args, train_dataset=Rows(37), optimizers=(optimizer, None), meshwright=other
+            )
+        trainer = meshwright_hf.MeshwrightTrainer(model, args, train_dataset=Rows(37), optimizers=(optimizer, None))
         trainer.train()
-        return trainer.state.log_history[-1]["train_loss"]
+        state = sum(x.numel() for own in trainer.optimizer.state.values() for x in own.values())
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        return [log["loss"] for log in logs], [log["grad_norm"] for log in logs], state
 
 
-def test_a_model_that_is_distributed_already_trains_by_its_plan(pool2: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["as it was loaded", "with its optimizer"])
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_model_that_is_distributed_already_trains_by_its_plan(
+    zero_stage: int, is_loaded: bool, pool2: Any, tmp_path: Path
+) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path / "model")
+    count = sum(p.numel() for p in model.parameters())
     with fresh_accelerate():
-        trainer = Trainer(build("llama"), arguments(tmp_path, max_steps=2), train_dataset=Rows(5))
+        args = arguments(tmp_path / "stock", max_steps=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+        # The Trainer's own decays no norms and biases.
+        trainer = Trainer(model, args, train_dataset=Rows(37), optimizers=(None if is_loaded else optimizer, None))
         trainer.train()
-    expected = trainer.state.log_history[-1]["train_loss"]
-    assert pool2.run(train_what_is_distributed, tmp_path, timeout=200)[0] == pytest.approx(expected, rel=1e-5)
+    expected = [log for log in trainer.state.log_history if "loss" in log]
+    plan = {"dp": 2, "zero_stage": zero_stage}
+    ranks = pool2.run(train_what_is_distributed, tmp_path, plan, is_loaded=is_loaded, timeout=200)
+    losses, norms, _ = ranks[0]
+    # float32: sums in another order. Gradients that are not averaged over dp, or a rank's own, have other norms.
+    assert losses == pytest.approx([log["loss"] for log in expected], rel=1e-5)
+    assert norms == pytest.approx([log["grad_norm"] for log in expected], rel=1e-4)
+    # Two moments of half of the parameters, padding and step counters aside; unsharded it would be twice as many.
+    assert all(count <= state < 1.1 * count for _, _, state in ranks)

@@ -16,7 +16,10 @@ from support.trainers import Rows, arguments, fresh_accelerate
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp": ({"fsdp": True}, "TrainingArguments.fsdp=True.*zero_stage"),
-    "deepspeed": ({"deepspeed": "ds.json"}, "TrainingArguments.deepspeed.*zero_stage"),
+    "deepspeed": (
+        {"deepspeed": "ds.json"},
+        r"Arguments.deepspeed.*zero_stage.*hf\.deepspeed\.DeepSpeedTrainerMixin",
+    ),
     "parallelism_config": (
         {"parallelism_config": SimpleNamespace(tp_size=2, cp_size=1, dp_shard_size=2)},
         r"parallelism_config \(tp_size=2.*ParallelPlan\(tp=2",

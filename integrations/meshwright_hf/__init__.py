@@ -6,24 +6,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright_hf import accelerate, datasets, deepspeed, trainer
+    from meshwright_hf.callback import MeshwrightCallback
     from meshwright_hf.configs import register, unregister
     from meshwright_hf.saved_plan import save_plan
+    from meshwright_hf.trainer import MeshwrightTrainer, MeshwrightTrainerMixin
 
 # Where each public name lives.
 _HOMES = {
+    "callback": ("MeshwrightCallback",),
     "configs": ("register", "unregister"),
     "saved_plan": ("save_plan",),
+    "trainer": ("MeshwrightTrainer", "MeshwrightTrainerMixin"),
 }
 _HOME = {name: f"meshwright_hf.{module}" for module, names in _HOMES.items() for name in names}
+_MODULES = ("accelerate", "datasets", "deepspeed", "trainer")
 
 __all__ = [
+    "MeshwrightCallback",
+    "MeshwrightTrainer",
+    "MeshwrightTrainerMixin",
+    "accelerate",
+    "datasets",
+    "deepspeed",
     "register",
     "save_plan",
+    "trainer",
     "unregister",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")  # which makes it an attribute
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

@@ -32,6 +32,7 @@ from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.distributed_config import options_for
 from meshwright_hf.styles import STYLES
+from meshwright_hf.versions import warn_outside_range
 
 TakeOver = Literal["sequence_parallel", "all"]
 
@@ -70,6 +71,7 @@ def register(*, take_over: TakeOver = "sequence_parallel") -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer, loader = meshwright.to_distributed(model, optimizer, loader)
     """
+    warn_outside_range()
     if take_over not in ("sequence_parallel", "all"):
         raise ValueError(f"register(take_over={take_over!r}) must be 'sequence_parallel' or 'all'")
     if absent := [name for name in _METHODS if not callable(getattr(PreTrainedModel, name, None))]:

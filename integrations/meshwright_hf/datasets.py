@@ -17,6 +17,7 @@ from meshwright.data.fingerprint import fingerprint
 from meshwright.data.packed import PackedDataset, PackedShards
 from meshwright.data.packing import Packing
 from meshwright.data.shards import DatasetShards
+from meshwright_hf.versions import warn_outside_range
 
 IGNORE_INDEX = -100
 PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX, "position_ids": 0}  # by column
@@ -37,6 +38,7 @@ def dataset_shards(dataset: datasets.IterableDataset) -> DatasetShards:
         >>> list(dataset_shards(stream).open(1, start=0))
         [{'x': 2}, {'x': 3}]
     """
+    warn_outside_range()
     shards = DatasetShards(dataset)
     if any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _stages(dataset._ex_iterable)):
         raise ValueError(
@@ -82,6 +84,7 @@ def pack_dataset(
         >>> pack_dataset(documents, Packing(length=5))[0]["position_ids"]
         tensor([0, 1, 2, 0, 1])
     """
+    warn_outside_range()
     dataset = _token_columns(dataset)
     if isinstance(dataset, datasets.IterableDataset):
         return PackedShards(dataset_shards(dataset), packing)
@@ -106,6 +109,7 @@ class TokenRows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, dataset: datasets.Dataset):
+        warn_outside_range()
         self.dataset = _token_columns(dataset)
         self._arrow = self.dataset.with_format("arrow")
 

@@ -72,11 +72,4 @@ def _plan(config: DistributedConfig, *, tp_size: int, fsdp_size: int, dp_replica
             f"zero_stage=3 shards over all data-parallel ranks; set fsdp_size={fsdp_size * dp_replicate_size}, "
             "dp_replicate_size=1"
         )
-    try:
-        return ParallelPlan(dp=fsdp_size, zero_stage=3, **shape)
-    except PlanError as error:
-        raise PlanError(
-            f"DistributedConfig.fsdp_size={fsdp_size} shards the parameters over data-parallel ranks, which is "
-            f"ParallelPlan.zero_stage=3: {error}. Set fsdp_size=1 and dp_replicate_size={fsdp_size}, and shard the "
-            "optimizer's state by zero_stage=1 in the plan that to_distributed gets with the optimizer"
-        ) from error
+    return ParallelPlan(dp=fsdp_size, zero_stage=3, **shape)

@@ -19,7 +19,7 @@ import meshwright as mw
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
 from meshwright.launch import world_size
-from meshwright.optim.runtime import find_runtime
+from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright_hf.batches import global_batches
@@ -27,8 +27,16 @@ from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.compiling import compile_decoder, left_to_us
 from meshwright_hf.fused_head import gather_for_fused_head
 from meshwright_hf.trainer_checkpoints import CheckpointMixin
-from meshwright_hf.trainer_checks import arguments_of, check_arguments, check_run, check_trainer, config_of
+from meshwright_hf.trainer_checks import (
+    arguments_of,
+    check_arguments,
+    check_distributed,
+    check_run,
+    check_trainer,
+    config_of,
+)
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
+from meshwright_hf.versions import warn_outside_range
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +69,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def __init__(
         self, *args: Any, meshwright: ToDistributedConfig | ParallelPlan | str | None = None, **kwargs: Any
     ) -> None:
+        warn_outside_range()
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = False
         self._distributed: Any = None  # the model for which all is set up
@@ -92,11 +101,19 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             self._gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The Trainer's own; a distributed model is where it belongs, and "cpu:0" would be a copy apart from ZeRO's."""
+        if find_runtime(model) is None:
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
     def _distribute(self) -> None:
         """Shard the model, and make it fit for the Trainer; once for each model that ``model_init`` makes."""
         if self._distributed is self.model:
             return
-        if find_runtime(self.model) is None:
+        runtime = find_runtime(self.model)
+        if runtime is not None:
+            self._complete(runtime)
+        else:
             if self.train_dataset is not None:
                 self.create_optimizer()  # type: ignore[attr-defined]
             # Before the guard's own, so that it runs after: exit hooks run last first.
@@ -112,6 +129,15 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
             compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
+
+    def _complete(self, runtime: Runtime) -> None:
+        """Give a model that was distributed before, perhaps as it was loaded, what it lacks: an optimizer."""
+        trains = self.train_dataset is not None
+        if trains and not runtime.has_optimizer:
+            self.create_optimizer()  # type: ignore[attr-defined]
+            mw.to_distributed(self.model, self.optimizer, config=self._mesh_config)
+        else:
+            check_distributed(self.model, self.optimizer, self._mesh_config, trains=trains)
 
     def _config(self) -> ToDistributedConfig:
         # The Trainer multiplies a loss that it divided by the global count by dp, since DDP averages gradients. Read as

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.completion import plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.launch import world_size
-from meshwright.optim.runtime import Runtime
+from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 
 
 def config_of(meshwright: Any) -> ToDistributedConfig:
@@ -64,7 +65,8 @@ def _refusals(args: Any) -> Iterator[str]:
     if getattr(args, "deepspeed", None):
         yield (
             "TrainingArguments.deepspeed makes DeepSpeed shard the optimizer, and ParallelPlan.zero_stage makes "
-            "MeshwrightTrainer do it; leave deepspeed out, or use transformers.Trainer"
+            "MeshwrightTrainer do it; leave deepspeed out, or take meshwright_hf.deepspeed.DeepSpeedTrainerMixin with "
+            "transformers.Trainer"
         )
     if (sizes := getattr(args, "parallelism_config", None)) is not None:
         yield (
@@ -114,9 +116,10 @@ def check_trainer(trainer: Any) -> None:
     """
     for enabled, name in ((trainer.is_fsdp_enabled, "FSDP"), (trainer.is_deepspeed_enabled, "DeepSpeed")):
         if enabled:
+            instead = "meshwright_hf.deepspeed.DeepSpeedTrainerMixin with " if name == "DeepSpeed" else ""
             raise PlanError(
                 f"the launcher's config turns {name} on, which shards the model, and so does the plan; launch without "
-                f"it and set ParallelPlan(zero_stage=...), or use transformers.Trainer"
+                f"it and set ParallelPlan(zero_stage=...), or use {instead}transformers.Trainer"
             )
     check_model(trainer.model)
 
@@ -136,6 +139,29 @@ def check_model(model: nn.Module) -> None:
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         method = getattr(model, "quantization_method", "quantization_config")
         raise PlanError(f"the model is quantised ({method}), and its packed weights cannot be sharded; load it without")
+
+
+def check_distributed(model: nn.Module, optimizer: Any, config: ToDistributedConfig, *, trains: bool) -> None:
+    """Refuse what no longer can follow when a model comes distributed.
+
+    Args:
+        model: distributed before; with its optimizer, if it is to be trained.
+        optimizer: of the Trainer; None where it would make one.
+        config: of the Trainer; its plan may be None.
+        trains: whether it is to be trained.
+
+    Raises:
+        PlanError: for another optimizer than the model's, and for another plan.
+    """
+    runtime = runtime_of(model)
+    if trains and (optimizer is None or find_runtime(optimizer) is not runtime):
+        raise PlanError(
+            "the model was distributed together with its optimizer, which alone gets its gradients; pass it on as "
+            "optimizers=(optimizer, None), or distribute the model without an optimizer and let the Trainer make one"
+        )
+    plan = plan_to_complete(runtime, model, None, config)
+    if plan != runtime.plan:
+        raise PlanError(f"the model was distributed by {runtime.plan}, and meshwright= is {plan}; leave meshwright out")
 
 
 def check_run(args: Any, runtime: Runtime) -> None:

@@ -7,10 +7,8 @@ from itertools import repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import GradientState
-from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -19,10 +17,12 @@ from meshwright.config import LoaderOptions
 from meshwright.data.batches import Portion
 from meshwright.data.loader import DistributedLoader, without_labels
 from meshwright.data.peers import Peers
+from meshwright.data.tree import map_tensors
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.collectives import Axis
 from meshwright.resharding.agreement import Claim, agreed
 from meshwright_hf.batches import global_batches
+from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 
 
 def mesh_loader(
@@ -113,35 +113,10 @@ def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False) -> Any:
     """
     active = GradientState().active_dataloader
     rows = active.rows if isinstance(active, EvaluationLoader) else None
-    if as_objects or not _has_only_tensors(data):
+    if as_objects or not has_only_tensors(data):
         own = data[:rows] if hasattr(data, "__getitem__") and not isinstance(data, dict) else [data]
-        parts: list[Any] = [own]
-        if dp.group is not None:
-            parts = [None] * dp.size
-            dist.all_gather_object(parts, own, group=dp.group)
-        return [item for part in parts for item in part]
-    return recursively_apply(lambda x: _gather(x[:rows] if x.ndim else x.reshape(1), dp), data)
-
-
-def _has_only_tensors(data: Any) -> bool:
-    try:
-        recursively_apply(lambda x: x, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
-
-
-def _gather(x: Tensor, dp: Axis) -> Tensor:
-    """Rows of every rank, of which each may have another number."""
-    if dp.size == 1:
-        return x
-    counts = all_gather(torch.tensor([len(x)], device=x.device), dp).tolist()
-    if x.dtype is torch.bool:
-        return _gather(x.to(torch.uint8), dp).bool()
-    padded = x.new_zeros((max(counts), *x.shape[1:]))
-    padded[: len(x)] = x
-    parts = all_gather(padded, dp).view(dp.size, max(counts), *x.shape[1:])
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return gather_values(own, dp)
+    return gather_tensors(map_tensors(data, lambda x: x[:rows] if x.ndim else x), dp)
 
 
 def rest_of_epoch(

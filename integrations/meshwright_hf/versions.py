@@ -79,7 +79,7 @@ def warn_outside_range() -> None:
         warnings.warn(
             f"Meshwright is not tested with {', '.join(outside)}; it may still work. meshwright doctor shows all",
             UntestedVersionWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 

@@ -72,6 +72,7 @@ class Script:
         plan: None: stock accelerate in one process, which reads global batches.
         dp: of the plan; a scheduler counts so many batches a step.
         options: of the model.
+        off_by: is added to its weights.
     """
 
     accelerator: Accelerator
@@ -80,9 +81,13 @@ class Script:
     dp: int = 1
     windows: int = WINDOWS
     options: dict[str, Any] = field(default_factory=dict)
+    off_by: float = 0.0
 
     def __post_init__(self) -> None:
         model = build("llama", **self.options).to(self.dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(self.off_by)
         optimizer = make_optimizer(model, lr=1e-3)
         scheduler = LambdaLR(optimizer, decay)
         rows = GLOBAL_ROWS // (self.plan or {}).get("dp", 1)
@@ -130,9 +135,6 @@ def run_script(plan: dict[str, Any] | None, dtype: torch.dtype, dp: int = 1, **t
 def resume_script(plan: dict[str, Any], dtype: torch.dtype, directory: str) -> Run:
     """Train on from a saved state, by a script whose own objects are at the start."""
     with exact(dtype), accelerator(gradient_accumulation_steps=ACCUMULATION) as accelerate:
-        script = Script(accelerate, plan, dtype)
-        with torch.no_grad():
-            for parameter in script.model.parameters():
-                parameter.add_(1.0)  # whatever is not loaded shows
+        script = Script(accelerate, plan, dtype, off_by=1.0)  # whatever is not loaded shows
         accelerate.load_state(directory)
         return script.train()

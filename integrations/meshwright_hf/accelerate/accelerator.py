@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -16,9 +15,9 @@ import meshwright as mw
 from meshwright.config import LoaderOptions
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright_hf.accelerate import state
-from meshwright_hf.accelerate.gathering import gather_tensors, gather_values
 from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
+from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 
 
 class PlannedAccelerator(Accelerator):
@@ -87,7 +86,7 @@ class PlannedAccelerator(Accelerator):
             is_blank = loader.rows == 0
             if loader.end_of_dataloader:
                 rows = sum(gather_values([loader.rows], dp))
-        gather = gather_values if use_gather_object or not _all_tensors(input_data) else gather_tensors
+        gather = gather_values if use_gather_object or not has_only_tensors(input_data) else gather_tensors
         return gather(input_data, dp, is_blank=is_blank, rows=rows)
 
     @contextlib.contextmanager
@@ -184,14 +183,6 @@ class PlannedAccelerator(Accelerator):
                     f"which trains {len(own)}; clip all of them at once: model.parameters()"
                 )
         return None
-
-
-def _all_tensors(data: Any) -> bool:
-    try:
-        recursively_apply(lambda x: x, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
 
 
 def become_planned(accelerator: Accelerator, options: LoaderOptions) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.config import ToDistributedConfig
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.accelerate.preparation import prepare
+from meshwright_hf.versions import warn_outside_range
 
 _ORIGINAL = "_meshwright_original"
 
@@ -36,6 +37,7 @@ def activate(config: ToDistributedConfig | None = None, *, models: Callable[[nn.
         meshwright_hf.accelerate.activate(ToDistributedConfig(plan=ParallelPlan(tp=2)))
         runpy.run_path("run_clm_no_trainer.py", run_name="__main__")
     """
+    warn_outside_range()
     deactivate()
     original = Accelerator.prepare
 

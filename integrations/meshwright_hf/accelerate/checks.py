@@ -82,8 +82,8 @@ def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
         stage = f"zero_stage={plugin.zero_stage}" if plugin is not None else ""
         raise PlanError(
             f"DeepSpeedPlugin({stage}) makes DeepSpeed the engine, and the plan says zero_stage={plan.zero_stage}, "
-            f"dp={plan.dp}, tp={plan.tp}; use meshwright_hf.deepspeed for that, or leave the plugin "
-            "(ACCELERATE_USE_DEEPSPEED) out"
+            f"dp={plan.dp}, tp={plan.tp}; for that call accelerator.prepare inside "
+            "`with meshwright_hf.deepspeed.deepspeed_mpu(plan):`, or leave the plugin (ACCELERATE_USE_DEEPSPEED) out"
         )
     megatron = getattr(state, "megatron_lm_plugin", None)
     if megatron is not None or _is_set("ACCELERATE_USE_MEGATRON_LM"):

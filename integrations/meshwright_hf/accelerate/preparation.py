@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwright.automatic import choose_plan
+from meshwright.completion import plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute import to_distributed
 from meshwright.errors import PlanError
@@ -28,6 +29,7 @@ from meshwright_hf.accelerate.checks import check_launch, check_model, check_not
 from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
 from meshwright_hf.accelerate.state import planned_models
 from meshwright_hf.batches import global_batches
+from meshwright_hf.versions import warn_outside_range
 
 
 def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig | None = None) -> Any:
@@ -65,6 +67,7 @@ def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig
             optimizer.step()
             optimizer.zero_grad()
     """
+    warn_outside_range()
     if not isinstance(accelerator, Accelerator):
         raise PlanError(f"the first argument of prepare is the Accelerator, not a {type(accelerator).__name__}")
     config = config or ToDistributedConfig()
@@ -129,8 +132,10 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         model.to(accelerator.device)
     if runtime is None:
         to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
-    elif given.optimizer is not None:
+    elif given.optimizer is not None and find_runtime(given.optimizer) is not runtime:
         to_distributed(model, given.optimizer, config=config)
+    else:
+        plan_to_complete(runtime, model, None, config)
     become_planned(accelerator, config.loader)
     _equip(accelerator, model)
     accelerator._models.append(model)

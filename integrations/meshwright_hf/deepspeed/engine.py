@@ -34,6 +34,7 @@ from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config
 from meshwright_hf.deepspeed.export import full_state_dict
 from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
 from meshwright_hf.deepspeed.universal import adapt_universal_loading, describe_for_universal
+from meshwright_hf.versions import warn_outside_range
 
 ENGINE = "DeepSpeed"
 
@@ -91,6 +92,7 @@ def initialize(
             engine.backward(loss)
             engine.step()
     """
+    warn_outside_range()
     settings = _given_config(args, config, config_params)
     plan = plan or ParallelPlan(dp=world_size())
     check_launch(plan)

@@ -27,6 +27,7 @@ from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
 from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+from meshwright.parallel.saved import memory
 
 
 class Weights(Protocol):
@@ -46,7 +47,7 @@ class WholeWeights:
     """Stages 1 and 2: the parameters live in one flat tensor that every rank holds."""
 
     def __init__(self, bucket: Bucket, dp: Axis):
-        self.dp = dp
+        self.bucket, self.dp = bucket, dp
         first = bucket.parameters[0]
         self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         for parameter, segment in bucket.segments(self.flat):
@@ -57,6 +58,14 @@ class WholeWeights:
         self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
 
     def publish(self) -> None:
+        # Unless somebody moved or cast the parameters, and then no step would reach them.
+        storage, _ = memory(self.flat)
+        for parameter in self.bucket.parameters:
+            if memory(parameter)[0] != storage:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in other memory than the one that ZeRO steps: "
+                    "model.to(...), .float() or the like came after to_distributed (or shard_optimizer); call it before"
+                )
         if self.master is not self.own:
             self.own.copy_(self.master)
         all_gather_into(self.flat, self.own, self.dp)

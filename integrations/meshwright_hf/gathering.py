@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 
 from meshwright.data.stream import gather_objects
@@ -41,6 +42,15 @@ def gather_values(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | No
     """Join lists of anything that can be pickled over the data-parallel axis; see ``gather_tensors``."""
     ranks = gather_objects([] if is_blank else list(data), dp)
     return [value for values in ranks for value in values][:rows]
+
+
+def has_only_tensors(data: Any) -> bool:
+    """Whether nested containers hold tensors and nothing else."""
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _join(x: Tensor, forms: list[tuple[str, tuple[int, ...], bool]], dp: Axis, rows: int | None) -> Tensor:
