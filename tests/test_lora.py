@@ -303,7 +303,7 @@ def refused(config: Any, family: str = "llama") -> None:
         (LoraConfig(target_modules=["q_proj"], use_dora=True), ("q_proj", "DoraLinearVariant")),
         (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), ("lm_head", "modules_to_save")),
         (LoraConfig(target_modules=["embed_tokens"]), ("embed_tokens", "Embedding")),
-        (LoraConfig(target_modules=["lm_head"]), ("lm_head",)),
+        (LoraConfig(target_modules=["lm_head"]), ("lm_head", "has adapters", "target_modules")),
         (LoraConfig(target_modules=["o_proj"], lora_bias=True), ("o_proj", "lora_bias")),
         (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), ("IA3", "LoraConfig")),
     ],

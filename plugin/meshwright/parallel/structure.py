@@ -205,6 +205,11 @@ def _only(
             raise PlanError(f"{plan.source} names no module of this model as the {role.value}")
         return None
     module = modules[names[0]]
+    if is_adapted(module):
+        raise PlanError(
+            f"the {role.value} {names[0]!r} has adapters, which cannot be sharded over tp there; leave it out of "
+            "LoraConfig.target_modules, or use ParallelPlan(tp=1)"
+        )
     if not isinstance(module, kind):
         raise PlanError(f"the {role.value} {names[0]!r} must be a {kind.__name__}, not {type(module).__name__}")
     return module
