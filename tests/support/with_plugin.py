@@ -26,4 +26,5 @@ if __name__ == "__main__":
     script = sys.argv.pop()
     activate(mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=world_size())), models=every_model)
     runpy.run_module(f"accelerate.test_utils.scripts.{script}", run_name="__main__")
-    print(f"models by the plan: {len(seen)}", flush=True)
+    # In one piece: launchers start Python unbuffered, where print's pieces mix with those of other ranks.
+    sys.stdout.write(f"models by the plan: {len(seen)}\n")
