@@ -17,7 +17,7 @@ OLDEST_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(OLDEST)'; } 
 OLDEST_INSTALLED := .venv-oldest/.installed-$(OLDEST_KEY)
 # What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; the loader; launching.
 OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_save_pretrained.py \
-	$(wildcard tests/test_hf_*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
+	$(wildcard tests/test_hf_[bd]*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
 	tests/test_doctor.py
 
 .PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice families clean
