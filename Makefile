@@ -11,7 +11,7 @@ INSTALLED := .venv/.installed-$(KEY)
 
 # The oldest versions that are declared (pyproject.toml, meshwright_hf/versions.py), in an environment of their own.
 # PyPI's torch is the CUDA build; it runs on CPU too. With a CPU build at hand: OLDEST="torch==2.11.0+cpu ..."
-OLDEST ?= torch==2.11.0 transformers==5.17.0 accelerate==1.12.0
+OLDEST ?= torch==2.11.0 transformers==5.17.0 accelerate==1.15.0
 OLDEST_BIN := .venv-oldest/bin
 OLDEST_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(OLDEST)'; } | cksum | cut -d ' ' -f 1)
 OLDEST_INSTALLED := .venv-oldest/.installed-$(OLDEST_KEY)

@@ -71,7 +71,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     ) -> None:
         warn_outside_range()
         self._mesh_config = config_of(meshwright)
-        self._is_training_loader = self._is_distributing = False
+        self._is_training_loader = self._is_distributing = self._counts_own_rows = False
         self._distributed: Any = None  # the model for which all is set up
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
@@ -162,7 +162,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def get_tp_size(self) -> int:
         """Ranks with the same rows; batch sizes, step counts and the loss's scale follow from it."""
         runtime = find_runtime(self.model)
-        return super().get_tp_size() if runtime is None else runtime.tp.size  # type: ignore[misc]
+        return super().get_tp_size() if runtime is None or self._counts_own_rows else runtime.tp.size  # type: ignore[misc]
 
     # ---- data
 
@@ -194,10 +194,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return gather_rows(input_data, self._runtime.dp, as_objects=use_gather_object)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        if count is not None and not self.args.average_tokens_across_devices:
-            count = count * self.get_tp_size()  # the Trainer has divided by it without summing over those ranks
-        return count
+        # Where the Trainer does not sum over ranks, there is nothing to divide by those that have the same rows.
+        self._counts_own_rows = not self.args.average_tokens_across_devices
+        try:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        finally:
+            self._counts_own_rows = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen

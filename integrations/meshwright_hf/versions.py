@@ -32,7 +32,7 @@ class Range:
 TESTED = {
     "torch": Range(oldest="2.11", newest="2.13", purpose="everything", supported=True),
     "transformers": Range(oldest="5.17", newest="5.23", purpose="its models and the Trainer", supported=True),
-    "accelerate": Range(oldest="1.12", newest="1.15", purpose="meshwright launch, the Trainer", supported=True),
+    "accelerate": Range(oldest="1.15", newest="1.15", purpose="meshwright launch, the Trainer", supported=True),
     "datasets": Range(oldest="5.2", newest="5.2", purpose="its datasets as input"),
     "deepspeed": Range(oldest="0.19", newest="0.19", purpose="DeepSpeed's ZeRO"),
     "peft": Range(oldest="0.21", newest="0.21", purpose="adapters"),
