@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -18,7 +17,7 @@ from transformers import Trainer
 import meshwright as mw
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
-from meshwright.launch import world_size
+from meshwright.launch import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.collectives import all_gather
 from meshwright.parallel.loss import CausalLMLoss
@@ -117,7 +116,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             if self.train_dataset is not None:
                 self.create_optimizer()  # type: ignore[attr-defined]
             # Before the guard's own, so that it runs after: exit hooks run last first.
-            atexit.register(_leave_process_group)
+            atexit.register(leave_process_group)
             with torch.random.fork_rng(devices=[]):  # what the Trainer draws later is what it draws on one process
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
@@ -236,12 +235,6 @@ def _told(callback: Any) -> Any:
     if isinstance(callback, MeshwrightCallback):
         callback.trainer_shards = True
     return callback
-
-
-def _leave_process_group() -> None:
-    """gloo's threads abort the interpreter otherwise."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _reads_logits(kind: type) -> bool:

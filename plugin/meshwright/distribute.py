@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,7 +31,7 @@ from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.guarded import refuse_wrapping
-from meshwright.parallel.loss import CausalLMLoss
+from meshwright.parallel.loss import CausalLMLoss, uses_causal_lm_loss
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.outcome import succeed_together, take_from_first
 from meshwright.parallel.recompute import recompute_switch
@@ -98,7 +97,7 @@ def to_distributed(
     if optimizer is not None:
         check_ownership(model, optimizer)
     _, decoder = without_wrappers(model)
-    has_own_loss = _uses_causal_lm_loss(decoder)
+    has_own_loss = uses_causal_lm_loss(decoder)
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
     plan = given_plan(config) or plan_in_model(model, config)
@@ -189,15 +188,6 @@ def _check_model(model: nn.Module) -> None:
             raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build the model anew")
         if hasattr(parameter, "placements"):
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
-
-
-def _uses_causal_lm_loss(model: nn.Module) -> bool:
-    """Whether the loss is transformers' causal-LM loss, which ours stands in for; a user's own stays."""
-    if getattr(getattr(model, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
-        return False
-    # Every transformers model of a causal LM has the attribute; decoders of older families do not read it.
-    forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Module) -> None:

@@ -80,10 +80,11 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)
-    atexit.register(_leave_process_group)
+    atexit.register(leave_process_group)
 
 
-def _leave_process_group() -> None:
+def leave_process_group() -> None:
+    """Leave the group, if there is one; at exit gloo's threads abort the interpreter otherwise."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -23,7 +23,9 @@ from meshwright.errors import PlanError
 from meshwright.given import given_plan, plan_in_model
 from meshwright.launch import device_for
 from meshwright.optim.runtime import device_of, find_runtime, no_sync
+from meshwright.parallel.loss import uses_causal_lm_loss
 from meshwright.parallel.recompute import recompute_switch
+from meshwright.plans.adapters import without_wrappers
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.checks import check_launch, check_model, check_not_prepared, check_settings
 from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
@@ -182,14 +184,14 @@ def _pick_plan(
 ) -> ParallelPlan:
     """The planner's choice for the batch that it makes itself, since a rank's batch times dp is the global one."""
     dp, tried = accelerator.num_processes, set()
-    has_own_loss = getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+    decoder = without_wrappers(model)[1]
     while True:
         loader = loaders[0] if loaders else None
         if loader is not None and not accelerator.split_batches:
             loader = global_batches(loader, dp)
         plan = choose_plan(
             model, optimizer, loader, None, config, device_for(device_of(model)),
-            splits_batches=has_own_loss, recomputes=recompute_switch(model) is not None,
+            splits_batches=uses_causal_lm_loss(decoder), recomputes=recompute_switch(decoder) is not None,
         )  # fmt: skip
         tried.add(dp)
         if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:

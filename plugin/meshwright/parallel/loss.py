@@ -7,13 +7,14 @@ arguments: label shift, ``shift_labels``, ``ignore_index`` and ``num_items_in_ba
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axis, all_gather
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
@@ -22,6 +23,15 @@ from meshwright.parallel.guarded import ShardedLogits
 logger = logging.getLogger(__name__)
 
 NumItems = Literal["auto", "global", "local"]
+
+
+def uses_causal_lm_loss(model: nn.Module) -> bool:
+    """Whether the loss is transformers' causal-LM loss, which ours stands in for; a user's own stays."""
+    if getattr(getattr(model, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
+        return False
+    # Every transformers model of a causal LM has the attribute; decoders of older families do not read it.
+    forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
+    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
 
 class CausalLMLoss:

@@ -27,6 +27,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.loss import uses_causal_lm_loss
 from meshwright.parallel.structure import describe
 from meshwright.parallel.tensor import Keep, make_shards
 from meshwright.plans import plan_for
@@ -173,7 +174,7 @@ def _install(
     with fake:
         made = make_weights(model, plan, layouts, runtime, make, torch.device("cpu"))
     replaced = made.attach(model)
-    has_own_loss = getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+    has_own_loss = uses_causal_lm_loss(model)
     with fake:
         config = ToDistributedConfig(plan=plan)
         install(model, optimizer, replaced, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
