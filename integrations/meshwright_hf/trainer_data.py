@@ -15,12 +15,11 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from meshwright.config import LoaderOptions
 from meshwright.data.batches import Portion
-from meshwright.data.loader import DistributedLoader, without_labels
+from meshwright.data.loader import DistributedLoader, made_together, without_labels
 from meshwright.data.peers import Peers
 from meshwright.data.tree import map_tensors
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
-from meshwright.resharding.agreement import Claim, agreed
 from meshwright_hf.batches import global_batches
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 
@@ -50,16 +49,13 @@ def mesh_loader(
         ValueError: for a loader that cannot be made global, on every rank.
     """
 
-    def make() -> Claim[DistributedLoader]:
+    def make() -> DistributedLoader:
         batches = global_batches(loader, runtime.dp.size)
         _order_as_accelerate_does(batches, runtime.dp.size, data_seed)
         kind = DistributedLoader if is_training else EvaluationLoader
-        made = kind(batches, dp=runtime.dp, peers=Peers((runtime.tp,)), device=device, options=options)
-        return Claim(made, made.describe())
+        return kind(batches, dp=runtime.dp, peers=Peers((runtime.tp,)), device=device, options=options)
 
-    if runtime.tp.size * runtime.dp.size == 1:
-        return make().result
-    return agreed(make)[0].agree()
+    return made_together(make)
 
 
 def _order_as_accelerate_does(loader: DataLoader[Any], dp: int, data_seed: int | None) -> None:

@@ -16,7 +16,7 @@ from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.completion import complete, plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights, NewTensors
-from meshwright.data.loader import DistributedLoader
+from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
@@ -39,7 +39,6 @@ from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel, shard_shape
 from meshwright.plans import plan_for
 from meshwright.plans.adapters import refuse_merging, refuse_unloading, without_wrappers
-from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
 
@@ -152,14 +151,9 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], tp: Axis, dp: Axis, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    """The loader, or an error on all ranks, also where their datasets differ."""
-
-    def make() -> Claim[DistributedLoader]:
-        peers = Peers((tp,))
-        loader = DistributedLoader(dataloader, dp=dp, peers=peers, device=device, options=config.loader)
-        return Claim(loader, loader.describe())
-
-    return agreed(make)[0].agree() if tp.size * dp.size > 1 else make().result
+    return made_together(
+        lambda: DistributedLoader(dataloader, dp=dp, peers=Peers((tp,)), device=device, options=config.loader)
+    )
 
 
 def _check_model(model: nn.Module) -> None:

@@ -6,19 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from meshwright.config import LoaderOptions
-from meshwright.data.loader import DistributedLoader
+from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import Peers
 from meshwright.data.tree import tensors_of
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.outcome import succeed_together
-from meshwright.resharding.agreement import Claim, agreed
 from meshwright_hf.batches import global_batches
 
 
@@ -137,15 +135,13 @@ def plan_loader(loader: Any, model: nn.Module, options: LoaderOptions, *, is_glo
     runtime = runtime_of(model)
     joined = loader if is_global else global_batches(loader, runtime.dp.size)
 
-    def make() -> Claim[DistributedLoader]:
+    def make() -> DistributedLoader:
         peers, device = Peers((runtime.tp,)), device_of(model)
-        made = DistributedLoader(
+        return DistributedLoader(
             joined, dp=runtime.dp, peers=peers, device=device, options=options, may_hold_blanks=True
         )
-        return Claim(made, made.describe())
 
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    inner = make().result if is_alone else agreed(make)[0].agree()
+    inner = made_together(make)
     return PlannedLoader(loader, inner, runtime.dp, _batch_size(joined))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from meshwright.data.reading import Position
 from meshwright.data.stream import gather_objects
 from meshwright.data.tree import digest, is_batch, leaves, signature, to_device
 from meshwright.parallel.collectives import Axis
+from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
 
@@ -351,3 +352,14 @@ def without_labels(batch: Any) -> Any:
         if isinstance(out.get(name), Tensor):
             out[name] = torch.full_like(out[name], IGNORE_INDEX)
     return out
+
+
+def made_together(make: Callable[[], DistributedLoader]) -> DistributedLoader:
+    """Make a loader on every rank; an error on all of them where it fails on one, or where their datasets differ."""
+
+    def claim() -> Claim[DistributedLoader]:
+        loader = make()
+        return Claim(loader, loader.describe())
+
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return claim().result if is_alone else agreed(claim)[0].agree()
