@@ -69,6 +69,7 @@ def test_signatures() -> None:
         "device_num",
         "node_num",
         "config",
+        "plan",
     ]
     assert list(inspect.signature(mw.ParallelPlan).parameters) == [
         "dp",

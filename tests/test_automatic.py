@@ -171,7 +171,7 @@ def test_a_model_that_is_not_what_its_config_usually_means(more_layers: int, cap
         ({"memory_budget": 0}, "must be above zero"),
         ({"input_spec": {"x": ((4,), torch.int64)}}, r"no entry of shape \(rows, tokens\)"),
         ({"hardware_profile": "none.json"}, "no such profile"),
-        ({"plan": 3}, "or the path of a plan file, not int"),
+        ({"plan": 3}, "plan=3 is a number and must be a ParallelPlan, its words"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

@@ -271,7 +271,7 @@ def test_a_plan_travels_with_the_model(tmp_path: Path, world: Any) -> None:
     ("saved", "message"),
     [
         ([1], "must be an object"),
-        ({"tp": 1, "sp": True}, "has sp; the fields of a plan are dp, tp"),
+        ({"tp": 1, "sp": True}, "a plan has no field 'sp'; write sequence_parallel=True. Its fields are dp, tp"),
         ({"tp": "two"}, "ParallelPlan.tp must be a positive integer, not 'two'"),
         ({"pp": 2}, "pp=2: pipeline parallelism is not available|= 2 processes, but 1 were"),
     ],

@@ -82,9 +82,9 @@ def test_another_plan_in_the_config_is_an_error_that_names_both(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ('{"version": 1, "dp": ', "MESHWRIGHT_PLAN=.* is not JSON"),
+        ('{"version": 1, "dp": ', "MESHWRIGHT_PLAN: line 1: .*a plan has one field per line"),
         ('{"version": 2, "dp": 2}', "MESHWRIGHT_PLAN: a plan of version 2"),
-        ('{"dp": 2}', "MESHWRIGHT_PLAN: a plan of version None"),
+        ('{"version": 1, "tpp": 2}', "MESHWRIGHT_PLAN: a plan has no field 'tpp'; write tp"),
         ('{"version": 1, "interleave": 2}', "MESHWRIGHT_PLAN: interleave is not available"),
         ("nowhere.yaml", "nowhere.yaml: no such plan"),
     ],

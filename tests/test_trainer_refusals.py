@@ -66,7 +66,7 @@ def test_models_that_are_spread_or_quantised() -> None:
         check_model(quantised)
 
 
-@pytest.mark.parametrize("value", [3, {"tp": 2}, mw.ToDistributedConfig(num_items_in_batch="global")], ids=str)
+@pytest.mark.parametrize("value", [3, ["tp2"], mw.ToDistributedConfig(num_items_in_batch="global")], ids=str)
 def test_a_plan_of_another_kind(value: Any) -> None:
     with pytest.raises(mw.PlanError, match=r"meshwright=|num_items_in_batch"):
         config_of(value)

@@ -48,9 +48,10 @@ _NEWER = "_load_and_finalize_distributed_pretrained_model"
 def register(*, take_over: TakeOver = "sequence_parallel") -> None:
     """Let ``from_pretrained(path, distributed_config=...)`` distribute models by Meshwright.
 
-    ``distributed_config`` may then also be a ``meshwright.ParallelPlan`` or a ``ToDistributedConfig``, whose plan
-    of None means the one in the model's config.json. The styles of ``meshwright_hf.styles`` can be named in
-    transformers' own ``tp_plan``. Nothing else changes; a second call replaces the first.
+    ``distributed_config`` may then also be a ``meshwright.ParallelPlan``, its words ("dp2 tp2+sp"), or a
+    ``ToDistributedConfig``, whose plan of None means the one in the model's config.json. The styles of
+    ``meshwright_hf.styles`` can be named in transformers' own ``tp_plan``. Nothing else changes; a second call
+    replaces the first.
 
     Args:
         take_over: which ``DistributedConfig`` is ours: "sequence_parallel", those with
@@ -178,7 +179,7 @@ class _Registration:
         """What a configuration asks of us; None where it is transformers' own business."""
         if isinstance(distributed_config, ToDistributedConfig):
             return distributed_config
-        if isinstance(distributed_config, ParallelPlan):
+        if isinstance(distributed_config, ParallelPlan | str):
             return ToDistributedConfig(plan=distributed_config)
         config = distributed_config
         if isinstance(config, dict):

@@ -10,8 +10,8 @@ from typing import Any
 
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
-from meshwright.given import plan_of_fields
-from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, read_plan
+from meshwright.given import plan_of_fields, resolve_plan
+from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan
 
 START_TIMEOUT = 300  # seconds that machines wait for each other
 
@@ -92,28 +92,28 @@ class Launch:
         return self.num_processes // self.num_machines
 
 
-def find_plan(path: Path | None, sizes: dict[str, Any], num_processes: int | None) -> ParallelPlan | None:
+def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int | None) -> ParallelPlan | None:
     """Return the plan to launch with: a file's, one of given sizes, the environment's, or None.
 
     Args:
-        path: a plan file.
+        plan: a plan file, or a plan in words.
         sizes: fields of ``ParallelPlan`` that the user named.
         num_processes: with sizes but no dp, dp takes up what the others leave of these.
 
     Raises:
         PlanError: a file and sizes at once, sizes that do not divide the processes, or no plan at all.
     """
-    if path is not None:
+    if plan is not None:
         if sizes:
             given = ", ".join(f"--{name} {value}" for name, value in sizes.items())
-            raise PlanError(f"--plan {path} and {given} both say the plan; leave one of them out")
-        return plan_of_fields(read_plan(path), str(path))
+            raise PlanError(f"--plan {plan} and {given} both say the plan; leave one of them out")
+        return resolve_plan(plan, "--plan")
     if not sizes:
         fields = launched_plan()
         return None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
-    plan = ParallelPlan(**sizes)
+    sized = ParallelPlan(**sizes)
     if num_processes is None or "dp" in sizes:
-        return plan
-    if num_processes % plan.world_size:
-        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {plan.tp}")
-    return dataclasses.replace(plan, dp=num_processes // plan.world_size)
+        return sized
+    if num_processes % sized.world_size:
+        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {sized.tp}")
+    return dataclasses.replace(sized, dp=num_processes // sized.world_size)

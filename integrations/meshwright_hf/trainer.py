@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import meshwright as mw
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
 from meshwright.launch import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
@@ -48,8 +48,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     times as large. Checkpoints have one-device weights and optimizer state, and are resumed under any plan.
 
     Args:
-        meshwright: a ParallelPlan, a ToDistributedConfig, or the path of a plan file. By default the launcher's plan,
-            or the one that the planner picks.
+        meshwright: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict of its fields, the path of a plan file, or a
+            ToDistributedConfig. By default the launcher's plan, or the one that the planner picks.
 
     Raises:
         PlanError: for a plan that cannot run, and for arguments that contradict it.
@@ -65,9 +65,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     accelerator: Any
     train_dataset: Any
 
-    def __init__(
-        self, *args: Any, meshwright: ToDistributedConfig | ParallelPlan | str | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, meshwright: ToDistributedConfig | PlanLike | None = None, **kwargs: Any) -> None:
         warn_outside_range()
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = self._counts_own_rows = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -29,11 +30,11 @@ def config_of(meshwright: Any) -> ToDistributedConfig:
                 "items of a step itself; leave it at 'auto'"
             )
         return meshwright
-    if isinstance(meshwright, ParallelPlan | str):
+    if isinstance(meshwright, ParallelPlan | Mapping | str | os.PathLike):
         return ToDistributedConfig(plan=meshwright)
     raise PlanError(
-        "meshwright= takes a meshwright.ParallelPlan, a ToDistributedConfig, the path of a plan file or 'auto', not "
-        f"{type(meshwright).__name__}"
+        "meshwright= takes a meshwright.ParallelPlan, its words ('dp2 tp2+sp zero1'), a dict of its fields, the path "
+        f"of a plan file, 'auto' or a ToDistributedConfig, not {type(meshwright).__name__}"
     )
 
 

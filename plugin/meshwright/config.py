@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 from meshwright.errors import PlanError
+from meshwright.fields import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    check_type,
+    names_checked,
+    unknown_field,
+)
 from meshwright.mesh import ParallelDims
+from meshwright.other_names import PLAN_NAMES
 from meshwright.parallel.loss import NumItems
+from meshwright.planner.plan_text import format_plan
 from meshwright.plans import ShardingPlan
 
 LANES = 32  # shards that a stream reads at a time
 
 
+@names_checked(PLAN_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """How a training step is spread over devices.
@@ -31,7 +44,8 @@ class ParallelPlan:
         recompute: "none", or "full" to recompute every layer in backward.
 
     Raises:
-        PlanError: for sizes that are not positive integers and for what this version cannot run.
+        PlanError: for a field that does not exist or has the wrong type, sizes that are not positive integers, and for
+            what this version cannot run.
 
     Example:
         >>> ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1).world_size
@@ -49,20 +63,17 @@ class ParallelPlan:
     recompute: Literal["none", "full"] = "none"
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "cp", "pp", "gradient_accumulation_steps", "micro_batch_size"):
-            value = getattr(self, name)
-            if name == "micro_batch_size" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"ParallelPlan.{name} must be a positive integer, not {value!r}")
+        for name in ("dp", "tp", "cp", "pp", "gradient_accumulation_steps"):
+            check_int("ParallelPlan", name, getattr(self, name))
+        check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
+        check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
+        check_choice("ParallelPlan", "zero_stage", self.zero_stage, (0, 1, 2, 3))
         for name, what in (("cp", "context parallelism"), ("pp", "pipeline parallelism")):
             if getattr(self, name) > 1:
                 raise PlanError(
                     f"ParallelPlan.{name}={getattr(self, name)}: {what} is not available in this version; "
                     f"set {name}=1 and use dp and tp"
                 )
-        if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
-            raise PlanError(f"ParallelPlan.zero_stage={self.zero_stage!r} must be 0, 1, 2 or 3")
         if self.recompute not in ("none", "full"):
             raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
@@ -80,10 +91,23 @@ class ParallelPlan:
     def world_size(self) -> int:
         return self.dims.world_size
 
+    @property
+    def label(self) -> str:
+        """The plan in the words that ``to_distributed(plan=...)`` reads.
 
+        Example:
+            >>> ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1).label
+            'dp2 tp2+sp zero1'
+        """
+        return format_plan(asdict(self))
+
+
+PLAN_FIELDS = tuple(field.name for field in fields(ParallelPlan))
+PlanLike = ParallelPlan | Mapping[str, Any] | str | os.PathLike[str]  # what ``to_distributed(plan=...)`` takes
 Source = Literal["each", "leader"]
 
 
+@names_checked()
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
     """Options of ``shard_dataloader``, and of the loader that ``to_distributed`` returns.
@@ -99,7 +123,7 @@ class LoaderOptions:
         lanes: shards of a stream that are read at a time over all ranks; part of its order.
 
     Raises:
-        ValueError: a number out of range, or an unknown source.
+        PlanError: a field that does not exist, has the wrong type or is out of range.
     """
 
     source: Source = "each"
@@ -111,14 +135,13 @@ class LoaderOptions:
     lanes: int = LANES
 
     def __post_init__(self) -> None:
-        if self.source not in ("each", "leader"):
-            raise ValueError(f"source={self.source!r} must be 'each' or 'leader'")
+        check_choice("LoaderOptions", "source", self.source, ("each", "leader"))
         if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 2**63):
-            raise ValueError(f"seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
+            raise PlanError(f"LoaderOptions.seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
+        check_bool("LoaderOptions", "shuffle", self.shuffle)
+        check_type("LoaderOptions", "fingerprint", self.fingerprint, str, "a string")
         for name, least in (("check_every", 0), ("buffer_size", 1), ("lanes", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+            check_int("LoaderOptions", name, getattr(self, name), least=least)
 
     @property
     def of_stream(self) -> dict[str, Any]:
@@ -127,14 +150,24 @@ class LoaderOptions:
         return {**shuffling, "lanes": self.lanes}
 
 
-@dataclass(frozen=True, kw_only=True)
+# A plan's fields, here and in other frameworks, belong into the plan.
+_IN_PLAN = {name: f"plan=ParallelPlan({name}=VALUE)" for name in PLAN_FIELDS} | {
+    name: f"plan=ParallelPlan({fields})" for name, fields in PLAN_NAMES.items()
+}
+
+
+@names_checked(_IN_PLAN)
+@dataclass(kw_only=True)
 class ToDistributedConfig:
     """Options of ``to_distributed``.
 
+    A field may be assigned after the config is made; each assignment is checked as the constructor's arguments are.
+
     Args:
-        plan: the parallel plan; the path of one that ``meshwright plan --save`` wrote; None for the one in the
-            model's config ("meshwright" in its config.json), if any; without one, and by "auto", the planner
-            picks the fastest one that fits, which it logs.
+        plan: the parallel plan: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict of its fields, or the path of
+            a file that ``meshwright plan --save`` wrote; None for the one in the model's config ("meshwright" in its
+            config.json), if any; without one, and by "auto", the planner picks the fastest one that fits, which it
+            logs.
         memory_budget: what a picked plan may fill of a device: bytes, or up to 1 a share of it; 0.9 by default.
         prefer: what a picked plan is best at: "throughput", or the least "memory".
         hardware_profile: a profile that ``meshwright calibrate`` measured, for picking a plan; the catalogue's
@@ -162,7 +195,7 @@ class ToDistributedConfig:
             that names it; the timeout of every process group.
     """
 
-    plan: ParallelPlan | str | os.PathLike[str] | None = None
+    plan: PlanLike | None = None
     memory_budget: float | None = None
     prefer: Literal["throughput", "memory"] = "throughput"
     hardware_profile: str | os.PathLike[str] | None = None
@@ -178,16 +211,33 @@ class ToDistributedConfig:
     loader: LoaderOptions = LoaderOptions()
     timeout_s: float = 120.0
 
-    def __post_init__(self) -> None:
-        if self.num_items_in_batch not in ("auto", "global", "local"):
-            raise PlanError(
-                f"ToDistributedConfig.num_items_in_batch={self.num_items_in_batch!r} must be 'auto', 'global' or "
-                "'local'"
-            )
-        if self.prefer not in ("throughput", "memory"):
-            raise PlanError(f"ToDistributedConfig.prefer={self.prefer!r} must be 'throughput' or 'memory'")
-        if self.memory_budget is not None and not self.memory_budget > 0:
-            raise PlanError(f"ToDistributedConfig.memory_budget={self.memory_budget!r} must be above zero")
-        for name in ("bucket_size_mb", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"ToDistributedConfig.{name}={getattr(self, name)!r} must be above zero")
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = [field.name for field in fields(self)]
+        if name not in known:
+            raise PlanError(unknown_field("ToDistributedConfig", name, known, _IN_PLAN))
+        _CHECKS[name]("ToDistributedConfig", name, value)
+        super().__setattr__(name, value)
+
+
+_PATH = (str, os.PathLike)
+_CHECKS: dict[str, Callable[[str, str, Any], None]] = {
+    "plan": partial(
+        check_type,
+        kinds=(ParallelPlan, Mapping, *_PATH),
+        what="a ParallelPlan, its words ('dp2 tp2+sp zero1'), a dict of its fields, 'auto' or the path of a plan file",
+    ),
+    "memory_budget": partial(check_number, optional=True),
+    "prefer": partial(check_choice, choices=("throughput", "memory")),
+    "hardware_profile": partial(check_type, kinds=_PATH, what="the path of a profile that meshwright calibrate wrote"),
+    "sequence_parallel": partial(check_bool, optional=True),
+    "weights": partial(check_type, kinds=(*_PATH, Sequence), what="the path of a checkpoint, or a list of files"),
+    "input_spec": partial(check_type, kinds=Mapping, what="a dict: {'input_ids': ((8, 2048), torch.int64)}"),
+    "sharding_plan": partial(check_type, kinds=ShardingPlan, what="a meshwright.ShardingPlan, which names roles"),
+    "gather_logits": check_bool,
+    "num_items_in_batch": partial(check_choice, choices=("auto", "global", "local")),
+    "optimizer_is_elementwise": check_bool,
+    "bucket_size_mb": check_number,
+    "engine": partial(check_type, kinds=str, what="the name of an engine"),
+    "loader": partial(check_type, kinds=LoaderOptions, what="a meshwright.LoaderOptions"),
+    "timeout_s": check_number,
+}

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from meshwright.automatic import choose_plan
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.completion import complete, plan_to_complete
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights, NewTensors
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import Peers
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.guard import start_guard
-from meshwright.given import given_plan, plan_in_model
+from meshwright.given import config_with, given_plan, plan_in_model
 from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, rebind
@@ -50,6 +50,8 @@ def to_distributed(
     device_num: int | None = None,
     node_num: int | None = None,
     config: ToDistributedConfig | None = None,
+    *,
+    plan: PlanLike | None = None,
 ) -> tuple[Any, Any, Any]:
     """Turn a one-device program into a distributed one; its training loop stays as it is.
 
@@ -68,7 +70,9 @@ def to_distributed(
         dataloader: yields global batches, of the size that one device would train on.
         device_num: devices a node; None: what was launched.
         node_num: nodes; None: what was launched.
-        config: the plan and options.
+        config: the options, and the plan where ``plan`` does not say it.
+        plan: how a step is spread over devices: a ParallelPlan, its words as the planner prints them ("dp2 tp2+sp
+            zero1"), a dict of its fields, the path of a plan file, or "auto" to have the planner pick.
 
     Returns:
         The model, the optimizer and a loader of this rank's rows. What was None stays None.
@@ -82,12 +86,9 @@ def to_distributed(
 
     Example::
 
-        plan = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
-        model, optimizer, loader = mw.to_distributed(
-            model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan)
-        )
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader, plan="dp2 tp2+sp zero1")
     """
-    config = config or ToDistributedConfig()
+    config = config_with(config, plan)
     runtime = find_runtime(model) if isinstance(model, nn.Module) else None
     if runtime is not None and (optimizer is not None or dataloader is not None):
         check_devices(device_num, node_num)

@@ -9,11 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
+from meshwright.fields import unknown_field
 from meshwright.launch import world_size
-from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan, read_plan
+from meshwright.other_names import PLAN_NAMES
+from meshwright.planner.plan_file import PLAN_VARIABLE, fields_of_text, launched_plan, read_plan
 from meshwright.plans.registry import CONFIG_KEY, ROLES_KEY
+
+_AHEAD = {"context", "interleave", "replicate", "recomputed_layers"}  # what only the planner has a word for
 
 
 def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
@@ -28,13 +32,7 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
     plan = config.plan
     if plan is None or plan == "auto":
         return None if launched is None else with_sequence_parallel(launched, config)
-    if isinstance(plan, str | os.PathLike):
-        plan = plan_of_fields(read_plan(plan), str(plan))
-    if not isinstance(plan, ParallelPlan):
-        raise PlanError(
-            f"ToDistributedConfig.plan must be a meshwright.ParallelPlan, 'auto', or the path of a plan file, not "
-            f"{type(plan).__name__}"
-        )
+    plan = resolve_plan(plan, "ToDistributedConfig.plan")
     plan = with_sequence_parallel(plan, config)
     if launched is not None and (launched := with_sequence_parallel(launched, config)) != plan:
         raise PlanError(
@@ -42,6 +40,63 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
             "leave one of them out, or make them equal"
         )
     return plan
+
+
+def config_with(config: ToDistributedConfig | None, plan: PlanLike | None) -> ToDistributedConfig:
+    """Return the config that a call's ``config=`` and ``plan=`` mean together.
+
+    The config is a copy, so that what the user assigns to theirs later changes nothing.
+
+    Raises:
+        PlanError: something else than a config, or two plans.
+    """
+    if config is not None and not isinstance(config, ToDistributedConfig):
+        if isinstance(config, ParallelPlan | str | os.PathLike | Mapping):
+            raise PlanError(
+                f"config={config!r} is a plan, and config takes the options; write plan={_shown(config)}, or "
+                f"config=ToDistributedConfig(plan={_shown(config)})"
+            )
+        raise PlanError(f"config={config!r} must be a meshwright.ToDistributedConfig, not {type(config).__name__}")
+    if isinstance(plan, ToDistributedConfig):
+        raise PlanError(
+            "plan= got a ToDistributedConfig, which holds options too; write config=ToDistributedConfig(...)"
+        )
+    if plan is None:
+        return dataclasses.replace(config) if config is not None else ToDistributedConfig()
+    if config is not None and config.plan is not None:
+        raise PlanError(
+            f"plan={_shown(plan)} and config=ToDistributedConfig(plan={_shown(config.plan)}) both say the plan; "
+            "leave one of them out"
+        )
+    return dataclasses.replace(config or ToDistributedConfig(), plan=plan)
+
+
+def resolve_plan(plan: PlanLike, source: str = "plan") -> ParallelPlan:
+    """Return the plan that a user wrote in any of the forms that ``to_distributed(plan=...)`` takes, but "auto".
+
+    Args:
+        plan: a ParallelPlan, its words, a dict of its fields, or the path of a plan file.
+        source: where it comes from, for messages.
+
+    Raises:
+        PlanError: none of them, a field that does not exist, or a plan that this version cannot run.
+
+    Example:
+        >>> resolve_plan("dp2 tp2+sp zero1") == ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
+        True
+    """
+    if isinstance(plan, ParallelPlan):
+        return plan
+    if isinstance(plan, Mapping):
+        return plan_of_fields(plan, source)
+    if isinstance(plan, str):
+        return plan_of_fields(fields_of_text(plan, source), source if not os.path.isfile(plan) else plan)
+    if isinstance(plan, os.PathLike):
+        return plan_of_fields(read_plan(plan), str(plan))
+    raise PlanError(
+        f"{source}={plan!r} must be a meshwright.ParallelPlan, its words ('dp2 tp2+sp zero1'), a dict of its fields, "
+        f"'auto' or the path of a plan file, not {type(plan).__name__}"
+    )
 
 
 def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
@@ -54,10 +109,21 @@ def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
     Raises:
         PlanError: what this version has no word for, or cannot run.
     """
-    known = {field.name for field in dataclasses.fields(ParallelPlan)}
-    if unknown := sorted(set(fields) - known):
-        raise PlanError(f"{source}: {', '.join(unknown)} is not available in this version; plan again")
-    return ParallelPlan(**fields)
+    if planned := sorted(set(fields) & _AHEAD):
+        raise PlanError(
+            f"{source}: {', '.join(planned)} is not available in this version; plan again without --allow-future"
+        )
+    for name in fields:
+        if name not in PLAN_FIELDS:
+            raise PlanError(f"{source}: {unknown_field('a plan', name, PLAN_FIELDS, PLAN_NAMES)}")
+    try:
+        return ParallelPlan(**fields)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from None
+
+
+def _shown(plan: PlanLike) -> str:
+    return f"{plan.label!r}" if isinstance(plan, ParallelPlan) else repr(plan)
 
 
 def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan | None:
@@ -75,13 +141,7 @@ def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan
     fields = {name: value for name, value in saved.items() if name != ROLES_KEY}
     if not fields:
         return None
-    known = [field.name for field in dataclasses.fields(ParallelPlan)]
-    if unknown := sorted(set(fields) - set(known)):
-        raise PlanError(f"{source} has {', '.join(unknown)}; the fields of a plan are {', '.join(known)}")
-    try:
-        plan = ParallelPlan(**fields)
-    except PlanError as error:
-        raise PlanError(f"{source}: {error}") from error
+    plan = plan_of_fields(fields, source)
     if plan.world_size != world_size():
         raise PlanError(
             f"{source} plans dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} = {plan.world_size} processes, "

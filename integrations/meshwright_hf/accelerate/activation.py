@@ -9,7 +9,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from meshwright.config import ToDistributedConfig
+from meshwright.config import PlanLike, ToDistributedConfig
+from meshwright.given import config_with
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.accelerate.preparation import prepare
 from meshwright_hf.versions import warn_outside_range
@@ -22,7 +23,12 @@ def is_causal_lm(model: nn.Module) -> bool:
     return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
 
 
-def activate(config: ToDistributedConfig | None = None, *, models: Callable[[nn.Module], bool] = is_causal_lm) -> None:
+def activate(
+    config: ToDistributedConfig | None = None,
+    *,
+    plan: PlanLike | None = None,
+    models: Callable[[nn.Module], bool] = is_causal_lm,
+) -> None:
     """Have ``accelerator.prepare`` distribute models by a plan, until ``deactivate``.
 
     Calls with any other model, and with none, stay accelerate's own. For a script of somebody else; in one's own,
@@ -30,14 +36,16 @@ def activate(config: ToDistributedConfig | None = None, *, models: Callable[[nn.
 
     Args:
         config: of every ``prepare``.
+        plan: of every ``prepare``, in any form that ``to_distributed`` takes.
         models: which ones; by default the causal LMs of transformers. Any model can be data-parallel.
 
     Example::
 
-        meshwright_hf.accelerate.activate(ToDistributedConfig(plan=ParallelPlan(tp=2)))
+        meshwright_hf.accelerate.activate(plan="tp2")
         runpy.run_path("run_clm_no_trainer.py", run_name="__main__")
     """
     warn_outside_range()
+    config = config_with(config, plan)
     deactivate()
     original = Accelerator.prepare
 

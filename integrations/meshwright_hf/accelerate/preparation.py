@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 from meshwright.automatic import choose_plan
 from meshwright.completion import plan_to_complete
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.distribute import to_distributed
 from meshwright.errors import PlanError
-from meshwright.given import given_plan, plan_in_model
+from meshwright.given import config_with, given_plan, plan_in_model
 from meshwright.launch import device_for
 from meshwright.optim.runtime import device_of, find_runtime, no_sync
 from meshwright.parallel.loss import uses_causal_lm_loss
@@ -34,7 +34,9 @@ from meshwright_hf.batches import global_batches
 from meshwright_hf.versions import warn_outside_range
 
 
-def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig | None = None) -> Any:
+def prepare(
+    accelerator: Accelerator, *objects: Any, config: ToDistributedConfig | None = None, plan: PlanLike | None = None
+) -> Any:
     """Distribute a script's objects by a plan, in place of ``accelerator.prepare``; the loop stays as it is.
 
     The plan is the config's, the launcher's or the model's own, or the planner picks one. A loader's batch is that of
@@ -48,7 +50,8 @@ def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig
         accelerator: the script's; changed in place.
         objects: one model, its optimizer, any number of loaders and schedulers, in any order; others, None among
             them, come back as they are.
-        config: the plan and options of ``to_distributed``.
+        config: the options of ``to_distributed``.
+        plan: as in ``to_distributed``: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict or a path.
 
     Returns:
         The objects in the same order; one alone as itself. The model is the user's own.
@@ -72,7 +75,7 @@ def prepare(accelerator: Accelerator, *objects: Any, config: ToDistributedConfig
     warn_outside_range()
     if not isinstance(accelerator, Accelerator):
         raise PlanError(f"the first argument of prepare is the Accelerator, not a {type(accelerator).__name__}")
-    config = config or ToDistributedConfig()
+    config = config_with(config, plan)
     given = _Objects.sort(objects)
     check_launch(accelerator)
     for name, value in given.named:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +29,10 @@ class MixedPrecision(StrEnum):
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program, or with -m the name of a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="A plan that meshwright plan --save wrote.")] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help='Plan in words, as in "dp2 tp2+sp zero1", or the file that meshwright plan --save wrote.'),
+    ] = None,
     dp: Annotated[int | None, typer.Option(help="Data parallel; by default what the others leave.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor parallel.")] = None,
     sequence_parallel: Annotated[

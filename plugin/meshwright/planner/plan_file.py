@@ -8,11 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.plan_text import is_plan_text, parse_plan
 
 PLAN_VERSION = 1
-PLAN_VARIABLE = "MESHWRIGHT_PLAN"  # of the environment: a launcher's plan, as a line of JSON or the path of a file
+PLAN_VARIABLE = (
+    "MESHWRIGHT_PLAN"  # of the environment: a launcher's plan: its words, a line of JSON or the path of a file
+)
+
+_FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 
 
 def plan_fields(plan: Candidate) -> dict[str, Any]:
@@ -80,25 +87,41 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a plan file, its version checked and left out.
 
     Raises:
-        PlanError: no such file, a line that is not ``key: value``, or another version.
+        PlanError: no such file, one that is not YAML's ``key: value``, or another version.
     """
     try:
         content = Path(path).read_text()
     except FileNotFoundError:
-        raise PlanError(f"{path}: no such plan; write one with meshwright plan --save") from None
-    fields: dict[str, Any] = {}
-    for number, line in enumerate(content.splitlines(), 1):
-        line = line.split("#")[0].strip()
-        if not line:
-            continue
-        key, colon, value = line.partition(":")
-        try:
-            fields[key.strip()] = json.loads(value) if value.strip()[:1] in '0123456789"tf[n-' else value.strip()
-        except json.JSONDecodeError:
-            colon = ""
-        if not colon:
-            raise PlanError(f"{path}: line {number}: {line!r} is not 'key: value'")
-    return _without_version(fields, str(path))
+        raise PlanError(
+            f"{path}: no such plan; write one with meshwright plan --save, or give the plan in words: "
+            "plan='dp2 tp2+sp zero1'"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"{path} cannot be read as a plan file ({error}); write one with meshwright plan --save"
+        ) from None
+    return _fields_in(content, str(path))
+
+
+def fields_of_text(text: str, source: str) -> dict[str, Any]:
+    """Return the fields that a string gives: a plan's words, a dict in JSON or YAML, or the path of a plan file.
+
+    Args:
+        text: the string.
+        source: where it comes from, for messages.
+
+    Raises:
+        PlanError: none of them.
+
+    Example:
+        >>> fields_of_text("dp2 zero1", "plan"), fields_of_text('{"tp":2}', "plan")
+        ({'dp': 2, 'zero_stage': 1}, {'tp': 2})
+    """
+    if text.lstrip().startswith("{"):
+        return _fields_in(text, source)
+    if not text.strip() or is_plan_text(text):
+        return parse_plan(text, source)
+    return read_plan(text)
 
 
 def plan_line(fields: Mapping[str, Any]) -> str:
@@ -118,21 +141,23 @@ def launched_plan() -> dict[str, Any] | None:
     """Return the fields of the plan in the environment (``MESHWRIGHT_PLAN``); None where there is none.
 
     Raises:
-        PlanError: neither a plan as a line of JSON nor the path of a plan file, or of another version.
+        PlanError: neither a plan's words, a line of JSON nor the path of a plan file, or of another version.
     """
     text = os.environ.get(PLAN_VARIABLE, "").strip()
-    if not text:
-        return None
-    if not text.startswith("{"):
-        return read_plan(text)
+    return fields_of_text(text, PLAN_VARIABLE) if text else None
+
+
+def _fields_in(content: str, source: str) -> dict[str, Any]:
+    """The fields of a YAML mapping, of which JSON is a part."""
     try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{PLAN_VARIABLE}={text!r} is not JSON ({error}); meshwright launch sets it") from None
-    return _without_version(fields, PLAN_VARIABLE)
-
-
-def _without_version(fields: dict[str, Any], source: str) -> dict[str, Any]:
-    if (version := fields.pop("version", None)) != PLAN_VERSION:
+        fields = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        raise PlanError(f"{source}: {line}{getattr(error, 'problem', None) or error}; {_FORM}") from None
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise PlanError(f"{source}: {fields!r} is not 'key: value'; {_FORM}")
+    version = fields.pop("version", PLAN_VERSION)  # by hand one need not write it
+    if version != PLAN_VERSION:
         raise PlanError(f"{source}: a plan of version {version}, and this is version {PLAN_VERSION}; plan again")
     return fields

@@ -1,0 +1,127 @@
+"""Checks of the fields of configuration dataclasses: a wrong name or type is an error that says what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from meshwright.errors import PlanError
+
+C = TypeVar("C", bound=type)
+
+
+def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most like a misspelt one; None where none is like it.
+
+    Example:
+        >>> nearest("sequence_paralel", ["sequence_parallel", "tp"])
+        'sequence_parallel'
+    """
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def unknown_field(owner: str, name: Any, known: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """Return what to say of a field that does not exist: the field to write instead.
+
+    Args:
+        owner: what has the fields, for example "ParallelPlan".
+        name: the field that it does not have.
+        known: the fields that it has.
+        elsewhere: the names that other frameworks use -> what to write here.
+    """
+    text = str(name)
+    said = (elsewhere or {}).get(text.lower().replace("-", "_")) or nearest(text, known)
+    cure = f"write {said}" if said else "remove it"
+    return f"{owner} has no field {name!r}; {cure}. Its fields are {', '.join(known)}"
+
+
+def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C]:
+    """Return a decorator of a keyword-only dataclass that turns a wrong argument's TypeError into a PlanError.
+
+    Args:
+        elsewhere: the names that other frameworks use -> what to write here.
+    """
+
+    def decorate(cls: C) -> C:
+        init: Any = cls.__init__  # type: ignore[misc]
+        known = [field.name for field in dataclasses.fields(cls) if field.init]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            if args:
+                raise PlanError(
+                    f"{cls.__name__} takes its fields by name, and got {args[0]!r} by position; write "
+                    f"{cls.__name__}({known[0]}={args[0]!r})"
+                )
+            for name in kwargs:
+                if name not in known:
+                    raise PlanError(unknown_field(cls.__name__, name, known, elsewhere))
+            init(self, **kwargs)
+
+        checked.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
+
+    return decorate
+
+
+def check_bool(owner: str, name: str, value: Any, *, optional: bool = False) -> None:
+    """Raise a PlanError unless the value is True or False (or None, if optional)."""
+    if not isinstance(value, bool) and not (optional and value is None):
+        others = "True, False or None" if optional else "True or False"
+        raise PlanError(f"{owner}.{name}={value!r} is a {_kind(value)} and must be {others}, without quotes")
+
+
+def check_int(owner: str, name: str, value: Any, *, least: int = 1, optional: bool = False) -> None:
+    """Raise a PlanError unless the value is an integer of at least ``least`` (or None, if optional)."""
+    if optional and value is None:
+        return
+    if type(value) is not int or value < least:
+        size = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise PlanError(f"{owner}.{name} must be {size}, not {value!r}{_as_number(owner, name, value, int)}")
+
+
+def check_number(owner: str, name: str, value: Any, *, optional: bool = False) -> None:
+    """Raise a PlanError unless the value is a finite number above zero (or None, if optional)."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        cure = _as_number(owner, name, value, float)
+        raise PlanError(f"{owner}.{name}={value!r} must be above zero" + (cure or ", a number in digits"))
+
+
+def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise a PlanError unless the value is one of the choices, and of its type."""
+    if any(type(value) is type(choice) and value == choice for choice in choices):
+        return
+    said = [repr(choice) for choice in choices]
+    raise PlanError(f"{owner}.{name}={value!r} must be {', '.join(said[:-1])} or {said[-1]}")
+
+
+def check_type(owner: str, name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> None:
+    """Raise a PlanError unless the value is None or one of the types.
+
+    Args:
+        what: the types in words, for messages.
+    """
+    if value is not None and not isinstance(value, kinds):
+        raise PlanError(f"{owner}.{name}={value!r} is a {_kind(value)} and must be {what}")
+
+
+def _kind(value: Any) -> str:
+    return {str: "string", int: "number", float: "number", type(None): "None"}.get(type(value), type(value).__name__)
+
+
+def _as_number(owner: str, name: str, value: Any, kind: type) -> str:
+    """What to write for a number that came as a string or as a whole float."""
+    try:
+        number = kind(value) if isinstance(value, str | float) else None
+    except (ValueError, OverflowError):
+        return ""
+    return "" if number is None or number <= 0 or number != float(value) else f"; write {owner}({name}={number})"

@@ -1,0 +1,46 @@
+"""What other frameworks call the fields of a ParallelPlan."""
+
+from __future__ import annotations
+
+_TP = (
+    "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size tp_degree mp mp_degree mp_size "
+    "model_parallel_size model_parallel autotp_size tp_plan"
+)
+_DP = (
+    "data_parallel data_parallel_size dp_size dp_degree world_size num_processes replicas dp_replicate_size "
+    "num_replicas ddp"
+)
+_PP = "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size pp_degree"
+_CP = "context_parallel context_parallel_size cp_size cp_degree ulysses_size sequence_parallel_size"
+_SP = "sp enable_sequence_parallel megatron_sp"
+_ZERO = "zero stage sharding sharding_stage zero_optimization zero_level use_distributed_optimizer"
+_FULL = "fsdp dp_shard_size fsdp_size fully_shard data_parallel_shard_degree sharding_strategy"
+_ROWS = (
+    "micro_batch microbatch_size micro_batches train_micro_batch_size_per_gpu batch_size micro_batch_size_per_gpu "
+    "per_device_train_batch_size mbs"
+)
+_STEPS = (
+    "accumulation accumulation_steps accumulate_steps grad_accum num_micro_batches num_microbatches "
+    "gradient_accumulation acc_steps ga"
+)
+_RECOMPUTE = (
+    "gradient_checkpointing activation_checkpointing checkpoint_activations recompute_granularity checkpointing "
+    "use_recompute recompute_activations"
+)
+
+PLAN_NAMES: dict[str, str] = {
+    name: ours
+    for theirs, ours in (
+        (_TP, "tp=N"),
+        (_DP, "dp=N"),
+        (_PP, "pp=N"),
+        (_CP, "cp=N"),
+        (_SP, "sequence_parallel=True"),
+        (_ZERO, "zero_stage=1, 2 or 3"),
+        (_FULL, "dp=N, zero_stage=3"),
+        (_ROWS, "micro_batch_size=N"),
+        (_STEPS, "gradient_accumulation_steps=N"),
+        (_RECOMPUTE, "recompute='full'"),
+    )
+    for name in theirs.split()
+}

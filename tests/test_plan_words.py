@@ -1,0 +1,223 @@
+"""A plan in words, as a dict, as a file or as a ParallelPlan: one plan, and an error that says what to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshwright as mw
+from meshwright.config import PLAN_FIELDS
+from meshwright.given import config_with, given_plan, plan_of_fields, resolve_plan
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.plan_file import PLAN_VARIABLE, plan_fields, read_plan, runnable_fields, save_plan
+from meshwright.planner.plan_text import format_plan, parse_plan
+
+sizes = st.integers(1, 4096)
+plans = st.builds(
+    dict,
+    dp=sizes,
+    tp=sizes,
+    sequence_parallel=st.booleans(),
+    zero_stage=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "full"]),
+).flatmap(
+    lambda fields: st.one_of(
+        st.just(fields),
+        sizes.map(lambda n: {**fields, "micro_batch_size": n}),
+        sizes.map(lambda n: {**fields, "gradient_accumulation_steps": n}),
+    )
+)
+
+
+@given(plans)
+def test_what_is_printed_is_read_again(fields: dict[str, Any]) -> None:
+    plan = mw.ParallelPlan(**fields)
+    assert resolve_plan(plan.label) == resolve_plan(format_plan(fields)) == plan
+    assert resolve_plan(plan.label.upper().replace(" ", ", ")) == plan
+    assert resolve_plan(json.dumps(fields)) == resolve_plan(fields) == plan
+
+
+@given(
+    st.builds(
+        Candidate,
+        replicate=st.integers(1, 8),
+        shard=st.integers(1, 8),
+        tp=sizes,
+        sequence_parallel=st.booleans(),
+        cp=st.integers(1, 4),
+        ring=st.booleans(),
+        pp=st.integers(1, 4),
+        interleave=st.integers(1, 4),
+        micro_batch=sizes,
+        accumulation=sizes,
+        zero_stage=st.integers(0, 3),
+        recompute=st.sampled_from(["none", "selective", "full"]),
+        recomputed=st.none() | st.integers(1, 9),
+    )
+)
+def test_the_planners_own_words(plan: Candidate) -> None:
+    """Each label that the planner can print is the plan that it saves, also where this version cannot run it."""
+    if (plan.replicate > 1 and plan.shard == 1 and plan.zero_stage) or (plan.interleave > 1 and plan.pp == 1):
+        return  # no such plan is searched: ZeRO over one shard, or chunks of one stage
+    if plan.recomputed is not None and plan.recompute != "full":
+        return
+    sharing = plan.sequence_parallel and plan.tp > 1  # the label has no sequence parallelism of one rank
+    wanted = plan_fields(plan) | {"sequence_parallel": sharing, "recompute": plan.recompute}
+    if plan.accumulation == 1:
+        wanted["micro_batch_size"] = None
+    if plan.cp > 1 and plan.ring:
+        wanted.pop("context")  # ring, by default
+    found = parse_plan(plan.label)
+    default = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False, "recompute": "none"}
+    assert default | found == wanted
+    if plan.runs_today:
+        fields = runnable_fields(plan) | {"sequence_parallel": sharing}
+        assert resolve_plan(plan.label) == mw.ParallelPlan(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("dp2 x tp2", {"dp": 2, "tp": 2}),
+        ("DP2,TP2+SP,zero1", {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}),
+        ("tp=2 sp", {"tp": 2, "sequence_parallel": True}),
+        ("tp=2 sequence_parallel=no zero=1", {"tp": 2, "sequence_parallel": False, "zero_stage": 1}),
+        ("dp4(2x2) zero0", {"dp": 4, "zero_stage": 0}),
+        ("mb4x1", {"micro_batch_size": None}),
+        ("mb4x2 recompute=full", {"micro_batch_size": 4, "recompute": "full"}),
+        ("tp2 zero_stage=1 tp2", {"tp": 2, "zero_stage": 1}),
+    ],
+)
+def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
+    assert parse_plan(text) == fields
+    assert resolve_plan(text) == mw.ParallelPlan(**fields)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("dp2 tq2", r"'tq2' is no word of a plan; did you mean tp2\? The words are dp2, tp2"),
+        ("dp2 zeor1", r"'zeor1' is no word of a plan; did you mean zero1"),
+        ("dp tp2", r"'dp' is no word of a plan; did you mean dp2"),
+        ("dp2 tp2 dp4", "gives dp twice, as 2 and 4"),
+        ("fast please", "'fast' is no word of a plan"),
+        ("tp2+sp(4)", "no word of a plan"),
+        ("zero7", "zero_stage=7 must be 0, 1, 2 or 3"),
+        ("dp0", "dp must be a positive integer, not 0"),
+        ("pp2", "pp=2: pipeline parallelism is not available in this version"),
+        ("pp2x2", "interleave is not available in this version"),
+        ("recompute=selective", "recompute='selective' is not available"),
+        ("tensor_parallel=2", "a plan has no field 'tensor_parallel'; write tp="),
+        ("fastest", "fastest: no such plan; write one with meshwright plan --save, or give the plan in words"),
+        ("   ", "'   ' has no words; write for example 'dp2 tp2"),
+        ("plans/mine.yaml", "plans/mine.yaml: no such plan"),
+        (Path("dp2"), "dp2: no such plan"),
+        ({"dp": 2, "tensor_parallel_size": 2}, "has no field 'tensor_parallel_size'; write tp="),
+        ({"dp": "2"}, r"dp must be a positive integer, not '2'; write ParallelPlan\(dp=2\)"),
+        ({2: 2}, "has no field 2"),
+        (4, "plan=4 must be a meshwright.ParallelPlan, its words"),
+        (mw.ParallelPlan, "must be a meshwright.ParallelPlan, its words"),
+    ],
+)
+def test_no_plan(plan: Any, message: str) -> None:
+    with pytest.raises(mw.PlanError, match=message):
+        resolve_plan(plan)
+
+
+PLAN_FILE = "# by hand\ndp: 2\ntp: 2\nsequence_parallel: {}\nzero_stage: 1  # of ZeRO\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("true", True), ("True", True), ("yes", True), ("false", False), ("False", False), ("no", False), ("off", False)],
+)
+def test_yaml_words_for_true_and_false(written: str, meant: bool, tmp_path: Path) -> None:
+    """Row 43: ``sequence_parallel: False`` in a plan file was read as true."""
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN_FILE.format(written))
+    assert resolve_plan(path).sequence_parallel is meant
+    assert resolve_plan(str(path)) == resolve_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('sequence_parallel: "no"\n', "plan.yaml: ParallelPlan.sequence_parallel='no' is a string and must be True or"),
+        ("sequence_paralel: true\n", "no field 'sequence_paralel'; write sequence_parallel. Its fields are dp, tp"),
+        ("dp: 2.0\n", r"dp must be a positive integer, not 2.0; write ParallelPlan\(dp=2\)"),
+        ("dp: true\n", "dp must be a positive integer, not True"),
+        ("dp: two\n", "dp must be a positive integer, not 'two'"),
+        ("dp 2\n", "is not 'key: value'; a plan has one field per line, as in 'dp: 2'"),
+        ("dp: [2\n", r"line 2: .*a plan has one field per line"),
+        ("- dp\n", "is not 'key: value'"),
+        ("", "None is not 'key: value'"),
+        ("version: 2\ndp: 2\n", "a plan of version 2, and this is version 1"),
+    ],
+)
+def test_a_plan_file_that_is_wrong(content: str, message: str, tmp_path: Path) -> None:
+    """Row 43: a field of the wrong type or name is an error that names the file and the field."""
+    path = tmp_path / "plan.yaml"
+    path.write_text(content)
+    with pytest.raises(mw.PlanError, match=message) as error:
+        resolve_plan(path)
+    assert str(path) in str(error.value)
+
+
+@settings(max_examples=20)
+@given(plans)
+def test_a_saved_plan_reads_back(fields: dict[str, Any]) -> None:
+    """Every value that ``meshwright plan --save`` writes keeps its type."""
+    import tempfile
+
+    accumulation = 2 if fields.get("micro_batch_size") else 1
+    plan = Candidate(
+        shard=fields["dp"],
+        tp=fields["tp"],
+        sequence_parallel=fields["sequence_parallel"],
+        zero_stage=fields["zero_stage"],
+        micro_batch=fields.get("micro_batch_size", 1),
+        accumulation=accumulation,
+        recompute=fields["recompute"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        save_plan(plan, path, comment="a: comment\nwith two lines")
+        assert read_plan(path) == plan_fields(plan)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp2 tp2", '{"dp": 2, "tp": 2}', '{"tp":2,"dp":2}', "{'dp': 2, 'tp': 2}", "{dp: 2, tp: 2}"]
+)
+def test_the_environment_takes_what_the_keyword_takes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLAN_VARIABLE, text)
+    assert given_plan(mw.ToDistributedConfig()) == mw.ParallelPlan(dp=2, tp=2)
+
+
+def test_keyword_and_config() -> None:
+    plan = mw.ParallelPlan(dp=2, tp=2)
+    for form in (plan, "dp2 tp2", {"dp": 2, "tp": 2}):
+        assert given_plan(config_with(None, form)) == plan
+        assert given_plan(config_with(mw.ToDistributedConfig(bucket_size_mb=1.0), form)) == plan
+        assert given_plan(mw.ToDistributedConfig(plan=form)) == plan
+    config = mw.ToDistributedConfig(sequence_parallel=True)
+    assert given_plan(config_with(config, "dp2 tp2")) == mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True)
+    assert config.plan is None
+    with pytest.raises(mw.PlanError, match=r"plan='dp2' and config=ToDistributedConfig\(plan='dp2 zero0'\) both say"):
+        config_with(mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2)), "dp2")
+    with pytest.raises(mw.PlanError, match="both say the plan"):
+        config_with(mw.ToDistributedConfig(plan="auto"), "dp2")
+
+
+def test_every_field_has_its_words() -> None:
+    changed = {
+        "dp": 3, "tp": 3, "cp": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1, "micro_batch_size": 3,
+        "gradient_accumulation_steps": 3, "recompute": "full",
+    }  # fmt: skip
+    for name in PLAN_FIELDS:
+        assert parse_plan(format_plan({name: changed[name]}))[name] == changed[name]
+    assert plan_of_fields({}, "nothing") == mw.ParallelPlan()
