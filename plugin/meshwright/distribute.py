@@ -23,7 +23,7 @@ from meshwright.faults.guard import start_guard
 from meshwright.given import config_with, given_plan, plan_in_model
 from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
-from meshwright.optim.rebind import check_ownership, rebind
+from meshwright.optim.rebind import check_ownership, shard_state
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
 from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.units import ShardedWeights
@@ -239,11 +239,11 @@ def _shard_model(
     prefix, decoder = without_wrappers(model)
     layouts = {prefix + name: layout for name, layout in structure.parameters.items()} if structure else {}
     made = succeed_together(lambda: make_weights(model, plan, layouts, runtime, weights.make, device))
-    replaced = made.attach(model)
+    made.attach(model)
     model.to(device)
     seed = torch.randint(2**31, (1,), device=device)
     agreed_seed = int(agree(seed, runtime.tp, runtime.dp))
-    install(model, optimizer, replaced, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
+    install(model, optimizer, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
     # With adapters, the model is around the decoder, and a user may save either.
     for part in {id(x): x for x in (model, decoder)}.values():
         export_with_full_weights(part)
@@ -279,7 +279,6 @@ def make_weights(
 def install(
     model: Any,
     optimizer: Optimizer | None,
-    replaced: dict[int, nn.Parameter],
     structure: DecoderStructure | None,
     plan: ParallelPlan,
     config: ToDistributedConfig,
@@ -291,15 +290,14 @@ def install(
     """Make a model whose parameters are shards already work as one of many; communicates nothing.
 
     Args:
-        replaced: ``id`` of each old parameter -> the new one, for the optimizer.
         seed: of the dropout streams, the same on all ranks.
     """
     tp, dp = runtime.tp, runtime.dp
     decoder: Any = without_wrappers(model)[1]
     if optimizer is not None:
-        rebind(optimizer, replaced)
+        shard_state(optimizer)
     if runtime.weights is not None:
-        runtime.weights.attach(model, replaced)
+        runtime.weights.attach(model)
     streams = runtime.streams = DropoutStreams(decoder, tp=tp, dp=dp, seed=seed)
     forward = ForwardState(
         decoder,

@@ -53,6 +53,11 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
     return getattr(tensor, _ATTRIBUTE, None)
 
 
+def forget_recipe(tensor: Tensor) -> None:
+    """Let go of a parameter's recipe: it has its values."""
+    vars(tensor).pop(_ATTRIBUTE, None)
+
+
 @contextlib.contextmanager
 def deferred_init() -> Iterator[None]:
     """Build a model without allocating its weights; ``to_distributed`` then allocates each rank's shard only.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.safetensors_file import memory_of
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
-from meshwright.construct.deferred import Recipe, recipe_of
+from meshwright.construct.deferred import Recipe, forget_recipe, recipe_of
 from meshwright.construct.tape import Tape
 from meshwright.construct.twin import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
@@ -30,11 +30,13 @@ class NewTensors:
     shards: Shards
     buffers: list[tuple[dict[str, Any], str, Tensor]]
 
-    def attach(self, model: nn.Module) -> dict[int, nn.Parameter]:
+    def attach(self, model: nn.Module) -> None:
         """Put everything in its place; see ``attach_shards``."""
         for owner, name, values in self.buffers:
             owner[name] = values
-        return attach_shards(model, self.shards)
+        attach_shards(model, self.shards)
+        for parameter in model.parameters():
+            forget_recipe(parameter)
 
 
 @dataclass

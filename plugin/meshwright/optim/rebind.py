@@ -1,4 +1,4 @@
-"""Point a user's optimizer at the sharded parameters, keeping its groups and its state."""
+"""Make the state of a user's optimizer that of the shards which its parameters have become."""
 
 from __future__ import annotations
 
@@ -30,25 +30,16 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def rebind(optimizer: Optimizer, replaced: dict[int, nn.Parameter]) -> None:
-    """Replace each parameter of the optimizer by its shard, and shard the state it already has.
-
-    Args:
-        optimizer: changed in place, so that schedulers made for it keep working.
-        replaced: ``id`` of the old parameter -> its shard, with a record.
-    """
-    state: dict[Any, Any] = {}
+def shard_state(optimizer: Optimizer) -> None:
+    """Cut the state that an optimizer has already, in place; its parameters are shards, with records."""
     for group in optimizer.param_groups:
-        for i, old in enumerate(group["params"]):
-            new = replaced[id(old)]
-            if old in optimizer.state:
-                state[new] = {key: _shard_state(value, new) for key, value in optimizer.state[old].items()}
-            group["params"][i] = new
-    optimizer.state.clear()
-    optimizer.state.update(state)
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                state.update({key: _shard_value(value, parameter) for key, value in state.items()})
 
 
-def _shard_state(value: Any, parameter: nn.Parameter) -> Any:
+def _shard_value(value: Any, parameter: nn.Parameter) -> Any:
     record = record_of(parameter)
     if isinstance(value, Tensor) and value.shape == record.global_shape and value.ndim:
         return record.layout.take(value, record.rank).to(parameter.device)

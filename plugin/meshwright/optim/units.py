@@ -75,21 +75,12 @@ class ShardedWeights:
         flat, index = self._place[id(parameter)]
         return flat.keep(index, local)
 
-    def attach(self, model: nn.Module, replaced: dict[int, nn.Parameter]) -> None:
-        """Begin to gather and release.
-
-        Args:
-            model: with parameters that :meth:`keep` left without values.
-            replaced: ``id`` of each parameter given before -> the new one.
-        """
-        for flat in self.flats:
-            flat.parameters = [replaced[id(p)] for p in flat.parameters]
-        places = {id(p): (flat, index) for flat in self.flats for index, p in enumerate(flat.parameters)}
-        self._place = places
+    def attach(self, model: nn.Module) -> None:
+        """Begin to gather and release the weights of a model, whose parameters :meth:`keep` left without values."""
         for step in self.steps:
             step.hook()
         for module in model.modules():
-            if any(id(p) in places for p in module.parameters(recurse=False)):
+            if any(id(p) in self._place for p in module.parameters(recurse=False)):
                 module.register_state_dict_pre_hook(self._refuse_state_dict)
                 module.register_load_state_dict_pre_hook(_refuse_load)
         for part in {id(x): x for x in (model, without_wrappers(model)[1])}.values():

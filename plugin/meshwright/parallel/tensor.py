@@ -1,4 +1,4 @@
-"""Apply tensor and sequence parallelism to a stock decoder: replace parameters, add hooks.
+"""Apply tensor and sequence parallelism to a stock decoder: give its parameters their shards, and add hooks.
 
 Per block and pass there is one gather at the input and one reduction at the output (design: four
 collectives a layer, not one a projection). Without sequence parallelism the pair is "nothing forward,
@@ -18,6 +18,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.block import BlockHooks, hidden_states
 from meshwright.parallel.collectives import Axis, reduce_for_shards
 from meshwright.parallel.dropout import DropoutStreams, Restore
+from meshwright.parallel.guarded import LocalGradient
 from meshwright.parallel.layout import RowLayout, ShardRecord, expanded
 from meshwright.parallel.localise import localise_attributes
 from meshwright.parallel.sequence import SequenceSharding
@@ -27,10 +28,10 @@ from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
 # Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
 
-# Given a parameter and its shard: what is to be put in the parameter's place.
+# Given a parameter and its shard: the values that the parameter is to have.
 Keep = Callable[[nn.Parameter, Tensor], Tensor]
 
-Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that they are to replace
+Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that is to hold them
 
 
 def make_shards(
@@ -70,26 +71,38 @@ def shard_shape(parameter: nn.Parameter, layout: Any | None) -> torch.Size:
     return torch.Size(shape)
 
 
-def attach_shards(model: nn.Module, shards: Shards) -> dict[int, nn.Parameter]:
-    """Replace each parameter by its shard; a tied parameter stays one parameter.
+def attach_shards(model: nn.Module, shards: Shards) -> None:
+    """Give each parameter its shard, its record, and its part of the gradient that it has.
 
-    Returns:
-        ``id`` of the old parameter -> the new one, for the optimizer.
+    The parameters stay the objects that the user's lists, hooks and optimizers know.
     """
-    replaced: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in replaced:
-            shard, record = shards[id(parameter)]
-            new = parameter
-            if record.is_sharded or parameter.is_meta:
-                new = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            else:
-                new.data = shard  # its identity may matter to the user; only .data moves
-            new.meshwright = record  # type: ignore[attr-defined]
-            replaced[id(parameter)] = new
-        module_name, _, suffix = name.rpartition(".")
-        model.get_submodule(module_name)._parameters[suffix] = replaced[id(parameter)]
-    return replaced
+    for parameter in model.parameters():
+        shard, record = shards[id(parameter)]
+        gradient, parameter.grad = parameter.grad, None
+        _set_values(parameter, shard)
+        parameter.meshwright = record  # type: ignore[attr-defined]
+        if gradient is not None and record.is_sharded:
+            gradient = record.layout.take(gradient, record.rank).as_subclass(LocalGradient)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other values, of any shape and device; its attributes and hooks stay."""
+    if parameter.shape != values.shape:
+        # A graph may still hold the node that expects the old shape; torch lets go of it where the dtype changes.
+        other = torch.float32 if parameter.dtype is not torch.float32 else torch.float64
+        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    if not parameter.is_meta:
+        parameter.data = values
+        return
+    # torch gives no memory to what is on the meta device. Not torch.utils.swap_tensors, which refuses weak references.
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, made)
+    parameter._backward_hooks = parameter._backward_hooks  # the swap took torch's record of them along
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    if type(made) is not nn.Parameter:  # a fake tensor, while a plan is traced
+        parameter.__class__ = type(made)
+        vars(parameter).update(vars(made))
 
 
 def install_tensor_parallel(

@@ -173,11 +173,11 @@ def _install(
     runtime = Runtime(tp=tp, dp=dp, parameters=[])
     with fake:
         made = make_weights(model, plan, layouts, runtime, make, torch.device("cpu"))
-    replaced = made.attach(model)
+    made.attach(model)
     has_own_loss = uses_causal_lm_loss(model)
     with fake:
         config = ToDistributedConfig(plan=plan)
-        install(model, optimizer, replaced, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
+        install(model, optimizer, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
     return runtime, optimizer
 
 
