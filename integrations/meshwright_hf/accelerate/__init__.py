@@ -9,6 +9,7 @@ Example::
 """
 
 from meshwright_hf.accelerate.activation import activate, deactivate
+from meshwright_hf.accelerate.drop_in import Accelerator
 from meshwright_hf.accelerate.preparation import prepare
 
-__all__ = ["activate", "deactivate", "prepare"]
+__all__ = ["Accelerator", "activate", "deactivate", "prepare"]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.config import LoaderOptions
+from meshwright.config import LoaderOptions, ParallelPlan
+from meshwright.data.tree import map_tensors
 from meshwright.optim.runtime import find_runtime, runtime_of
+from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright_hf.accelerate import state
+from meshwright_hf.accelerate.announced import check_announced
 from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
@@ -27,13 +31,48 @@ class PlannedAccelerator(Accelerator):
     """
 
     _loader_options = LoaderOptions()
-    _is_saving = False
+    _plan: ParallelPlan | None = None  # known before the first model is prepared
+    _is_saving = _counts_all = False
+    told_processes: frozenset[int] = frozenset()  # what num_processes has said
+
+    @property
+    def num_processes(self) -> int:
+        """The data-parallel ranks, which is what scripts multiply schedules and losses by.
+
+        Ranks of the other axes share a batch. All processes are ``state.num_processes``.
+        """
+        dp = self._dp()
+        if self._counts_all or (dp is None and (self._models or self._plan is None)):
+            count = int(self.state.num_processes)
+        else:
+            count = self._plan.dp if dp is None and self._plan is not None else dp.size  # type: ignore[union-attr]
+        if not self._counts_all:
+            self.told_processes |= {count}
+        return count
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return bool(self.state.is_last_process)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each data-parallel rank its part; the ranks that share a batch get the same."""
+        dp = self._dp()
+        if dp is None:
+            with super().split_between_processes(inputs, apply_padding=apply_padding) as part:
+                yield part
+            return
+        place = SimpleNamespace(num_processes=dp.size, process_index=dp.rank, device=self.device)
+        with PartialState.split_between_processes(place, inputs, apply_padding=apply_padding) as part:
+            yield part
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Put a loader on the mesh of the model that was prepared with it, or last."""
         is_plain = isinstance(data_loader, DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False)
         if not (is_plain and state.planned_models(self)):
-            return super().prepare_data_loader(data_loader, *args, **kwargs)
+            with self._counting_all():
+                return super().prepare_data_loader(data_loader, *args, **kwargs)
         model = state.planned_models(self)[-1]
         loader = plan_loader(data_loader, model, self._loader_options, is_global=self.split_batches)
         self._dataloaders.append(loader)
@@ -44,6 +83,7 @@ class PlannedAccelerator(Accelerator):
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
+        check_announced(self.told_processes, runtime.dp.size)
         optimizers = [wrapper for wrapper in self._optimizers if wrapper.optimizer is scheduler.optimizer]
         planned = PlannedScheduler(
             scheduler,
@@ -74,13 +114,30 @@ class PlannedAccelerator(Accelerator):
             for gradient, _ in runtime.counted_gradients():
                 gradient.clamp_(-clip_value, clip_value)
 
+    def gather(self, tensor: Any) -> Any:
+        """Join the rows of the data-parallel ranks; ranks that share a batch have the same, which counts once."""
+        dp = self._dp()
+        if dp is None or not has_only_tensors(tensor):
+            return super().gather(tensor)
+        return gather_tensors(tensor, dp)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce over the data-parallel ranks; ranks that share a batch have the same, which counts once."""
+        dp = self._dp()
+        if dp is None or not has_only_tensors(tensor):
+            return super().reduce(tensor, reduction, scale)
+
+        def reduced(x: Tensor) -> Tensor:
+            total = maximum(x.clone(), dp) if reduction == "max" else all_reduce(x.clone(), dp)
+            return total.div_(dp.size) if reduction == "mean" and dp.size > 1 else total
+
+        return map_tensors(tensor, reduced)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Join the rows of all ranks: none twice, in the order of the dataset."""
-        loader = self.gradient_state.active_dataloader
-        models = state.planned_models(self)
-        if not models or (loader is not None and not isinstance(loader, PlannedLoader)):
+        loader, dp = self.gradient_state.active_dataloader, self._dp()
+        if dp is None or (loader is not None and not isinstance(loader, PlannedLoader)):
             return super().gather_for_metrics(input_data, use_gather_object)
-        dp = runtime_of(models[-1]).dp if loader is None else loader.dp
         is_blank, rows = False, None
         if loader is not None:
             is_blank = loader.rows == 0
@@ -166,6 +223,23 @@ class PlannedAccelerator(Accelerator):
             hook.remove()
         state.load_progress(self, found[0])
 
+    def _dp(self) -> Axis | None:
+        """The axis whose ranks have different rows: of the loader at hand, or of the model prepared last."""
+        loader = self.gradient_state.active_dataloader
+        if isinstance(loader, PlannedLoader):
+            return loader.dp
+        models = state.planned_models(self)
+        return runtime_of(models[-1]).dp if models else None
+
+    @contextlib.contextmanager
+    def _counting_all(self) -> Iterator[None]:
+        """Inside, num_processes is what accelerate's own loaders deal rows by."""
+        before, self._counts_all = self._counts_all, True
+        try:
+            yield
+        finally:
+            self._counts_all = before
+
     def _model_of(self, parameters: Iterable[Tensor]) -> nn.Module | None:
         """The planned model whose parameters these are; None if they are of none.
 
@@ -185,11 +259,22 @@ class PlannedAccelerator(Accelerator):
         return None
 
 
-def become_planned(accelerator: Accelerator, options: LoaderOptions) -> None:
-    """Give an Accelerator the methods above; it stays the user's object, and of the class that it was."""
+def become_planned(
+    accelerator: Accelerator, options: LoaderOptions | None = None, *, plan: ParallelPlan | None = None
+) -> None:
+    """Give an Accelerator the methods above; it stays the user's object, and of the class that it was.
+
+    Args:
+        accelerator: changed in place.
+        options: how its loaders read.
+        plan: of the models to come, where it is known.
+    """
     if not isinstance(accelerator, PlannedAccelerator):
         kind = type(accelerator)
         is_stock = kind is Accelerator
         accelerator.__class__ = PlannedAccelerator if is_stock else type(kind.__name__, (PlannedAccelerator, kind), {})
     assert isinstance(accelerator, PlannedAccelerator)
-    accelerator._loader_options = options
+    if options is not None:
+        accelerator._loader_options = options
+    if plan is not None:
+        accelerator._plan = plan

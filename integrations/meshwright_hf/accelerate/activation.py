@@ -8,14 +8,20 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.config import PlanLike, ToDistributedConfig
-from meshwright.given import config_with
+from meshwright.given import config_with, given_plan
 from meshwright.optim.runtime import find_runtime
+from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
+from meshwright_hf.accelerate.announced import check_announced
+from meshwright_hf.accelerate.checks import check_placement
 from meshwright_hf.accelerate.preparation import prepare
+from meshwright_hf.accelerate.state import is_new_model
 from meshwright_hf.versions import warn_outside_range
 
 _ORIGINAL = "_meshwright_original"
+_PATCHED = ("__init__", "prepare")
 
 
 def is_causal_lm(model: nn.Module) -> bool:
@@ -47,25 +53,31 @@ def activate(
     warn_outside_range()
     config = config_with(config, plan)
     deactivate()
-    original = Accelerator.prepare
+    make, original = Accelerator.__init__, Accelerator.prepare
+    known = given_plan(config)
+
+    @functools.wraps(make)
+    def make_by_plan(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        become_planned(self, plan=known)  # a schedule is made of num_processes, before prepare
 
     @functools.wraps(original)
     def prepare_by_plan(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        if not any(_is_new(value) and (find_runtime(value) is not None or models(value)) for value in args):
-            return original(self, *args, device_placement=device_placement)
-        if device_placement is not None:
-            raise ValueError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
-        return prepare(self, *args, config=config)
+        if any(is_new_model(value) and (find_runtime(value) is not None or models(value)) for value in args):
+            check_placement(device_placement)
+            return prepare(self, *args, config=config)
+        if isinstance(self, PlannedAccelerator) and any(is_new_model(value) for value in args):
+            schedulers = [value for value in args if isinstance(value, LRScheduler)]
+            check_announced(self.told_processes if schedulers else (), self.state.num_processes)
+        return original(self, *args, device_placement=device_placement)
 
-    setattr(prepare_by_plan, _ORIGINAL, original)
-    Accelerator.prepare = prepare_by_plan
+    for name, patched in (("__init__", make_by_plan), ("prepare", prepare_by_plan)):
+        setattr(patched, _ORIGINAL, getattr(Accelerator, name))
+        setattr(Accelerator, name, patched)
 
 
 def deactivate() -> None:
     """Give ``accelerator.prepare`` back; what was prepared stays distributed."""
-    Accelerator.prepare = getattr(Accelerator.prepare, _ORIGINAL, Accelerator.prepare)
-
-
-def _is_new(value: Any) -> bool:
-    """Whether this is a model that no Accelerator has yet."""
-    return isinstance(value, nn.Module) and not getattr(value, "_is_accelerate_prepared", False)
+    for name in _PATCHED:
+        patched = getattr(Accelerator, name)
+        setattr(Accelerator, name, getattr(patched, _ORIGINAL, patched))

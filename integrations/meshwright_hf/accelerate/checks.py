@@ -28,13 +28,31 @@ def check_launch(accelerator: Accelerator) -> None:
         PlanError: naming both numbers.
     """
     launched = world_size()
-    if accelerator.num_processes == launched:
+    if accelerator.state.num_processes == launched:
         return
-    raise PlanError(
-        f"{launched} processes were launched, but this Accelerator is of {accelerator.num_processes}: "
-        "without a GPU, Accelerator() makes each process a program of its own, and says nothing. Use "
-        "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true as `meshwright launch` does"
+    said = f"{launched} processes were launched, but this Accelerator is of {accelerator.state.num_processes}: "
+    earlier = (
+        "a PartialState was made before the Accelerator and without cpu=True, which makes each process a program of "
+        "its own, and every later Accelerator shares it. Write PartialState(cpu=True) there, or make the Accelerator "
+        "before anything that makes one (PartialState(), TrainingArguments(), accelerate.logging)"
     )
+    if _is_set("ACCELERATE_USE_CPU"):  # the Accelerator has asked for the CPU, so that it was not the first
+        raise PlanError(said + earlier)
+    raise PlanError(
+        f"{said}without a GPU, Accelerator() makes each process a program of its own, and says nothing. Use "
+        "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true as `meshwright launch` does. If it has cpu=True "
+        f"already, {earlier}"
+    )
+
+
+def check_placement(device_placement: list[bool] | None) -> None:
+    """Refuse the argument of ``accelerator.prepare`` that a plan has no use for.
+
+    Raises:
+        PlanError: naming it.
+    """
+    if device_placement is not None:
+        raise PlanError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
 
 
 def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
@@ -73,7 +91,7 @@ def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
         strategy = getattr(fsdp, "sharding_strategy", None) or getattr(fsdp, "reshard_after_forward", None)
         said = f"FullyShardedDataParallelPlugin({strategy or ''})"
         raise PlanError(
-            f"{said} wants to shard the model over {accelerator.num_processes} processes, and the plan says "
+            f"{said} wants to shard the model over {accelerator.state.num_processes} processes, and the plan says "
             f"dp={plan.dp}, tp={plan.tp}, zero_stage={plan.zero_stage}; leave the plugin (ACCELERATE_USE_FSDP) out, "
             "and choose what is sharded over dp by ParallelPlan(zero_stage=...)"
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +30,7 @@ from meshwright.parallel.loss import uses_causal_lm_loss
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.plans.adapters import without_wrappers
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
+from meshwright_hf.accelerate.announced import check_announced, was_read_by_callers
 from meshwright_hf.accelerate.checks import check_launch, check_model, check_not_prepared, check_settings
 from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
 from meshwright_hf.accelerate.state import planned_models
@@ -126,11 +130,17 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     model: Any = given.model
     check_model(accelerator, model)
     loaders = [loader for loader in given.loaders if not isinstance(loader, PlannedLoader)]
+    if config.num_items_in_batch == "auto":
+        # accelerate's recipe passes the global count and multiplies the loss by num_processes, as DDP needs it. Read
+        # as counts of each rank, dp global ones add up to the divisor that undoes this.
+        config = dataclasses.replace(config, num_items_in_batch="local")
     runtime = find_runtime(model)  # of a model that from_pretrained has distributed
     plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
     check_settings(accelerator, plan)
+    if given.schedulers:
+        check_announced(_told(accelerator), plan.dp)
     for loader in loaders:
         check_loader(loader, plan.dp, config.loader, is_global=accelerator.split_batches)
     if runtime is None and accelerator.device_placement and not any(p.is_meta for p in model.parameters()):
@@ -171,11 +181,33 @@ def _mark(value: Any) -> Any:
 def _equip(accelerator: Accelerator, model: Any) -> None:
     """Give the model what accelerate looks for or gives one: no_sync, and mixed precision around forward."""
     _mark(model)
-    model.no_sync = functools.partial(no_sync, model)
+    model.no_sync = functools.partial(_no_sync, model)
     if accelerator.native_amp:
         model._original_forward = forward = model.forward
         context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
         model.forward = convert_outputs_to_fp32(context(forward))
+
+
+def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """What accelerate and its scripts call between the steps of a window; LocalSGD holds it over steps.
+
+    Raises:
+        PlanError: from LocalSGD.
+    """
+    if sys._getframe(1).f_globals.get("__name__") == LocalSGD.__module__:
+        raise PlanError(
+            "LocalSGD lets each process step its own replica and averages the weights now and then, which no single "
+            "device does, and a plan shares each step over its ranks; write LocalSGD(..., enabled=False), or leave it "
+            "out, and reduce communication by Accelerator(gradient_accumulation_steps=...)"
+        )
+    return no_sync(model)
+
+
+def _told(accelerator: Accelerator) -> frozenset[int]:
+    """What num_processes has said so far."""
+    if isinstance(accelerator, PlannedAccelerator):
+        return accelerator.told_processes
+    return frozenset({accelerator.num_processes}) if was_read_by_callers() else frozenset()
 
 
 def _pick_plan(
@@ -186,7 +218,7 @@ def _pick_plan(
     config: ToDistributedConfig,
 ) -> ParallelPlan:
     """The planner's choice for the batch that it makes itself, since a rank's batch times dp is the global one."""
-    dp, tried = accelerator.num_processes, set()
+    dp, tried = accelerator.state.num_processes, set()
     decoder = without_wrappers(model)[1]
     while True:
         loader = loaders[0] if loaders else None

@@ -85,6 +85,11 @@ def planned_models(accelerator: Accelerator) -> list[nn.Module]:
     return [model for model in accelerator._models if find_runtime(model) is not None]
 
 
+def is_new_model(value: Any) -> bool:
+    """Whether this is a model that no Accelerator has prepared."""
+    return isinstance(value, nn.Module) and not getattr(value, "_is_accelerate_prepared", False)
+
+
 def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / PROGRESS
     if not path.is_file():

@@ -1,0 +1,71 @@
+"""What a script is told by ``accelerator.num_processes`` before ``prepare``: schedules are made of it.
+
+A scheduler steps once for each batch of the loader that a step takes: dp times. A script that multiplies the lengths of
+its schedule by a larger number stretches it, which only shows at the end of training.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType, FunctionType
+
+from meshwright.errors import PlanError
+
+_NAME = "num_processes"
+
+
+def check_announced(told: Iterable[int], dp: int) -> None:
+    """Raise unless a schedule was made of the number of ranks by which it will be stepped.
+
+    Args:
+        told: what ``accelerator.num_processes`` has said so far.
+        dp: how many steps of the scheduler an optimizer step takes.
+
+    Raises:
+        PlanError: naming both numbers.
+    """
+    wrong = [count for count in told if count != dp]
+    if not wrong:
+        return
+    raise PlanError(
+        f"accelerator.num_processes was read before prepare and said {wrong[0]}, and the plan has dp={dp}: a scheduler "
+        f"steps {dp} time(s) per optimizer step, so a schedule of lengths times {wrong[0]} would run at "
+        f"{dp}/{wrong[0]} of its speed. Give the Accelerator the plan when it is made, so that num_processes is dp "
+        "from the start:\n"
+        "    from meshwright_hf.accelerate import Accelerator\n"
+        "    accelerator = Accelerator(..., plan='dp2 tp2')  # or: meshwright launch --dp 2 --tp 2\n"
+        "    model, optimizer, ... = accelerator.prepare(model, optimizer, ...)"
+    )
+
+
+def was_read_by_callers() -> bool:
+    """Whether the functions that are being called name ``num_processes`` before this call, or call one that does.
+
+    An Accelerator that was made without a plan cannot tell who has asked it; the program's code can.
+    """
+    return any(_reads_before(frame) for frame in _callers())
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("meshwright_hf", "meshwright", "accelerate", "runpy"):
+            yield frame
+        frame = frame.f_back
+
+
+def _reads_before(frame: FrameType) -> bool:
+    names = {i.argval for i in dis.get_instructions(frame.f_code) if i.offset < frame.f_lasti}
+    scope = {**frame.f_globals, **frame.f_locals}
+    own = frame.f_globals.get("__name__")
+    functions = (scope.get(name) for name in names if isinstance(name, str))
+    called = [f for f in functions if isinstance(f, FunctionType) and f.__module__ == own]
+    return _NAME in names or any(_NAME in _names(function.__code__) for function in called)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (value for value in code.co_consts if isinstance(value, CodeType))
+    return set(code.co_names).union(*(_names(value) for value in inner))

@@ -1,0 +1,210 @@
+"""Scripts of transformers and accelerate that count processes, under plans whose processes share batches.
+
+Tolerance 1e-10 relative in float64, where only the order of sums differs; see test_accelerate.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+from unittest import mock
+
+import accelerate
+import pytest
+import torch
+from accelerate.local_sgd import LocalSGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import meshwright as mw
+import meshwright_hf.accelerate
+from meshwright.errors import PlanError
+from meshwright.planner.plan_file import plan_line
+from meshwright_hf.accelerate import activate, deactivate
+from support.accelerated import dataset, forget
+from support.exact import Float64
+from support.models import build
+from support.recipes import Curve, accumulation_for_causal_lms, clm_no_trainer
+from support.reference import make_optimizer
+
+TP2, DP2_ZERO1 = {"tp": 2}, {"dp": 2, "zero_stage": 1}
+SP_DP_ZERO = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}
+TOLERANCE = 1e-10
+SCRIPTS = {"no_trainer": clm_no_trainer, "accumulation": accumulation_for_causal_lms}
+
+
+def config(plan: dict[str, Any]) -> mw.ToDistributedConfig:
+    return mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+
+
+def run(script: str, plan: dict[str, Any] | None, how: str = "", dp: int = 1, **options: Any) -> Curve:
+    """Run a script, stock in one process, or by one of the ways to give it a plan."""
+    forget()
+    made = {"cpu": True, "gradient_accumulation_steps": 2}
+    body = functools.partial(SCRIPTS[script], dp=dp, **options)
+    variables = {"MESHWRIGHT_PLAN": plan_line(plan)} if plan and how == "launched" else {}
+    try:
+        with Float64(), mock.patch.dict(os.environ, variables):
+            if how in ("class", "launched"):
+                given = {"plan": mw.ParallelPlan(**plan)} if plan and how == "class" else {}
+                accelerator: Any = meshwright_hf.accelerate.Accelerator(**made, **given)
+                return body(accelerator, accelerator.prepare)
+            if how == "activate":
+                assert plan is not None
+                activate(config(plan))
+            accelerator = accelerate.Accelerator(**made)
+            if how == "prepare":
+                assert plan is not None
+                by_plan = functools.partial(meshwright_hf.accelerate.prepare, accelerator, config=config(plan))
+                return body(accelerator, by_plan)
+            return body(accelerator, accelerator.prepare)
+    finally:
+        deactivate()
+        forget()
+
+
+@functools.cache
+def reference(script: str, **options: Any) -> Curve:
+    return run(script, None, **options)
+
+
+def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
+
+
+@pytest.mark.parametrize(("how", "plan"), [("activate", TP2), ("class", SP_DP_ZERO), ("launched", DP2_ZERO1)])
+@pytest.mark.parametrize("max_train_steps", [5, None], ids=["steps", "epochs"])
+def test_a_stock_schedule_ends_where_it_should(
+    how: str, plan: dict[str, Any], max_train_steps: int | None, request: pytest.FixtureRequest
+) -> None:
+    """Row 35: the learning rate falls to 0 with the last step, whether lengths are times num_processes or not."""
+    dp = plan.get("dp", 1)
+    expected = reference("no_trainer", max_train_steps=max_train_steps)
+    assert expected.rates[-1] == 0 < expected.rates[-2], "the schedule has an end to miss"
+    for rank in pool_for(plan, request).run(
+        run, "no_trainer", plan, how, dp, max_train_steps=max_train_steps, timeout=120
+    ):
+        assert rank.difference(expected) <= TOLERANCE
+
+
+def test_a_schedule_of_another_number_is_refused(pool2: Any) -> None:
+    """Row 35: the plan comes with prepare, and the script has read num_processes before."""
+    errors = pool2.run_expecting_error(run, "no_trainer", TP2, "prepare", 1, max_train_steps=5)
+    for kind, message in errors:
+        assert kind == "PlanError"
+        assert "num_processes was read before prepare and said 2, and the plan has dp=1" in message
+        assert "from meshwright_hf.accelerate import Accelerator" in message
+
+
+@pytest.mark.parametrize(
+    ("how", "plan"), [("prepare", DP2_ZERO1), ("prepare", TP2), ("class", SP_DP_ZERO)], ids=["dp2", "tp2", "dp2xtp2"]
+)
+def test_the_accumulation_recipe_counts_each_row_once(
+    how: str, plan: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Row 36: the count of the window over all processes, and the loss times their number."""
+    expected = reference("accumulation")
+    for rank in pool_for(plan, request).run(run, "accumulation", plan, how, plan.get("dp", 1), timeout=120):
+        assert rank.difference(expected) <= TOLERANCE
+
+
+def collectives(plan: dict[str, Any]) -> dict[str, Any]:
+    forget()
+    try:
+        accelerator: Any = meshwright_hf.accelerate.Accelerator(cpu=True, plan=mw.ParallelPlan(**plan))
+        before = accelerator.num_processes
+        model = build("llama")
+        model, loader = accelerator.prepare(model, DataLoader(dataset(8), batch_size=8 // before))
+        ids = next(iter(loader))["input_ids"]
+        with accelerator.split_between_processes(list(range(5))) as part, torch.no_grad():
+            prompts = list(part)
+        own = torch.tensor(float(len(ids)))
+        return {
+            "counts": (before, accelerator.num_processes, accelerator.state.num_processes),
+            "rows": accelerator.gather(ids),
+            "sum": accelerator.reduce(own).item(),
+            "mean": accelerator.reduce({"x": own}, "mean")["x"].item(),
+            "most": accelerator.reduce(own, "max").item(),
+            "part": prompts,
+            "is_last": accelerator.is_last_process,
+        }
+    finally:
+        forget()
+
+
+@pytest.mark.parametrize("plan", [TP2, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_collectives_of_the_accelerator_are_over_the_data_parallel_ranks(
+    plan: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Row 36: ranks that share rows count once; before, gather under tp returned each row tp times."""
+    dp, tp = plan.get("dp", 1), plan.get("tp", 1)
+    ranks = pool_for(plan, request).run(collectives, plan)
+    rows = torch.stack([row["input_ids"] for row in dataset(8)])
+    for index, found in enumerate(ranks):
+        assert found["counts"] == (dp, dp, dp * tp)
+        assert torch.equal(found["rows"], rows)
+        assert (found["sum"], found["mean"], found["most"]) == (8, 8 / dp, 8 / dp)
+        assert found["part"] == ([0, 1, 2, 3, 4] if dp == 1 else [[0, 1, 2], [3, 4]][index // tp])
+        assert found["is_last"] == (index == len(ranks) - 1)
+
+
+def average_now_and_then(plan: dict[str, Any]) -> None:
+    """accelerate's local_sgd.py."""
+    forget()
+    try:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = build("llama")
+        objects = (model, make_optimizer(model), DataLoader(dataset(8), batch_size=2))
+        model, optimizer, loader = meshwright_hf.accelerate.prepare(accelerator, *objects, config=config(plan))
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local_sgd:
+            for batch in loader:
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+    finally:
+        forget()
+
+
+def test_local_sgd_is_refused_by_name(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(average_now_and_then, {"dp": 2}):
+        assert kind == "PlanError"
+        assert "LocalSGD(..., enabled=False)" in message
+
+
+def test_the_cause_of_an_accelerator_for_itself_is_a_partial_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As under `meshwright launch` on CPU, with a PartialState() before the Accelerator.
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    forget()
+    accelerate.PartialState()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    try:
+        with pytest.raises(PlanError, match=r"is of 1: a PartialState was made before.*PartialState\(cpu=True\) there"):
+            meshwright_hf.accelerate.prepare(accelerate.Accelerator(), build("llama"), config=config({"dp": 2}))
+    finally:
+        forget()
+
+
+def schedule_elsewhere(plan: dict[str, Any]) -> str:
+    """A launch that picks no plan, and an Accelerator that was asked before one was."""
+    forget()
+    try:
+        accelerator = meshwright_hf.accelerate.Accelerator(cpu=True)
+        model = build("llama")
+        optimizer = make_optimizer(model)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / accelerator.num_processes)
+        accelerator._config = config(plan)  # as if the planner picked it
+        accelerator.prepare(model, optimizer)
+        try:
+            accelerator.prepare(scheduler)
+        except PlanError as error:
+            return str(error)
+        return ""
+    finally:
+        forget()
+
+
+def test_a_schedule_that_is_prepared_later_is_refused_too(pool2: Any) -> None:
+    assert all("said 2, and the plan has dp=1" in message for message in pool2.run(schedule_elsewhere, TP2))
