@@ -35,7 +35,8 @@ def test_inputs(family: str, scenario: str, pool2: Any) -> None:
 @pytest.mark.parametrize("scenario", ["plain", "left padding", "num_items_in_batch", "an odd length"])
 def test_inputs_split_over_data_parallel_ranks(scenario: str, pool2: Any) -> None:
     # "an odd length" has 3 rows: one rank gets 1, the other 2.
-    ranks = pool2.run(one_step, "llama", scenario, {"dp": 2})
+    config = {"num_items_in_batch": "global"}
+    ranks = pool2.run(one_step, "llama", scenario, {"dp": 2}, config=config)
     assert_equal_steps(ranks[0], one_step("llama", scenario))
 
 

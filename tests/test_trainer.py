@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
-from meshwright.parallel.loss import CausalLMLoss
+from meshwright.parallel.mean import GlobalMean
 from support.trainers import Run, run_trainer
 
 TOLERANCE = 1e-5
@@ -74,7 +74,7 @@ def test_20_steps_evaluation_and_predictions_equal_one_process(
 
 def run_misreading_counts(output_dir: Path, plan: dict[str, Any], **options: Any) -> Run:
     """The classic mistake: the Trainer's count is the global one, and its factor dp is forgotten."""
-    with mock.patch.object(CausalLMLoss, "_items", lambda self, per_rank, valid: per_rank[0]):
+    with mock.patch.object(GlobalMean, "_items", lambda self, per_rank, valid: per_rank[0]):
         return run_trainer(output_dir, plan, **options)
 
 

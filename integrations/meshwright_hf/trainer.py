@@ -121,7 +121,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         check_run(self.args, runtime)
         loss = getattr(self.model, "loss_function", None)
         if isinstance(loss, CausalLMLoss):
-            loss.num_items = "local"  # see _config; the model may have been distributed before
+            loss.mean.num_items = "local"  # see _config; the model may have been distributed before
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:

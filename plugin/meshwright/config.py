@@ -20,7 +20,7 @@ from meshwright.fields import (
 )
 from meshwright.mesh import ParallelDims
 from meshwright.other_names import PLAN_NAMES
-from meshwright.parallel.loss import NumItems
+from meshwright.parallel.mean import NumItems
 from meshwright.planner.plan_text import format_plan
 from meshwright.plans import ShardingPlan
 
@@ -181,10 +181,10 @@ class ToDistributedConfig:
         sharding_plan: which module plays which role, instead of the registered or inferred plan.
         gather_logits: gather ``outputs.logits`` in training with labels too. They stay sharded
             otherwise, since nobody but the loss needs them and they are a step's largest tensor.
-        num_items_in_batch: what a ``num_items_in_batch`` passed to the model counts: "global", the
-            items of all data-parallel ranks (equal on all of them); "local", those of this rank's
-            rows; "auto" reads it as global where all ranks pass the same number and it covers all
-            their valid labels, and as local otherwise.
+        num_items_in_batch: what a ``num_items_in_batch`` passed to the model counts: "global", the items of all
+            data-parallel ranks, equal on all of them; "local", those of this rank's rows. "auto" (the default) takes
+            a number only where it is each rank's own count of valid labels, and raises an ItemCountError
+            otherwise; on CUDA it waits for the device to compare, and the other two do not.
         optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
             element from that element alone.
         bucket_size_mb: gradients are communicated in buckets of this size.

@@ -32,6 +32,7 @@ from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.guarded import refuse_wrapping
 from meshwright.parallel.loss import CausalLMLoss, uses_causal_lm_loss
+from meshwright.parallel.mean import GlobalMean
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.outcome import succeed_together, take_from_first
 from meshwright.parallel.recompute import recompute_switch
@@ -329,7 +330,7 @@ def install(
         )
     if has_own_loss:
         vocab_size = structure.vocab_size if structure else 0
-        loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, dp=dp, num_items=config.num_items_in_batch)
+        loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=GlobalMean(dp, config.num_items_in_batch))
         decoder.loss_function = loss
         if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
             split_forward(

@@ -54,6 +54,14 @@ class UnreadableTensorError(ValueError):
     """A read of a tensor of which this rank holds only a part."""
 
 
+class OutOfVocabularyError(ValueError, IndexError):
+    """A token id or a label that is no word of the model; an IndexError, as torch raises on one device."""
+
+
+class ItemCountError(ValueError):
+    """A ``num_items_in_batch`` whose meaning cannot be known."""
+
+
 class DivergenceError(RuntimeError):
     """Ranks that do different things where all must do the same."""
 

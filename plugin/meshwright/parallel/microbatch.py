@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, all_reduce, maximum
+from meshwright.parallel.collectives import Axis, maximum
 from meshwright.parallel.forward import arguments
 from meshwright.parallel.gradients import GradientSync
 from meshwright.parallel.loss import CausalLMLoss, shift
@@ -56,11 +56,10 @@ def split_forward(
         # Every rank runs the same number of passes: the loss of each is a collective.
         count = num_micro_batches if micro_batch_size is None else -(-rows // micro_batch_size)
         count = int(maximum(torch.tensor(count, device=labels.device), dp))
-        micro_batches = _split(batch, rows, count)
-        if batch.get("num_items_in_batch") is not None:
-            return _run(model, forward, syncs, micro_batches)
-        with loss.divided_by(all_reduce(_valid_labels(batch), dp)):
-            return _run(model, forward, syncs, micro_batches)
+        # A number of items is about the whole batch, so that what it means is settled before the batch is split.
+        divisors = loss.mean.divisors(_valid_labels(batch).reshape(1), batch.get("num_items_in_batch"))
+        with loss.mean.divided_by(divisors):
+            return _run(model, forward, syncs, _split(batch, rows, count))
 
     model.forward = split
 

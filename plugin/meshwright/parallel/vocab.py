@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.parallel.checks import require_words
 from meshwright.parallel.collectives import Axis, reduce, share, unsplit_rows
 from meshwright.parallel.guarded import ShardedLogits
 from meshwright.parallel.layout import RowLayout
@@ -16,7 +17,7 @@ class VocabParallelEmbedding:
     """Hooks that make a stock embedding look up the rows this rank holds, and sum over the axis."""
 
     def __init__(self, embedding: nn.Embedding, rows: RowLayout, axis: Axis):
-        self.axis = axis
+        self.axis, self.words = axis, rows.size
         ((self.first, self.stop),) = rows.spans[axis.rank]
         self._elsewhere: Tensor | None = None
         if embedding.padding_idx is not None:
@@ -27,6 +28,7 @@ class VocabParallelEmbedding:
 
     def _localise(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         (words, *rest) = args
+        require_words(words, self.words, "token id")
         self._elsewhere = (words < self.first) | (words >= self.stop)
         return ((words - self.first).masked_fill(self._elsewhere, 0), *rest)
 
