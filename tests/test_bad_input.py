@@ -128,7 +128,11 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
     "foreign optimizer": (foreign_optimizer, "OptimizerMismatchError", r"parameters are not the model's"),
     "empty optimizer": (empty_optimizer, "OptimizerMismatchError", r"the optimizer has no parameters"),
     "no parameters": (lambda: call(torch.nn.ReLU(), dp=2), "PlanError", r"ReLU has no parameters"),
-    "not a module": (lambda: call({"a": 1}, dp=2), "PlanError", r"takes a torch.nn.Module, not dict"),
+    "not a module": (
+        lambda: call({"a": 1}, dp=2),
+        "PlanError",
+        r"model must be a torch.nn.Module, not a dict; the order is",
+    ),
     "not a decoder": (
         lambda: call(torch.nn.Linear(2, 2), tp=2),
         "PlanError",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.arguments import check_arguments, check_model, explained
 from meshwright.automatic import choose_plan
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.completion import complete, plan_to_complete
@@ -18,7 +19,7 @@ from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights, NewTensors
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import Peers
-from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.errors import PlanError
 from meshwright.faults.guard import start_guard
 from meshwright.given import config_with, given_plan, plan_in_model
 from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
@@ -90,11 +91,12 @@ def to_distributed(
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, plan="dp2 tp2+sp zero1")
     """
     config = config_with(config, plan)
-    runtime = find_runtime(model) if isinstance(model, nn.Module) else None
+    check_arguments(model, optimizer, dataloader)
+    runtime = find_runtime(model)
     if runtime is not None and (optimizer is not None or dataloader is not None):
         check_devices(device_num, node_num)
         return _complete(model, runtime, optimizer, dataloader, config)
-    _check_model(model)
+    check_model(model)
     if optimizer is not None:
         check_ownership(model, optimizer)
     _, decoder = without_wrappers(model)
@@ -113,8 +115,7 @@ def to_distributed(
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
     structure = None
     if plan.tp > 1:
-        sharding_plan = config.sharding_plan or plan_for(decoder)
-        structure = describe(decoder, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+        structure = _structure_for(decoder, plan, config)
     _check_micro_batches(plan, has_own_loss, decoder)
 
     start_process_group(device, config.timeout_s)
@@ -158,32 +159,14 @@ def _make_loader(
     )
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"to_distributed takes a torch.nn.Module, not {type(model).__name__}")
-    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
-    for module in model.modules():
-        names = {kind.__name__ for kind in type(module).__mro__} & wrappers
-        if names:
-            raise AlreadyDistributedError(
-                f"the model is wrapped by {names.pop()} already; pass the plain module (before wrapping it), and let "
-                "ParallelPlan.dp and zero_stage do what the wrapper did"
-            )
-    if find_runtime(model) is not None:
-        raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew to change the plan")
-    if inside := next((module for module in model.modules() if find_runtime(module) is not None), None):
-        raise AlreadyDistributedError(
-            f"the {type(inside).__name__} in this {type(model).__name__} was distributed by an earlier call; wrap it "
-            "(get_peft_model) first, and distribute the whole"
-        )
-    parameters = list(model.named_parameters())
-    if not parameters:
-        raise PlanError(f"{type(model).__name__} has no parameters to distribute")
-    for name, parameter in parameters:
-        if hasattr(parameter, "meshwright"):
-            raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build the model anew")
-        if hasattr(parameter, "placements"):
-            raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
+def _structure_for(model: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure:
+    try:
+        sharding_plan = config.sharding_plan or plan_for(model)
+        return describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    except PlanError as error:
+        if (shown := explained(error, model)) is error:
+            raise
+        raise shown from error
 
 
 def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Module) -> None:

@@ -41,6 +41,18 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
             f"device_num={device_num} x node_num={nodes} = {device_num * nodes} devices, but {world} process(es) "
             f"were launched; launch with: torchrun --nnodes {nodes} --nproc-per-node {device_num} SCRIPT"
         )
+    if world % nodes:
+        processes = f"{world} process{'es' if world > 1 else ''}"
+        raise PlanError(
+            f"node_num={nodes} nodes cannot share {processes} evenly; launch on {nodes} nodes with: torchrun --nnodes "
+            f"{nodes} --nproc-per-node {device_num or 'N'} SCRIPT, or leave node_num out"
+        )
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world // nodes))
+    if node_num is not None and node_num != world // per_node:
+        raise PlanError(
+            f"node_num={node_num}, but the launcher started {per_node} of {world} processes on this node, which makes "
+            f"{world // per_node} node(s); write node_num={world // per_node}, or leave it out"
+        )
 
 
 def check_launch(plan: ParallelPlan) -> None:

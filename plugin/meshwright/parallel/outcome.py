@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.errors import CheckpointError, PlanError
+from meshwright import errors
 from meshwright.faults.interpose import own_collectives
 
 T = TypeVar("T")
@@ -19,8 +21,7 @@ def succeed_together(step: Callable[[], T]) -> T:
     """Run a step that communicates nothing, on every rank; if it fails on any, raise on all.
 
     Raises:
-        Exception: this rank's own.
-        CheckpointError: naming another rank and what failed there.
+        Exception: this rank's own; elsewhere one of the same class, which names the rank and what failed there.
     """
     if not dist.is_initialized():
         return step()
@@ -36,8 +37,7 @@ def on_first_rank(step: Callable[[], T]) -> T:
     """Run a step on rank 0 alone; every rank gets its (picklable) result, or raises.
 
     Raises:
-        Exception: rank 0's own, there.
-        CheckpointError: saying what failed on rank 0, elsewhere.
+        Exception: rank 0's own, there; elsewhere one of the same class, which says what failed on rank 0.
     """
     if not dist.is_initialized():
         return step()
@@ -59,15 +59,14 @@ def text_from_first(make: Callable[[], str], device: torch.device) -> str:
         device: one that the process group reaches.
 
     Raises:
-        Exception: rank 0's own, there.
-        PlanError: saying what failed on rank 0, elsewhere.
+        Exception: rank 0's own, there; elsewhere one of the same class, which says what failed on rank 0.
     """
     if not dist.is_initialized():
         return make()
     text, failure = "", None
     if dist.get_rank() == 0:
         made, failure = _attempt(make)
-        text = made if made is not None else str(failure) if isinstance(failure, PlanError) else str(_describe(failure))
+        text = made if made is not None else json.dumps(_describe(failure))
     head = torch.tensor([len(text.encode()), failure is not None], device=device)
     take_from_first(head, device)
     size, has_failed = head.tolist()
@@ -75,7 +74,7 @@ def text_from_first(make: Callable[[], str], device: torch.device) -> str:
     take_from_first(body, device)
     text = bytes(body.tolist()[:size]).decode()
     if has_failed:
-        raise failure or PlanError(text)
+        raise failure or _rebuilt(0, json.loads(text))
     return text
 
 
@@ -101,13 +100,30 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _describe(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+Description = tuple[list[str], str]  # the names of an error's classes, its own first, and what it says
 
 
-def _raise_first(failures: list[str | None], own: Exception | None) -> None:
+def _describe(error: Exception | None) -> Description | None:
+    return None if error is None else ([kind.__name__ for kind in type(error).__mro__], str(error))
+
+
+def _raise_first(failures: list[Description | None], own: Exception | None) -> None:
     if own is not None:
         raise own
     for rank, failure in enumerate(failures):
         if failure is not None:
-            raise CheckpointError(f"rank {rank} failed, so every rank stops: {failure}")
+            raise _rebuilt(rank, failure)
+
+
+def _rebuilt(rank: int, failure: Description) -> Exception:
+    """An error of the class that another rank met, or of the nearest one that is ours or Python's."""
+    names, message = failure
+    text = f"rank {rank} failed, so every rank stops: {names[0]}: {message}"
+    for name in names:
+        kind = getattr(errors, name, None) or getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
+            error = kind.__new__(kind, text)  # some classes' __init__ takes more than a text
+            error.args = (text,)
+            if text in str(error):
+                return error
+    return RuntimeError(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.kinds import kind_of
 from meshwright.planner.families import (
     LEARNED_POSITIONS,
     NOT_GATED,
@@ -23,10 +24,6 @@ from meshwright.planner.families import (
 )
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # whatever stands in their config
-_NOT_DECODERS = frozenset(
-    {"bert", "roberta", "distilbert", "electra", "deberta", "vit", "clip", "whisper", "t5", "bart"}
-)
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -201,21 +198,16 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
     """
     config, label = _config(source)
     name = name or label
+    if kind := kind_of(config):
+        raise PlanError(f"{name} is {kind}")
     if isinstance(config.get("text_config"), Mapping):
         config = {**config["text_config"], "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     family = str(config.get("model_type", ""))
-    if family in _NOT_DECODERS or config.get("is_encoder_decoder"):
-        raise PlanError(
-            f"{name}: model_type={family!r} is not a decoder; the planner plans decoder-only language models"
-        )
     if family in UNKNOWN_SIZES:
         raise PlanError(
             f"{name}: the planner does not know the sizes of {family}: {UNKNOWN_SIZES[family]}. Pass a plan of your "
             "own: ToDistributedConfig(plan=ParallelPlan(...))"
         )
-    experts = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
-    if experts:
-        raise PlanError(f"{name}: {experts}={config[experts]}: mixture-of-experts models are not planned yet")
 
     found = {field: _field(config, field) for field in _ALIASES}
     missing = [_ALIASES[field][0] for field in ("layers", "hidden", "heads", "vocab") if found[field] is None]

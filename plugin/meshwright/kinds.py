@@ -1,0 +1,87 @@
+"""Which kind of model a transformers config describes, where it is no dense decoder, and what works instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MODALITIES = ("vision_config", "audio_config", "speech_config", "video_config")
+_ENCODER_DECODERS = frozenset({"bart", "prophetnet", "t5", "whisper"})
+_ENCODERS = frozenset(
+    {"albert", "bert", "bert-generation", "big_bird", "camembert", "clip", "cpmant", "data2vec-text", "deberta",
+     "deberta-v2", "dinov2", "distilbert", "electra", "ernie", "hubert", "layoutlm", "longformer", "megatron-bert",
+     "modernbert", "mpnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "siglip", "vit",
+     "wav2vec2", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of model that is no dense decoder.
+
+    Args:
+        what: the model, with what shows it.
+        why: what tensor parallelism and the planner lack for it.
+        instead: what works, as code.
+    """
+
+    what: str
+    why: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}; {self.instead}"
+
+
+def kind_of(config: Any) -> Kind | None:
+    """Return the kind of model that a config describes; None for a dense decoder and for what nothing tells.
+
+    Args:
+        config: a transformers config, or its dict.
+
+    Example:
+        >>> kind_of({"model_type": "mixtral", "num_local_experts": 8}).what
+        'a mixture-of-experts model (num_local_experts=8)'
+    """
+    fields = config if isinstance(config, Mapping) else _as_dict(config)
+    text = fields.get("text_config")
+    parts = [fields, text] if isinstance(text, Mapping) else [fields]
+    for part in parts:
+        for name in _EXPERTS:
+            if isinstance(count := part.get(name), int) and count > 1:
+                return Kind(
+                    what=f"a mixture-of-experts model ({name}={count})",
+                    why="experts are neither split over tp nor planned yet",
+                    instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' where memory is short",
+                )
+    if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
+        return Kind(
+            what=f"an encoder-decoder, not a decoder alone (model_type={fields.get('model_type')!r})",
+            why="cross-attention and the encoder have no role in a decoder's plan",
+            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' where memory is short",
+        )
+    if modality := next((name for name in _MODALITIES if fields.get(name)), None):
+        return Kind(
+            what=f"a multimodal model ({modality})",
+            why="its towers beside the language model have no role in a decoder's plan",
+            instead=(
+                "train its language model alone: AutoModelForCausalLM.from_config(config.get_text_config()); or all of "
+                "it data-parallel: plan='dp2'"
+            ),
+        )
+    if fields.get("model_type") in _ENCODERS:
+        return Kind(
+            what=f"an encoder, not a decoder (model_type={fields.get('model_type')!r})",
+            why="the roles of a plan are those of decoders",
+            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' where memory is short",
+        )
+    return None
+
+
+def _as_dict(config: Any) -> Mapping[str, Any]:
+    if config is None or not hasattr(config, "to_dict"):
+        return {}
+    found: Mapping[str, Any] = config.to_dict()
+    return found

@@ -1,0 +1,260 @@
+"""Calls that people get wrong: each is an error that says what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import meshwright as mw
+from meshwright.arguments import explained
+from meshwright.errors import PlanError
+from meshwright.parallel.outcome import on_first_rank, succeed_together, text_from_first
+from meshwright.planner.shapes import describe
+from meshwright.plans import plan_for
+from support.models import build
+
+DATA = TensorDataset(torch.zeros(8, 4, dtype=torch.int64))
+LOADER = DataLoader(DATA, batch_size=4)
+MODEL = nn.Linear(4, 4)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+class Rows(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+def scheduler() -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer())
+
+
+def hf_dataset() -> Any:
+    import datasets
+
+    return datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
+
+
+to = mw.to_distributed
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a plan as config": (
+        lambda: to(MODEL, config=mw.ParallelPlan(dp=2)),  # type: ignore[arg-type]
+        "is a plan, and config takes the options; write plan='dp2 zero0', or config=ToDistributedConfig",
+    ),
+    "words as config": (lambda: to(MODEL, config="dp2"), "write plan='dp2'"),  # type: ignore[arg-type]
+    "a number as config": (lambda: to(MODEL, config=3), "config=3 must be a meshwright.ToDistributedConfig"),  # type: ignore[arg-type]
+    "a config as plan": (lambda: to(MODEL, plan=mw.ToDistributedConfig()), r"write config=ToDistributedConfig\("),  # type: ignore[arg-type]
+    "two plans": (lambda: to(MODEL, config=mw.ToDistributedConfig(plan="dp2"), plan="tp2"), "both say the plan"),
+    "a number as plan": (lambda: to(MODEL, plan=4), "plan=4 is a number and must be a ParallelPlan, its words"),  # type: ignore[arg-type]
+    "a class": (lambda: to(nn.Linear), r"not the class Linear; make one: model = Linear\(config\)"),  # type: ignore[arg-type]
+    "a name": (lambda: to("gpt2"), r"model = AutoModelForCausalLM.from_pretrained\('gpt2'\)"),  # type: ignore[arg-type]
+    "a config for a model": (lambda: to(transformers.LlamaConfig()), r"AutoModelForCausalLM.from_config\(config\)"),
+    "an optimizer for a model": (lambda: to(optimizer(), MODEL), r"not a SGD; the order is to_distributed\(model, opt"),
+    "a function": (lambda: to(lambda: MODEL), "call it, and pass what it returns"),  # type: ignore[arg-type]
+    "nothing": (lambda: to(None), "must be a torch.nn.Module, not a NoneType"),  # type: ignore[arg-type]
+    "swapped": (
+        lambda: to(MODEL, LOADER, optimizer()),
+        "optimizer is a DataLoader and dataloader a SGD: they are swapped; write to_distributed",
+    ),
+    "no optimizer": (lambda: to(MODEL, LOADER), r"write to_distributed\(model, None, loader\)"),
+    "an optimizer class": (lambda: to(MODEL, torch.optim.AdamW), r"make one: AdamW\(model.parameters\(\), lr="),
+    "a scheduler": (lambda: to(MODEL, scheduler()), "pass scheduler.optimizer"),
+    "a plan by position": (lambda: to(MODEL, "dp2"), r"a plan is passed by name: to_distributed\(model, plan="),
+    "a config by position": (lambda: to(MODEL, mw.ToDistributedConfig()), r"write to_distributed\(model, config="),
+    "optimizers": (lambda: to(MODEL, [optimizer()]), "one optimizer steps all, in groups"),
+    "a dataset": (lambda: to(MODEL, None, DATA), r"the dataset itself \(TensorDataset\).*DataLoader\(dataset, batch"),
+    "a stream": (lambda: to(MODEL, None, Rows()), r"the dataset itself \(Rows\).*batch_size=None if it yields whole"),
+    "a dataset of datasets": (lambda: to(MODEL, None, hf_dataset()), r"the dataset itself \(Dataset\)"),
+    "a loader class": (lambda: to(MODEL, None, DataLoader), r"make one: DataLoader\(dataset, batch_size=8\)"),
+    "a tensor": (lambda: to(MODEL, None, torch.zeros(2)), "is a Tensor; the order is"),
+    "a batch": (lambda: to(MODEL, None, {"input_ids": torch.zeros(2, 2)}), "is a dict; the order is"),
+    "devices": (lambda: to(MODEL, device_num=2.0), "device_num must be a positive integer, not 2.0"),  # type: ignore[arg-type]
+    "nodes": (lambda: to(MODEL, node_num="1"), "node_num must be a positive integer, not '1'"),  # type: ignore[arg-type]
+    "more nodes than processes": (lambda: to(MODEL, node_num=2), "node_num=2 nodes cannot share 1 process"),
+    "a compiled model": (
+        lambda: to(torch.compile(MODEL)),
+        r"compiled \(torch.compile made it an OptimizedModule\).*model = torch.compile\(model\)",
+    ),
+    "a compiled layer": (
+        lambda: to(nn.Sequential(torch.compile(nn.Linear(2, 2)))),  # type: ignore[arg-type]
+        "torch.compile made 0 an OptimizedModule",
+    ),
+    "a compiled forward": (lambda: to(compiled()), r"model.compile\(\) was called.*model.compile\(\) afterwards"),
+    "Megatron's name": (
+        lambda: mw.ParallelPlan(tensor_model_parallel_size=2),  # type: ignore[call-arg]
+        "ParallelPlan has no field 'tensor_model_parallel_size'; write tp=N. Its fields are dp, tp",
+    ),
+    "DeepSpeed's name": (lambda: mw.ParallelPlan(stage=2), "write zero_stage=1, 2 or 3"),  # type: ignore[call-arg]
+    "FSDP's name": (lambda: mw.ParallelPlan(dp_shard_size=2), "write dp=N, zero_stage=3"),  # type: ignore[call-arg]
+    "accelerate's name": (lambda: mw.ParallelPlan(tp_size=2), "write tp=N"),  # type: ignore[call-arg]
+    "a pipeline": (lambda: mw.ParallelPlan(pipeline_parallel=2), "write pp=N"),  # type: ignore[call-arg]
+    "a misspelt field": (lambda: mw.ParallelPlan(zero_stge=2), "write zero_stage"),  # type: ignore[call-arg]
+    "by position": (lambda: mw.ParallelPlan(2), r"by position; write ParallelPlan\(dp=2\)"),  # type: ignore[misc]
+    "a word for a bool": (
+        lambda: mw.ParallelPlan(sequence_parallel="no"),  # type: ignore[arg-type]
+        "sequence_parallel='no' is a string and must be True or False",
+    ),
+    "a number for a bool": (lambda: mw.ParallelPlan(sequence_parallel=1), "must be True or False"),  # type: ignore[arg-type]
+    "a bool for a stage": (lambda: mw.ParallelPlan(zero_stage=True), "must be 0, 1, 2 or 3"),
+    "a float for a stage": (lambda: mw.ParallelPlan(zero_stage=1.0), "must be 0, 1, 2 or 3"),  # type: ignore[arg-type]
+    "a plan's field in the config": (
+        lambda: mw.ToDistributedConfig(zero_stage=1),  # type: ignore[call-arg]
+        r"ToDistributedConfig has no field 'zero_stage'; write plan=ParallelPlan\(zero_stage=VALUE\)",
+    ),
+    "a word for a number": (
+        lambda: mw.ToDistributedConfig(timeout_s="60"),  # type: ignore[arg-type]
+        r"timeout_s='60' must be above zero; write ToDistributedConfig\(timeout_s=60.0\)",
+    ),
+    "another loader option": (lambda: mw.LoaderOptions(shufle=True), "write shuffle"),  # type: ignore[call-arg]
+    "a dict of loader options": (
+        lambda: mw.ToDistributedConfig(loader={"seed": 1}),  # type: ignore[arg-type]
+        "must be a meshwright.LoaderOptions",
+    ),
+}
+
+
+def compiled() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.compile()
+    return model
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_its_fix(name: str) -> None:
+    """Row 43 and the calls of list B: raw Python errors, or no error at all."""
+    call, message = MISTAKES[name]
+    with pytest.raises(PlanError, match=message):
+        call()
+
+
+def test_a_config_is_checked_when_it_is_assigned_to() -> None:
+    config = mw.ToDistributedConfig()
+    config.sequence_parallel = True
+    config.plan = "tp2"
+    assert config == mw.ToDistributedConfig(plan="tp2", sequence_parallel=True)
+    for name, value, message in (
+        ("sequence_parallel", "yes", "must be True, False or None"),
+        ("sequence_paralel", True, "write sequence_parallel"),
+        ("tp", 2, r"write plan=ParallelPlan\(tp=VALUE\)"),
+        ("prefer", "speed", "must be 'throughput' or 'memory'"),
+        ("gather_logits", 1, "must be True or False"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            setattr(config, name, value)
+    assert config == mw.ToDistributedConfig(plan="tp2", sequence_parallel=True)
+
+
+def test_every_option_has_a_check() -> None:
+    """A field that nothing checks is one that takes anything in silence."""
+    import dataclasses
+
+    class Foreign:
+        pass
+
+    for field in dataclasses.fields(mw.ToDistributedConfig):
+        with pytest.raises(PlanError, match=f"ToDistributedConfig.{field.name}"):
+            mw.ToDistributedConfig(**{field.name: Foreign()})
+
+
+# What a model is
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,
+}  # fmt: skip
+
+
+def test_models_are_refused_by_what_they_are() -> None:
+    """List B: "no role for 21 parameters", of a mixture of experts or an encoder."""
+    for model_type, said in (
+        ("mixtral", r"MixtralForCausalLM is a mixture-of-experts model \(num_local_experts=\d+\): .* plan='dp2'"),
+        ("bert", r"is an encoder, not a decoder \(model_type='bert'\): .* plan='dp2'"),
+    ):
+        config = transformers.AutoConfig.for_model(model_type, **SIZES)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        with pytest.raises(PlanError) as raised:
+            from meshwright.parallel.structure import describe as take_apart
+
+            take_apart(model, plan_for(model), tp=2, sequence_parallel=False)
+        with pytest.raises(PlanError, match=said):
+            raise explained(raised.value, model)
+    llama: Any = build("llama")
+    error = PlanError("its heads do not divide")
+    assert explained(error, llama) is error
+    llama.is_quantized, llama.quantization_method = True, "bitsandbytes"
+    with pytest.raises(PlanError, match=r"is quantised \(bitsandbytes\).*without quantization_config"):
+        raise explained(error, llama)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8, **SIZES}, r"mixture-of-experts model \(num_local_experts=8"),
+        ({"model_type": "gemma3", "vision_config": {"a": 1}, "text_config": SIZES}, "get_text_config"),
+        (
+            {"model_type": "llama4", "vision_config": {"a": 1}, "text_config": {**SIZES, "num_local_experts": 16}},
+            r"mixture-of-experts model \(num_local_experts=16\)",
+        ),
+        ({"model_type": "t5", "is_encoder_decoder": True, **SIZES}, "encoder-decoder"),
+        ({"model_type": "roberta", **SIZES}, "an encoder, not a decoder"),
+        ({"model_type": "qwen2_audio", "audio_config": {"a": 1}, "text_config": SIZES}, r"multimodal .*audio_config"),
+    ],
+)
+def test_the_planner_refuses_what_the_runtime_does(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        describe(config)
+
+
+def test_a_language_model_inside_another_config_is_planned() -> None:
+    assert describe({"model_type": "wrapper", "text_config": {"model_type": "llama", **SIZES}}).hidden == 64
+
+
+def test_a_multimodal_model_of_transformers() -> None:
+    with pytest.raises(PlanError, match="multimodal model"):
+        describe(transformers.AutoConfig.for_model("gemma3"))
+
+
+# Errors keep their class
+
+
+def fail_on_rank_1(kind: type[Exception], message: str, how: str) -> None:
+    def step() -> str:
+        if torch.distributed.get_rank() == (1 if how == "together" else 0):
+            raise kind(message)
+        return "done"
+
+    if how == "text":
+        text_from_first(step, torch.device("cpu"))
+    else:
+        (succeed_together if how == "together" else on_first_rank)(step)
+
+
+class OwnError(PlanError):
+    pass
+
+
+def test_an_error_keeps_its_class_on_every_rank(pool2: Any) -> None:
+    """List B: a PlanError on one rank reached the others as CheckpointError."""
+    for kind, there in (
+        (mw.PlanError, "PlanError"),
+        (OwnError, "PlanError"),
+        (FileNotFoundError, "FileNotFoundError"),
+        (KeyError, "KeyError"),
+        (torch.OutOfMemoryError, "RuntimeError"),
+    ):
+        errors = pool2.run_expecting_error(fail_on_rank_1, kind, "no plan", "together")
+        assert [name for name, _ in errors] == [there, kind.__name__]
+        assert f"rank 1 failed, so every rank stops: {kind.__name__}: " in errors[0][1]
+        assert "no plan" in errors[0][1] and "rank 1" not in errors[1][1]
+    for how in ("first", "text"):
+        errors = pool2.run_expecting_error(fail_on_rank_1, FileNotFoundError, "no profile", how)
+        assert [name for name, _ in errors] == ["FileNotFoundError"] * 2
+        assert "rank 0 failed" in errors[1][1]
