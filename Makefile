@@ -71,6 +71,7 @@ bench-choice: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.own_choice
 
 families: $(INSTALLED)
+	$(BIN)/python -m benchmarks.families.static
 	$(BIN)/python -m benchmarks.families
 
 bench: $(INSTALLED)

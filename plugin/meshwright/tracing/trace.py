@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
@@ -31,6 +30,7 @@ from meshwright.parallel.loss import uses_causal_lm_loss
 from meshwright.parallel.structure import describe
 from meshwright.parallel.tensor import Keep, make_shards
 from meshwright.plans import plan_for
+from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.memory import LiveBytes
 from meshwright.tracing.traffic import AxisTraffic, Traffic
 
@@ -94,7 +94,7 @@ def trace_step(
     """
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("a plan is traced with a model on the meta device; build it under torch.device('meta')")
-    with _fake_world(plan.world_size, rank), _traceable():
+    with fake_world(plan.world_size, rank), _traceable():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         runtime, optimizer = _install(model, plan, make_optimizer, fake)
         with fake:
@@ -190,23 +190,6 @@ def _empty_buffers(model: nn.Module, fake: FakeTensorMode) -> list[tuple[dict[st
                     with fake:
                         found.append((owner, name, torch.empty(tensor.shape, dtype=tensor.dtype)))
     return found
-
-
-@contextlib.contextmanager
-def _fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group in which nobody else is."""
-    if dist.is_initialized():
-        raise ValueError("this process is in a process group already; trace in a process of its own")
-    if world_size == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,219 @@
+"""Checks a plan without training and without processes: one step of a small model on fake ranks.
+
+Collectives send nothing, so the numbers of such a step mean nothing. What is followed is what each tensor is: see
+``types``. ``meshwright verify`` compares numbers; this check says where and why they would differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.construct.weights import InitialWeights
+from meshwright.distribute import install, make_weights
+from meshwright.launch import build_axes
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.layout import ShardRecord, record_of
+from meshwright.parallel.loss import uses_causal_lm_loss
+from meshwright.parallel.structure import DecoderStructure, describe
+from meshwright.plans import ShardingPlan, plan_for
+from meshwright.plans.adapters import without_wrappers
+from meshwright.spmd.mode import Finding, TypeMode
+from meshwright.spmd.rows import RowsRead, compare_rows
+from meshwright.spmd.types import Kind
+from meshwright.tracing.fake_world import fake_world
+
+__all__ = ["Finding", "check_plan"]
+
+ROWS, LENGTH = 2, 11  # a length that neither 2 nor 4 divides
+
+
+def check_plan(
+    model_factory: Callable[[], nn.Module],
+    plan: ParallelPlan,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    sharding_plan: ShardingPlan | None = None,
+) -> list[Finding]:
+    """Find where a plan would take one rank's part of a tensor for the whole, or leave a gradient unsummed.
+
+    Every rank of the tp axis is gone through in turn in this process, each with a model of its own.
+
+    Args:
+        model_factory: returns the whole model, with few layers and small sizes; it is called ``tp + 1`` times.
+        plan: the plan to check.
+        batch: the arguments of a training step; by default random tokens, which are also the labels.
+        sharding_plan: which module plays which role, instead of the registered or inferred plan.
+
+    Returns:
+        What was found, in the order in which it runs; an empty list if nothing is wrong.
+
+    Raises:
+        PlanError: for a plan that the model or this version cannot run.
+        ValueError: this process is in a process group already.
+
+    Example:
+        >>> check_plan(lambda: LlamaForCausalLM(config), ParallelPlan(tp=2))  # doctest: +SKIP
+        []
+    """
+    whole = model_factory()
+    inputs = dict(batch) if batch is not None else _tokens(whole)
+    expected = _rows_of(whole, inputs, sharding_plan, plan)
+    findings: dict[Finding, None] = {}
+    for rank in range(plan.tp):
+        with fake_world(plan.world_size, rank * _stride(plan)):
+            model = model_factory().train()
+            runtime, structure = _install(model, plan, sharding_plan)
+            found = _check_step(model, runtime, structure, inputs)
+            if expected is not None and structure is not None and not found:
+                own = RowsRead.of(model, structure, inputs)
+                found += [Finding(name, "reads", problem) for name, problem in compare_rows(expected, own, rank)]
+            findings |= dict.fromkeys(found)
+    return list(findings)
+
+
+def _stride(plan: ParallelPlan) -> int:
+    """How far apart neighbours on the tp axis are in the world."""
+    grid = plan.dims.process_mesh()
+    index = grid.dim_names.index("tp") if "tp" in grid.dim_names else None
+    if index is None:
+        return 1
+    coordinates = {grid.coordinate(rank): rank for rank in grid.ranks}
+    here = [0] * grid.ndim
+    here[index] = 1
+    return coordinates.get(tuple(here), 1)
+
+
+def _install(model: Any, plan: ParallelPlan, roles: ShardingPlan | None) -> tuple[Runtime, DecoderStructure | None]:
+    """What ``to_distributed`` does on this rank, without communication."""
+    prefix, decoder = without_wrappers(model)
+    tp, dp = build_axes(plan, torch.device("cpu"))
+    structure = None
+    if plan.tp > 1:
+        structure = describe(decoder, roles or plan_for(decoder), tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    layouts = {prefix + name: layout for name, layout in structure.parameters.items()} if structure else {}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    runtime = Runtime(tp=tp, dp=dp, parameters=[], plan=plan)
+    weights = InitialWeights.find(model, None)
+    made = make_weights(model, plan, layouts, runtime, weights.make, torch.device("cpu"))
+    has_own_loss = uses_causal_lm_loss(decoder)
+    replaced = made.attach(model)
+    config = ToDistributedConfig(plan=plan)
+    install(model, optimizer, replaced, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
+    return runtime, structure
+
+
+def _check_step(
+    model: nn.Module, runtime: Runtime, structure: DecoderStructure | None, inputs: dict[str, Tensor]
+) -> list[Finding]:
+    names = {id(module): name for name, module in model.named_modules()}
+    wide_norms = [norm for block in (structure.blocks if structure else ()) for norm, _ in block.wide_norms]
+    mode = TypeMode(runtime.tp, frozenset(names[id(norm)] for norm in wide_norms))
+    for parameter in model.parameters():
+        _declare(mode, parameter)
+    for value in inputs.values():
+        mode.declare(value, Kind.INVARIANT)
+    findings = list(_held_rows(model))
+    try:
+        with mode.watching(model):
+            loss = model(**inputs).loss
+    except RuntimeError:
+        if mode.findings:  # of which the failure is an effect, such as shapes that do not fit
+            return [*findings, *mode.findings]
+        raise
+    if (typed := mode.type_of(loss)) is not None and typed.kind is not Kind.INVARIANT:
+        mode.findings.append(Finding("the loss", "is", f"{typed.kind.value} over tp, and should be one number"))
+    with _Reductions(runtime.tp, runtime.dp) as sent:
+        loss.backward()
+    return [*findings, *mode.findings, *_unsummed(model, runtime, sent)]
+
+
+def _declare(mode: TypeMode, parameter: nn.Parameter) -> None:
+    record = record_of(parameter)
+    if record.is_sharded:
+        mode.declare(parameter, Kind.VARYING, dim=record.layout.dim, name=record.name)
+    else:
+        mode.declare(parameter, Kind.REPLICATED if record.is_grad_partial else Kind.INVARIANT, name=record.name)
+
+
+def _held_rows(model: nn.Module) -> Iterator[Finding]:
+    """Every row of a parameter is held, and one that several ranks hold has its gradient summed."""
+    for parameter in model.parameters():
+        record: ShardRecord = record_of(parameter)
+        held = [0] * record.layout.size
+        for spans in record.layout.spans:
+            for start, stop in spans:
+                for row in range(start, stop):
+                    held[row] += 1
+        if 0 in held:
+            yield Finding(record.name, "is cut", f"so that no rank of tp holds row {held.index(0)}")
+        elif record.is_sharded and max(held) > 1 and parameter.requires_grad and not record.is_grad_partial:
+            row = held.index(max(held))
+            yield Finding(
+                record.name, "is cut", f"so that {max(held)} ranks hold row {row}, and nothing sums its gradients"
+            )
+
+
+def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator[Finding]:
+    """Gradients that no reduction took, or whose reduction over tp was not issued."""
+    buckets = [bucket for sync in runtime.syncs for bucket in sync.buckets]
+    bucketed = {id(p) for bucket in buckets for p in bucket.parameters}
+    for parameter in model.parameters():
+        record = record_of(parameter)
+        if not parameter.requires_grad or id(parameter) in bucketed:
+            continue
+        for axis, is_needed in (("tp", record.is_grad_partial), ("dp", runtime.dp.size > 1)):
+            if is_needed and runtime.engine is None:
+                yield Finding(record.name, "has a gradient", f"that nothing reduces over {axis}")
+    for bucket in buckets:
+        partial = [record_of(p) for p in bucket.parameters if record_of(p).is_grad_partial]
+        if runtime.tp.size > 1 and partial and sum(r.global_shape.numel() for r in partial) not in sent.sizes["tp"]:
+            names = ", ".join(record.name for record in partial[:3])
+            yield Finding(names, "has a gradient", "that is partial over tp, and no all-reduce of it was issued")
+        if runtime.dp.size > 1 and not any(size >= bucket.numel for size in sent.sizes["dp"]):
+            name = record_of(bucket.parameters[0]).name
+            yield Finding(name, "has a gradient", "that is one data-parallel rank's, and no reduction of it was issued")
+
+
+class _Reductions(TorchDispatchMode):
+    """The sizes, in elements, of the collectives over each axis that reduce."""
+
+    def __init__(self, *axes: Axis):
+        super().__init__()
+        self._names = {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
+        self.sizes: dict[str, list[int]] = {axis.name: [] for axis in axes}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "namespace", None) == "c10d" and func._opname.startswith(("allreduce", "alltoall", "_reduce")):
+            leaves = tree_leaves((args, kwargs))
+            groups = [x for x in leaves if isinstance(x, torch.ScriptObject) and x._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
+            name = self._names.get(dist.ProcessGroup.unbox(groups[0]).group_name) if groups else None
+            if name is not None:
+                self.sizes[name].append(max(x.numel() for x in leaves if isinstance(x, Tensor)))
+        return result
+
+
+def _rows_of(
+    model: nn.Module, inputs: dict[str, Tensor], roles: ShardingPlan | None, plan: ParallelPlan
+) -> RowsRead | None:
+    """What the whole model reads of its projections, to compare each rank's with."""
+    if plan.tp == 1:
+        return None
+    decoder = without_wrappers(model)[1]
+    structure = describe(decoder, roles or plan_for(decoder), tp=plan.tp, sequence_parallel=False)
+    return RowsRead.of(model, structure, inputs)
+
+
+def _tokens(model: Any) -> dict[str, Tensor]:
+    words = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(3, words, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}

@@ -1,0 +1,181 @@
+"""The static check: nothing to find in what the runtime makes of families, and every planted fault is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from benchmarks.families.models import build
+from meshwright.parallel import rows, structure
+from meshwright.parallel.block import BlockHooks
+from meshwright.parallel.buckets import Bucket
+from meshwright.parallel.heads import HeadLayout
+from meshwright.parallel.layout import RowLayout
+from meshwright.parallel.sequence import SequenceSharding
+from meshwright.parallel.vocab import VocabParallelHead
+from meshwright.plans import Role
+from meshwright.spmd import check_plan
+from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
+
+PLANS = {
+    "tp2": mw.ParallelPlan(tp=2),
+    "tp2+sp": mw.ParallelPlan(tp=2, sequence_parallel=True),
+    "dp2 tp2+sp zero3, micro-batches, recompute": mw.ParallelPlan(
+        dp=2, tp=2, sequence_parallel=True, zero_stage=3, gradient_accumulation_steps=2, recompute="full"
+    ),
+    "dp2 zero1": mw.ParallelPlan(dp=2, zero_stage=1),
+}
+# Llama; queries, keys and values fused by kind and by group; Conv1D; norms of heads and of a sharded width; soft caps;
+# alibi; latent attention; one key head for all. `make families` checks all of them.
+FAMILIES = ("llama", "phi3", "falcon", "gpt2", "qwen3", "olmo2", "gemma2", "bloom", "minicpm3", "gpt_bigcode")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_found_in_a_family(family: str, plan: str) -> None:
+    assert check_plan(lambda: build(family).float(), PLANS[plan]) == []
+
+
+def test_nothing_is_found_with_adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], r=2)
+    for plan in PLANS.values():
+        assert check_plan(lambda: get_peft_model(build("llama").float(), config), plan) == []
+
+
+def forgotten(**layout: Any) -> Any:
+    return structure_layout(rows=layout["rows"], is_grad_partial=False)
+
+
+structure_layout = structure.ParameterLayout
+
+
+def bias_stays(self: BlockHooks, module: nn.Module, args: Any) -> None:
+    self._is_reduced, self._bias = True, self._row._parameters["bias"]
+
+
+def shifted(self: HeadLayout) -> RowLayout:
+    """Runs of queries that begin and end in the middle of a head."""
+    whole = HeadLayout.query_rows(self)
+    half, part = whole.size // 2, self.head_dim // 2
+    return RowLayout(0, whole.size, (((0, part), (half + part, whole.size)), ((part, half + part),)))
+
+
+def with_hook(path: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = build("llama").float()
+        model.get_submodule(path).register_forward_hook(hook)
+        return model
+
+    return make
+
+
+def llama() -> nn.Module:
+    return build("llama").float()
+
+
+def phi3() -> nn.Module:
+    return build("phi3").float()
+
+
+def patch(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(owner, name, value)
+
+
+def rows_by_head(role: Role, layout: Any) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.dict(rows._ROWS_BY_HEAD, {role: layout})
+
+
+O_PROJ, UP_PROJ = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.up_proj"
+
+# What is wrong -> (the model, the fault, the plan, the module or parameter that is named, a word of the problem).
+FAULTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str, str]] = {
+    "a norm's gradient is not summed": (
+        llama, patch(structure, "ParameterLayout", forgotten), "tp2+sp", "layers.0.input_layernorm", "nothing sums it",
+    ),
+    "the sum of norms' gradients is left out": (
+        llama, patch(Bucket, "average_copies", lambda *_: None), "tp2+sp", "model.norm.weight", "no all-reduce",
+    ),
+    "a bias is added on each rank": (
+        llama, patch(BlockHooks, "_lift_bias", bias_stays), "tp2", O_PROJ, "each rank of tp would add it",
+    ),
+    "the rows of a fused matrix are taken in another order": (
+        phi3, rows_by_head(Role.QKV, HeadLayout.grouped_rows), "tp2", "self_attn.qkv_proj", "not of the same matrix",
+    ),
+    "a head is cut in two": (
+        llama, rows_by_head(Role.Q, shifted), "tp2", "self_attn.q_proj", "which are no head",
+    ),
+    "a hook takes a partial sum for the whole": (
+        with_hook(O_PROJ, lambda module, args, output: output.tanh()), nullcontext, "tp2", O_PROJ, "partial sum",
+    ),
+    "a hook takes a shard's norm": (
+        with_hook(UP_PROJ, lambda module, args, output: output / output.norm()), nullcontext, "tp2", UP_PROJ,
+        "its own part only",
+    ),
+    "a block's input is not gathered": (
+        llama, patch(SequenceSharding, "gather", lambda self, x: x), "tp2+sp", "q_proj", "its own input only",
+    ),
+    "the head's input does not sum its gradients": (
+        llama, patch(VocabParallelHead, "__init__", lambda self, head, *_: None), "tp2", "lm_head", "nothing sums it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(fault: str) -> None:
+    model, plant, plan, where, what = FAULTS[fault]
+    with plant():
+        findings = check_plan(model, PLANS[plan])
+    assert any(where in finding.module and what in finding.problem for finding in findings), findings
+
+
+def test_a_parameter_in_no_reduction_is_named() -> None:
+    """A gradient that stays one data-parallel rank's own."""
+    from meshwright.optim import shard
+
+    def all_but_one(parameters: Any, **options: Any) -> list[Bucket]:
+        return original([p for p in parameters if "lm_head" not in p.meshwright.name], **options)
+
+    original = shard.make_buckets
+    with mock.patch.object(shard, "make_buckets", all_but_one):
+        findings = check_plan(llama, mw.ParallelPlan(dp=2))
+    assert [finding.module for finding in findings] == ["lm_head.weight"]
+
+
+def kinds() -> Iterator[tuple[list[Typed], Kind | None]]:
+    invariant, replicated, varying = (Typed(kind, True) for kind in list(Kind)[:3])
+    constant = Typed(Kind.INVARIANT, False)
+    yield [], None
+    yield [invariant, invariant], Kind.INVARIANT
+    yield [replicated, constant], Kind.REPLICATED
+    yield [varying, replicated], Kind.VARYING
+    yield [varying, constant], Kind.VARYING
+    yield [constant, Typed(Kind.REPLICATED, False)], Kind.INVARIANT
+
+
+@pytest.mark.parametrize(("inputs", "expected"), list(kinds()))
+def test_types_join(inputs: list[Typed], expected: Kind | None) -> None:
+    assert join(inputs) is expected
+
+
+@pytest.mark.parametrize("other", [Kind.VARYING, Kind.REPLICATED, Kind.PARTIAL])
+def test_a_replicated_gradient_does_not_mix(other: Kind) -> None:
+    with pytest.raises(TypeMismatch):
+        join([Typed(Kind.INVARIANT, True), Typed(other, True)])
+
+
+def test_it_wants_a_process_of_its_own() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="process of their own"):
+            check_plan(llama, PLANS["tp2"])
+    finally:
+        torch.distributed.destroy_process_group()
