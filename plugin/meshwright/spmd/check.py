@@ -105,9 +105,9 @@ def _install(model: Any, plan: ParallelPlan, roles: ShardingPlan | None) -> tupl
     weights = InitialWeights.find(model, None)
     made = make_weights(model, plan, layouts, runtime, weights.make, torch.device("cpu"))
     has_own_loss = uses_causal_lm_loss(decoder)
-    replaced = made.attach(model)
+    made.attach(model)
     config = ToDistributedConfig(plan=plan)
-    install(model, optimizer, replaced, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
+    install(model, optimizer, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
     return runtime, structure
 
 

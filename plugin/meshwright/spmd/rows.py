@@ -20,40 +20,18 @@ from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.plans.adapters import projection
 from meshwright.plans.projection import is_transposed
+from meshwright.spmd.rules import names
 
 Rows = tuple[int, ...]
 
-_VIEWS = frozenset(
-    # fmt: off
-    [
-        "__getitem__",
-        "chunk",
-        "contiguous",
-        "expand",
-        "flatten",
-        "movedim",
-        "narrow",
-        "permute",
-        "reshape",
-        "select",
-        "split",
-        "squeeze",
-        "swapaxes",
-        "t",
-        "tensor_split",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unsqueeze",
-        "view",
-        "clone",
-        "detach",
-        "alias",
-    ]
-    # fmt: on
+_VIEWS = names(
+    """
+    __getitem__ chunk contiguous expand flatten movedim narrow permute reshape select split squeeze swapaxes t
+    tensor_split transpose unbind unflatten unsqueeze view clone detach alias
+    """
 )
 
-_METADATA = frozenset(["__get__", "size", "dim", "numel", "stride", "is_contiguous"])
+_METADATA = names("__get__ size dim numel stride is_contiguous")
 
 
 @dataclass
@@ -72,13 +50,13 @@ class RowsRead:
     def of(model: nn.Module, structure: DecoderStructure, inputs: dict[str, Tensor]) -> RowsRead:
         """Run a pass of the model in which the outputs of its attention projections are the numbers of their rows."""
         read = RowsRead()
-        names = {id(module): name for name, module in model.named_modules()}
+        name_of = {id(module): name for name, module in model.named_modules()}
         mode = _Followed(read)
         handles = []
         for block in (block for block in structure.blocks if block.heads is not None):
             for column in block.columns:
                 module = projection(column)
-                name = names[id(module)]
+                name = name_of[id(module)]
                 read.rows[name] = _rows_held(module)
                 handles.append(column.register_forward_hook(mode.numbered(name)))
         was_training = model.training

@@ -14,137 +14,47 @@ from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
 
 TypeOf = Callable[[Any], Typed | None]
 
+
+def names(text: str) -> frozenset[str]:
+    """The operations of a list in words."""
+    return frozenset(text.split())
+
+
 # Say something about a tensor, and nothing of its values.
-_METADATA = frozenset(
-    # fmt: off
-    [
-        "__get__",
-        "__hash__",
-        "__len__",
-        "dim",
-        "element_size",
-        "get_device",
-        "has_names",
-        "is_complex",
-        "is_contiguous",
-        "is_floating_point",
-        "is_same_size",
-        "ndimension",
-        "nelement",
-        "numel",
-        "register_hook",
-        "size",
-        "storage_offset",
-        "stride",
-        "untyped_storage",
-    ]
-    # fmt: on
+_METADATA = names(
+    """
+    __get__ __hash__ __len__ dim element_size get_device has_names is_complex is_contiguous is_floating_point
+    is_same_size ndimension nelement numel register_hook size storage_offset stride untyped_storage
+    """
 )
 
 # Make a tensor of the same shape whose values are constants.
-_CONSTANTS = frozenset(
-    # fmt: off
-    [
-        "empty_like",
-        "full_like",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_tensor",
-        "new_zeros",
-        "ones_like",
-        "zeros_like",
-    ]
-    # fmt: on
+_CONSTANTS = names(
+    """
+    empty_like full_like new_empty new_full new_ones new_tensor new_zeros ones_like zeros_like
+    """
 )
 
 # Linear in their one tensor, whatever else they are given.
-_LINEAR = frozenset(
-    # fmt: off
-    [
-        "__getitem__",
-        "alias",
-        "as_subclass",
-        "bfloat16",
-        "chunk",
-        "clone",
-        "contiguous",
-        "cumsum",
-        "detach",
-        "double",
-        "expand",
-        "expand_as",
-        "flatten",
-        "flip",
-        "float",
-        "gather",
-        "half",
-        "index_select",
-        "mean",
-        "movedim",
-        "narrow",
-        "neg",
-        "__neg__",
-        "pad",
-        "permute",
-        "repeat",
-        "requires_grad_",
-        "reshape",
-        "roll",
-        "select",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "sum",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "take_along_dim",
-        "tensor_split",
-        "to",
-        "transpose",
-        "type",
-        "type_as",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "view_as",
-    ]
-    # fmt: on
+_LINEAR = names(
+    """
+    __getitem__ alias as_subclass bfloat16 chunk clone contiguous cumsum detach double expand expand_as flatten flip
+    float gather half index_select mean movedim narrow neg __neg__ pad permute repeat requires_grad_ reshape roll
+    select split split_with_sizes squeeze sum swapaxes swapdims t take_along_dim tensor_split to transpose type
+    type_as unbind unflatten unfold unsqueeze view view_as
+    """
 )
-_REDUCTIONS = frozenset(
-    # fmt: off
-    [
-        "amax",
-        "amin",
-        "argmax",
-        "cross_entropy",
-        "cumsum",
-        "layer_norm",
-        "log_softmax",
-        "logsumexp",
-        "max",
-        "mean",
-        "min",
-        "norm",
-        "prod",
-        "rms_norm",
-        "softmax",
-        "std",
-        "sum",
-        "topk",
-        "var",
-        "vector_norm",
-    ]
-    # fmt: on
+_REDUCTIONS = names(
+    """
+    amax amin argmax cross_entropy cumsum layer_norm log_softmax logsumexp max mean min norm prod rms_norm softmax
+    std sum topk var vector_norm
+    """
 )
-_SUMS = frozenset(["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__"])
-_JOINS = frozenset(["cat", "concat", "concatenate", "stack", "hstack", "vstack"])
-_PRODUCTS = frozenset(["mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"])
-_QUOTIENTS = frozenset(["div", "div_", "__truediv__", "__itruediv__", "true_divide"])
-_MATMULS = frozenset(["matmul", "__matmul__", "mm", "bmm", "baddbmm", "addmm", "linear", "einsum"])
+_SUMS = names("add add_ __add__ __radd__ __iadd__ sub sub_ __sub__ __rsub__ __isub__")
+_JOINS = names("cat concat concatenate stack hstack vstack")
+_PRODUCTS = names("mul mul_ __mul__ __rmul__ __imul__ multiply")
+_QUOTIENTS = names("div div_ __truediv__ __itruediv__ true_divide")
+_MATMULS = names("matmul __matmul__ mm bmm baddbmm addmm linear einsum")
 
 
 def result_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type_of: TypeOf) -> Kind | None:
