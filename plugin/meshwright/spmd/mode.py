@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.parallel import collectives, loss
+from meshwright.parallel import collectives, mean
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.spmd.rules import makes_width, reduces_width, result_of
 from meshwright.spmd.types import Kind, Typed, TypeMismatch
@@ -115,7 +115,7 @@ class TypeMode(TorchFunctionMode):
             for owner, apply in (
                 (collectives._Collective, self._collective),
                 (VocabParallelCrossEntropy, self._loss_of_shards),
-                (loss._ReplaceValue, self._global_value),
+                (mean._ReplaceValue, self._global_value),
             ):
                 stack.enter_context(mock.patch.object(owner, "apply", _declared(owner.apply, apply)))
             stack.enter_context(self)
