@@ -6,9 +6,10 @@ import logging
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.errors import DivergenceError
+from meshwright.faults.digest import memory_digest
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.layout import record_of
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_replicas(model: nn.Module, *, step: int) -> None:
-    """Compare two numbers of each weight over the ranks that hold the same; every rank makes the call.
+    """Compare a digest of each weight over the ranks that hold the same; every rank makes the call.
 
     Without a plan all ranks do, as under DDP. Of a distributed model, all ranks of the data-parallel axis do, and of
     weights that are not sharded those of the tensor-parallel axis too. A model whose parameters are not all on this
@@ -34,7 +35,7 @@ def check_replicas(model: nn.Module, *, step: int) -> None:
         return
     if runtime is not None and runtime.plan is not None and runtime.plan.zero_stage == 3:
         return
-    own = torch.stack([_digest(p) for p in parameters.values()])
+    own = torch.stack([memory_digest(p) for p in parameters.values()])
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, own)
     for index, (name, parameter) in enumerate(parameters.items()):
@@ -48,10 +49,3 @@ def check_replicas(model: nn.Module, *, step: int) -> None:
                     f"{first}, and must have the same: something changed the weights, or a gradient, on one rank alone "
                     "(a clip by a local norm, a batch that only one rank skipped, a module left out of the wrapper)"
                 )
-
-
-def _digest(x: Tensor) -> Tensor:
-    """Two numbers that differ between tensors of which some element does."""
-    values = x.detach()
-    total = values.sum(dtype=torch.float64)
-    return torch.stack([total, torch.linalg.vector_norm(values, dtype=torch.float64)]).nan_to_num()

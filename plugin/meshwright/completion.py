@@ -21,7 +21,7 @@ from meshwright.parallel.recompute import recompute_switch
 from meshwright.plans.adapters import without_wrappers
 
 # Options that took effect, or did not, when the model was distributed.
-_SETTLED = ("weights", "sharding_plan", "gather_logits", "num_items_in_batch", "timeout_s")
+_SETTLED = ("weights", "sharding_plan", "gather_logits", "num_items_in_batch", "check_replicas_every", "timeout_s")
 
 
 def plan_to_complete(

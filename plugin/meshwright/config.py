@@ -191,6 +191,8 @@ class ToDistributedConfig:
         engine: the training engine that averages gradients over dp, shards the optimizer and clips in the runtime's
             place, by name; set by an integration (meshwright_hf.deepspeed). The runtime then keeps to tp.
         loader: how the returned loader reads.
+        check_replicas_every: steps between two comparisons of the weights that several ranks hold; 0 turns them off.
+            They are also compared before every save. Tokens and the optimizer's settings are compared in every step.
         timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
             that names it; the timeout of every process group.
     """
@@ -209,6 +211,7 @@ class ToDistributedConfig:
     bucket_size_mb: float = 25.0
     engine: str | None = None
     loader: LoaderOptions = LoaderOptions()
+    check_replicas_every: int = 50
     timeout_s: float = 120.0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -239,5 +242,6 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "bucket_size_mb": check_number,
     "engine": partial(check_type, kinds=str, what="the name of an engine"),
     "loader": partial(check_type, kinds=LoaderOptions, what="a meshwright.LoaderOptions"),
+    "check_replicas_every": partial(check_int, least=0),
     "timeout_s": check_number,
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.arguments import check_arguments, check_model, explained
@@ -20,6 +20,7 @@ from meshwright.construct.weights import InitialWeights, NewTensors
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import Peers
 from meshwright.errors import PlanError
+from meshwright.faults.digest import memory_digest
 from meshwright.faults.guard import start_guard
 from meshwright.given import config_with, given_plan, plan_in_model
 from meshwright.launch import build_axes, check_agreement, check_devices, check_launch, device_for, start_process_group
@@ -29,6 +30,7 @@ from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
 from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.units import ShardedWeights
 from meshwright.parallel.collectives import Axis, agree, all_gather
+from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.guarded import refuse_wrapping
@@ -37,6 +39,7 @@ from meshwright.parallel.mean import GlobalMean
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.outcome import succeed_together, take_from_first
 from meshwright.parallel.recompute import recompute_switch
+from meshwright.parallel.sampling import sample_together
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel, shard_shape
 from meshwright.plans import plan_for
@@ -193,20 +196,14 @@ def _equalise_weights(model: nn.Module, weights: InitialWeights, tp: Axis, dp: A
         return
     differ = weights.equalise_draws(device)
     if tensors := [t.detach() for t in weights.own_tensors(model)]:
-        digest = torch.stack([_digest(t) for t in tensors]).to(device)
-        ranks = all_gather(all_gather(digest[None], tp), dp).nan_to_num()
+        digest = torch.stack([memory_digest(t) for t in tensors]).to(device)
+        ranks = all_gather(all_gather(digest[None], tp), dp)
         if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
             differ = True
             for tensor in tensors:
                 take_from_first(tensor, device)
     if differ:
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
-
-
-def _digest(x: Tensor) -> Tensor:
-    """Two numbers that differ between tensors that were not drawn alike, without a copy of the tensor."""
-    norm = torch.linalg.vector_norm(x, dtype=torch.float64) if x.is_floating_point() else x.sum(dtype=torch.float64)
-    return torch.stack([x.sum(dtype=torch.float64), norm])
 
 
 def _shard_model(
@@ -282,13 +279,24 @@ def install(
         shard_state(optimizer)
     if runtime.weights is not None:
         runtime.weights.attach(model)
-    streams = runtime.streams = DropoutStreams(decoder, tp=tp, dp=dp, seed=seed)
+    streams = runtime.streams = DropoutStreams(tp=tp, dp=dp, seed=seed)
+    if runtime.guard is not None:
+        runtime.comparison = ReplicaComparison(
+            model,
+            tp=tp,
+            dp=dp,
+            guard=runtime.guard,
+            every=config.check_replicas_every,
+            has_weights=runtime.weights is None and runtime.engine is None,
+        )
     forward = ForwardState(
         decoder,
         streams,
+        inner=_callable_alone(decoder, structure),
         tp=tp,
         dp=dp,
         guard=runtime.guard,
+        comparison=runtime.comparison,
         has_sharded_loss=has_own_loss and structure is not None and not config.gather_logits,
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
@@ -324,5 +332,13 @@ def install(
                 micro_batch_size=plan.micro_batch_size,
                 num_micro_batches=plan.gradient_accumulation_steps,
             )
+    for part in {id(x): x for x in (model, decoder)}.values():
+        sample_together(part, tp, runtime.guard)
     if plan.recompute == "full":
         recompute_switch(decoder)({"use_reentrant": False})
+
+
+def _callable_alone(decoder: Any, structure: DecoderStructure | None) -> list[nn.Module]:
+    """The modules in a model that programs call by themselves: transformers' base model, and what holds the layers."""
+    inner = [getattr(decoder, "base_model", None), None if structure is None else structure.model]
+    return [module for module in inner if isinstance(module, nn.Module)]

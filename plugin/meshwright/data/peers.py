@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.tree import fill, is_plain, map_tensors
+from meshwright.data.tree import fill, map_tensors
 from meshwright.errors import DivergenceError, PeerFailedError
+from meshwright.faults.digest import is_plain
 from meshwright.faults.interpose import own_collectives
 from meshwright.parallel.collectives import Axis, all_gather
 

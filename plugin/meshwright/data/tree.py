@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.faults.digest import bytes_digest, is_plain
+
 
 def fill(value: Any, function: Callable[[Any], Any]) -> Any:
     """The same structure, of the same types, with ``function`` applied to all that is no container."""
@@ -64,11 +66,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda x: x.to(device, non_blocking=True))
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is bytes in memory: not sparse, nested, or a lazy conjugate."""
-    return x.layout is torch.strided and not (x.is_nested or x.is_conj() or x.is_neg())
-
-
 def digest(value: Any) -> int:
     """A number from 0 to 2**32 - 1 that two structures with other contents do not share, but by chance."""
     code = 0
@@ -77,8 +74,7 @@ def digest(value: Any) -> int:
         if isinstance(leaf, Tensor):
             what = (leaf.dtype, tuple(leaf.shape))
             if is_plain(leaf):
-                raw = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                code = zlib.crc32(raw.numpy().data, code)
+                code = bytes_digest(leaf, code)
         elif isinstance(leaf, str | bytes | int | float | bool | None):
             what = leaf
         elif hasattr(leaf, "tobytes"):  # an array of numpy's

@@ -28,6 +28,7 @@ from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import interpose
 from meshwright.faults.hub import Hub
 from meshwright.faults.link import Link
+from meshwright.faults.statement import Statement, differences
 from meshwright.faults.trace import Trace, describe, describe_tensors, first_difference
 
 GRACE = 2.0  # seconds for the program to end by its own error, once another rank has failed
@@ -47,6 +48,7 @@ class Guard:
         self.name, self.timeout = name, timeout
         self.step = 0
         self.trace = Trace()
+        self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the last meeting at a place
         self._rank = dist.get_rank()
         self._world = weakref.ref(dist.group.WORLD)  # whose end must not wait for the guard
         self._process = os.getpid()
@@ -78,16 +80,17 @@ class Guard:
         self.step += 1
         self.trace.begin("forward")
 
-    def meet(self, place: str, group: Any, what: str = "") -> None:
+    def meet(self, place: str, group: Any, *statements: Statement) -> None:
         """Wait for the ranks of a group, which must be at the same place, having issued the same collectives.
 
         Args:
             place: where in the program, e.g. "gradients".
             group: the process group; None for all ranks.
-            what: must be equal on all of them too, e.g. the shapes of the inputs.
+            statements: must be equal on all of them too, e.g. the inputs.
 
         Raises:
-            DivergenceError: naming what each rank does, and the first collective that differs.
+            DivergenceError: naming what each rank does, what differs in which step, and the last step in which it did
+                not.
             PeerFailedError: for a rank that is gone or did not come in time.
         """
         if not self.is_current:
@@ -96,13 +99,20 @@ class Guard:
         if len(ranks) == 1:
             return
         log = self.trace.of(ranks)
+        what = ", ".join(statement.text for statement in statements if statement.text)
         self.trace.begin(f"{place} {what}".strip())
         parts = (place, f"step {self.step}", what, log.summary())
         finding = self._ask(place, ranks, ", ".join(part for part in parts if part))
         if finding is not None:
             # Ranks that came to different places do not all come here to compare.
-            detail = self._first_difference(ranks, patience=GRACE) if finding["together"] else None
-            raise self._diverged(ranks, finding, detail)
+            details = self._explain(place, ranks, statements) if finding["together"] else []
+            raise self._diverged(ranks, finding, *details)
+        self._agreed[place, ranks] = self.step
+
+    def last_agreement(self, place: str, ranks: tuple[int, ...]) -> str:
+        """When the ranks last met there, for messages."""
+        step = self._agreed.get((place, ranks))
+        return "" if step is None else f"They agreed for the last time in step {step}."
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a collective, and compare it first if it is the program's own. (See interpose.Observer.)"""
@@ -152,7 +162,7 @@ class Guard:
         cause, details = self._cause, []
         if cause is None and (report := self._link.ask({"kind": "report"}, patience=GRACE)) is not None:
             cause, details = report["cause"], [f"  {line}" for line in report["ranks"]]
-            if cause is None and (difference := self._first_difference(self.trace.ranks, patience=GRACE)):
+            if cause is None and (difference := self._first_difference(self.trace.ranks)):
                 cause = f"the ranks did not issue the same collectives; {difference}"
         elif cause is None:
             cause = self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"
@@ -208,19 +218,30 @@ class Guard:
             raise PeerFailedError(f"{here}: {answer['gone']}")
         return None if answer.get("agreed") else answer
 
-    def _first_difference(self, ranks: tuple[int, ...], patience: float) -> str | None:
-        """Have all ranks tell their last collectives: the answer to a question on which they must differ."""
-        log = json.dumps({"rank": self._rank, "log": self.trace.of(ranks).recent()})
-        question = {"kind": "ask", "key": "collectives", "ranks": ranks, "what": log, "note": ""}
-        answer = self._link.ask(question, patience=patience) or {}
-        if "differ" not in answer:
-            return None
-        return first_difference({name: json.loads(said)["log"] for name, said in answer["differ"].items()})
+    def _explain(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> list[str]:
+        """The details of statements of which one at least differs."""
+        everyone = self._exchange(ranks, [dict(statement.details()) for statement in statements])
+        lines: list[str] = []
+        for index, statement in enumerate(statements):
+            if found := differences({name: theirs[index] for name, theirs in everyone.items()}):
+                lines += [*found, *([statement.advice] if statement.advice else [])]
+        return [*lines, *filter(None, [self._first_difference(ranks), self.last_agreement(place, ranks)])]
 
-    def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], detail: str | None = None) -> DivergenceError:
+    def _first_difference(self, ranks: tuple[int, ...]) -> str | None:
+        return first_difference(self._exchange(ranks, self.trace.of(ranks).recent()))
+
+    def _exchange(self, ranks: tuple[int, ...], value: Any) -> dict[str, Any]:
+        """What each rank has to say, by its name; nothing where not all come."""
+        # The answer to a question on which they must differ.
+        said = json.dumps({"rank": self._rank, "said": value})
+        question = {"kind": "ask", "key": "exchange", "ranks": ranks, "what": said, "note": ""}
+        answer = self._link.ask(question, patience=GRACE) or {}
+        return {name: json.loads(text)["said"] for name, text in answer.get("differ", {}).items()}
+
+    def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
         lines = [f"ranks {list(ranks)} must do the same, but they differ:"]
         lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
-        return DivergenceError("\n".join(lines + ([detail] if detail else [])))
+        return DivergenceError("\n".join([*lines, *details]))
 
     def _on_notice(self, cause: str) -> None:
         """In the listening thread: another rank failed. End this process, unless it does so itself."""

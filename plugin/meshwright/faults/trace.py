@@ -71,6 +71,8 @@ def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
     Args:
         logs: name of a rank -> its ``Log.recent()``.
     """
+    if not logs:
+        return None
     numbers = sorted({int(number) for log in logs.values() for number in log})
     # What the longest log has forgotten cannot be compared.
     known_from = max(min((int(number) for number in log), default=1) for log in logs.values())

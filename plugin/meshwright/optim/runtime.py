@@ -16,6 +16,7 @@ from meshwright.faults.guard import Guard
 from meshwright.optim.units import ShardedWeights
 from meshwright.optim.zero import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.gradients import GradientSync
 from meshwright.parallel.layout import record_of
@@ -34,6 +35,7 @@ class Runtime:
         zero: the ZeRO shards, if any.
         weights: the parameters under ZeRO stage 3.
         guard: watches over the ranks; None on one process.
+        comparison: what the replicas of the model must have in common; None without a guard.
         plan: of a ``to_distributed`` call.
         streams: the dropout streams of its model.
         engine: who averages gradients over dp, steps and clips instead, e.g. "DeepSpeed"; None for the runtime.
@@ -48,6 +50,7 @@ class Runtime:
     zero: ReduceScatter | None = None
     weights: ShardedWeights | None = None
     guard: Guard | None = None
+    comparison: ReplicaComparison | None = None
     plan: ParallelPlan | None = None
     streams: DropoutStreams | None = None
     has_optimizer: bool = False
@@ -62,6 +65,25 @@ class Runtime:
         """
         if self.engine is not None:
             raise ValueError(f"{what}: {self.engine} keeps this model's gradients and masters; {instead}")
+
+    def meet_over_dp(self) -> None:
+        """Compare the data-parallel ranks, all of which have begun to reduce their gradients.
+
+        Raises:
+            DivergenceError: naming what differs, and the ranks.
+        """
+        if self.guard is None or self.dp.size == 1:
+            return
+        if self.comparison is None:
+            self.guard.meet("gradients", self.dp.group)
+            return
+        self.guard.meet("gradients", self.dp.group, self.comparison.statement())
+        self.comparison.compare_weights(self.dp)
+
+    def meet_before_publishing(self, *_: Any) -> None:
+        """Compare the data-parallel ranks, all of which step their slices now."""
+        if self.guard is not None and self.dp.size > 1:
+            self.guard.meet("optimizer step", self.dp.group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -36,11 +36,7 @@ def install_gradient_sync(
         zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 are 1. For 3 ``runtime.weights`` are attached.
         bucket_bytes: gradients communicate in buckets of this size.
     """
-    tp, dp = runtime.tp, runtime.dp
-
-    def meet() -> None:
-        if runtime.guard is not None and dp.size > 1:
-            runtime.guard.meet("gradients", dp.group)
+    tp, dp, meet = runtime.tp, runtime.dp, runtime.meet_over_dp
 
     # Backward finishes parameters roughly in the reverse of their order.
     trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
@@ -64,6 +60,11 @@ def install_gradient_sync(
     if optimizer is not None:
         runtime.has_optimizer = True
         optimizer.register_step_pre_hook(runtime.check_synced)
+        if runtime.comparison is not None:
+            runtime.comparison.watch(optimizer)
+        if runtime.zero is not None and runtime.weights is None:
+            # Publishing the stepped weights is a collective: one rank that leaves it out would be waited for in vain.
+            optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         attach(optimizer, runtime)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import Axis, reduce, share
-from meshwright.parallel.dropout import DropoutStreams, Restore
+from meshwright.parallel.dropout import DropoutStreams, Rates, Restore
 from meshwright.parallel.graph import bypasses
 from meshwright.parallel.localise import HeadInputs
 from meshwright.parallel.regather import RegatheredProjections
@@ -30,6 +30,7 @@ class BlockHooks:
     def __init__(self, block: Block, axis: Axis, sequence: SequenceSharding | None, streams: DropoutStreams):
         self.axis, self.sequence, self.streams = axis, sequence, streams
         self._restore: Restore | None = None
+        self._rates = Rates(block.module)
         self._bias: nn.Parameter | None = None
         self._name, self._is_whole_module = block.name, block.entries == (block.module,)
         self._names = tuple(inspect.signature(block.module.forward).parameters)
@@ -58,7 +59,7 @@ class BlockHooks:
         x, put_back = hidden_states(args, kwargs, self._names)
         x = _cast_for_autocast(x)
         if self.sequence is None:
-            if self._restore is None:  # else the second column of a layer's own MLP
+            if self._restore is None and self._rates.is_any_on():  # else the second column of a layer's own MLP
                 self._restore = self.streams.enter_shard(x)
             full = share(x, self.axis)
         else:

@@ -1,18 +1,21 @@
-"""Dropout masks for a model whose activations are partly replicated, partly sharded.
+"""Random streams of a model whose activations are partly replicated, partly sharded.
 
-Ranks that hold the same activation must draw the same mask, ranks that hold different parts of one
-must not. The random state is switched at the borders between the two. Each switch draws its seed from
-the state it leaves, so activation checkpointing, which restores the state at a layer's start, replays
-the same masks in backward.
+Ranks that hold the same activation must draw the same mask (or noise), ranks that hold different parts of one
+must not. Every pass of a model has a stream of its own, in training and in evaluation, whatever draws from it: dropout
+at any rate and in any mode, NEFTune's noise, a hook of the user's. The random state is switched at the borders between
+replicated and sharded activations. Each such switch draws its seed from the state it leaves, so activation
+checkpointing, which restores the state at a layer's start, replays the same masks in backward.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from meshwright.parallel.collectives import Axis, agree
 
@@ -24,47 +27,46 @@ Restore = Callable[[], None]
 class DropoutStreams:
     """The random streams of one model's forward passes.
 
+    On one rank there is nothing to keep apart, and the model draws from torch's own random state.
+
     Args:
-        model: the model; streams are switched only while it trains with some dropout above zero.
         tp: axis whose ranks share the replicated stream.
         dp: axis whose ranks never share one: their rows differ.
         seed: the same number on every rank.
     """
 
-    def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, seed: int):
+    def __init__(self, *, tp: Axis, dp: Axis, seed: int):
         self.tp, self.dp = tp, dp
-        self._model = model
-        self._seeds = torch.Generator().manual_seed(seed)
-        self._has_dropout = _has_dropout(model)
+        self._seed = seed
+        self._passes = {"training": 0, "evaluation": 0}  # counted apart, so that an evaluation changes no mask
 
-    @property
-    def is_active(self) -> bool:
-        return self._has_dropout and self._model.training
-
-    def enter_model(self, device: torch.device) -> Restore:
+    def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
         """Start a forward pass: one stream for each data-parallel rank, equal over the TP axis.
 
         Returns:
             The call that goes back to the state before.
         """
-        if not self.is_active:
+        if self.tp.size * self.dp.size == 1 or _is_capturing(device):
             return _nothing
-        seed = int(torch.randint(_MAX_SEED, (), generator=self._seeds))
-        return _switch(device, seed + self.dp.rank)
+        kind = "training" if trains else "evaluation"
+        self._passes[kind] += 1
+        text = f"{self._seed} {kind} {self._passes[kind]} {self.dp.rank}"
+        return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)
 
-    def state_dict(self) -> dict[str, str]:
+    def state_dict(self) -> dict[str, int]:
         """Where the seeds of the next forward passes come from; the same on every rank, JSON."""
-        return {"seeds": bytes(self._seeds.get_state().tolist()).hex()}
+        return {"seed": self._seed, **self._passes}
 
-    def load_state_dict(self, state: dict[str, str]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there."""
-        self._seeds.set_state(torch.tensor(list(bytes.fromhex(state["seeds"])), dtype=torch.uint8))
+        self._seed = state["seed"]
+        self._passes = {kind: state[kind] for kind in self._passes}
 
     def enter_shard(self, x: Tensor) -> Restore:
         """Start a stretch in which each rank of the TP axis holds another part of ``x``."""
-        if not self.is_active or self.tp.size == 1:
+        if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
             return _nothing
-        seed = int(torch.randint(_MAX_SEED, (), device=x.device))
+        seed = int(torch.randint(_MAX_SEED, ()))  # from the CPU's state: the device's would have to be waited for
         return _switch(x.device, seed + 1 + self.tp.rank)
 
     def enter_shared(self, x: Tensor) -> Restore:
@@ -72,32 +74,56 @@ class DropoutStreams:
 
         The ranks have no random state in common there, so the first one's seed is sent to the others.
         """
-        if not self.is_active or self.tp.size == 1:
+        if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
             return _nothing
-        seed = torch.randint(_MAX_SEED, (), device=x.device)
+        seed = torch.randint(_MAX_SEED, ()).to(x.device)
         return _switch(x.device, int(agree(seed, self.tp)))
+
+
+class Rates:
+    """The dropout rates inside a module, as they are now.
+
+    Args:
+        module: its dropout modules, and the rates that attention code keeps as plain numbers, are looked for once.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._places: list[tuple[nn.Module, str]] = [
+            (part, "p") for part in module.modules() if isinstance(part, nn.modules.dropout._DropoutNd)
+        ]
+        for part in module.modules():
+            self._places += [
+                (part, name) for name, value in vars(part).items() if "dropout" in name and _is_rate(value)
+            ]
+
+    def is_any_on(self) -> bool:
+        """Whether some of it drops anything in the next pass."""
+        return any(part.training and getattr(part, name) > 0 for part, name in self._places)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _nothing() -> None:
     """The way back from a state that was not left."""
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _switch(device: torch.device, seed: int) -> Restore:
-    rng: Any = torch.cuda if device.type == "cuda" else torch
-    state = rng.get_rng_state()
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-    return lambda: rng.set_rng_state(state)
+    """Seed the CPU's random state, from which stretches draw their seeds, and the device's."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cuda":
+        return lambda: torch.set_rng_state(state)
+    on_device = torch.cuda.get_rng_state(device)
+    torch.cuda.manual_seed(seed)
 
+    def restore() -> None:
+        torch.set_rng_state(state)
+        torch.cuda.set_rng_state(on_device, device)
 
-def _has_dropout(model: nn.Module) -> bool:
-    """Dropout modules, and the rates that attention code keeps as a plain number."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float) and value > 0:
-                return True
-    return False
+    return restore

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.faults.guard import Guard
-from meshwright.faults.trace import describe_tensors
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams, Restore
 from meshwright.parallel.guarded import ShardedLogits
+from meshwright.parallel.inputs import ComparedInputs
 
 
 class ForwardState:
-    """Hooks on the whole model: whether its logits may stay sharded, and its random stream.
+    """Hooks on the whole model: what the ranks compare, whether its logits may stay sharded, and its random stream.
 
     Args:
         model: the model.
+        inner: the modules inside it that a program may call by themselves, such as transformers' base model.
         streams: its dropout streams.
         tp: the ranks that must get the same inputs.
         dp: the ranks that share a loss.
         guard: compares them, and counts the steps.
+        comparison: what the replicas must have in common; None without a guard.
         has_sharded_loss: the model's loss function can use sharded logits.
         refuses_internals: hidden states and attention maps would be one rank's share, so asking for
             them raises.
@@ -36,9 +39,11 @@ class ForwardState:
         model: nn.Module,
         streams: DropoutStreams,
         *,
+        inner: Iterable[nn.Module] = (),
         tp: Axis,
         dp: Axis,
         guard: Guard | None,
+        comparison: ReplicaComparison | None,
         has_sharded_loss: bool,
         refuses_internals: bool,
         shares_weights: bool = False,
@@ -46,32 +51,52 @@ class ForwardState:
         self.shares_weights = shares_weights
         self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
+        self.comparison, self._inputs = comparison, ComparedInputs(tp)
         self._keeps_sharded = False
         self._restore: Restore | None = None
-        self._signature = inspect.signature(model.forward)
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        self._model = model
+        self._outermost: nn.Module | None = None  # the module whose call is under way
+        self._signatures: dict[nn.Module, inspect.Signature] = {}
+        for module in {id(x): x for x in (model, *inner)}.values():
+            self._signatures[module] = inspect.signature(module.forward)
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
 
     def keep_logits_sharded(self) -> bool:
         """Whether the pass under way computes a training loss from sharded logits."""
         return self._keeps_sharded
 
-    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._outermost not in (None, module):
+            return  # part of a pass that was entered already
+        self._outermost = module
         if self.refuses_internals:
-            _refuse_internals(model, kwargs)
-        inputs = arguments(self._signature, args, kwargs)
+            _refuse_internals(module, kwargs)
+        inputs = arguments(self._signatures[module], args, kwargs)
         labels = inputs.get("labels")
+        trains = module.training and torch.is_grad_enabled()
         if self.guard is not None:
-            if model.training and torch.is_grad_enabled():
-                self.guard.begin_step()
-            if self.tp.size > 1:
-                self.guard.meet("forward", self.tp.group, _describe(model, inputs))
-            if self.dp.size > 1 and (labels is not None or self.shares_weights):
-                self.guard.meet("forward", self.dp.group)
-        self._keeps_sharded = self.has_sharded_loss and model.training and labels is not None
-        self._restore = self.streams.enter_model(_device(args, kwargs))
+            self._compare(self.guard, module, inputs, trains=trains)
+        self._keeps_sharded = module is self._model and self.has_sharded_loss and module.training and labels is not None
+        self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
 
-    def _leave(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
+        if trains:
+            guard.begin_step()
+        statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
+        if self.tp.size > 1:
+            self._inputs.look()
+            guard.meet("forward", self.tp.group, self._inputs.statement(module, inputs), *statements)
+            self._inputs.gather(inputs, guard.step)
+            if trains and self.comparison is not None:
+                self.comparison.compare_weights(self.tp)
+        if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
+            guard.meet("forward", self.dp.group, *statements)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if module is not self._outermost:
+            return None
+        self._outermost = None
         was_sharded, self._keeps_sharded = self._keeps_sharded, False
         if self._restore is not None:
             self._restore()
@@ -96,14 +121,6 @@ def _without_graph(output: Any) -> Any:
 def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward call by name, positional ones included."""
     return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
-
-
-def _describe(model: nn.Module, inputs: dict[str, Any]) -> str:
-    """What the ranks that share the layers must agree on before these run: it decides their collectives."""
-    shapes = [f"{name} {describe_tensors(x)}" for name, x in inputs.items() if torch.is_tensor(x)]
-    device = _device((), inputs).type
-    precision = f"autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else ""
-    return ", ".join(part for part in ("training" if model.training else "evaluation", precision, *shapes) if part)
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

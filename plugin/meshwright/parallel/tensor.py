@@ -21,6 +21,7 @@ from meshwright.parallel.dropout import DropoutStreams, Restore
 from meshwright.parallel.guarded import LocalGradient
 from meshwright.parallel.layout import RowLayout, ShardRecord, expanded
 from meshwright.parallel.localise import localise_attributes
+from meshwright.parallel.recompute import in_backward
 from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
@@ -146,7 +147,9 @@ class _SequenceRegion:
         self.sequence, self.streams = sequence, streams
         self._is_open = False
         self._restore: Restore | None = None
+        self._restore_recomputed: Restore | None = None
         structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
+        structure.layers[0].register_forward_hook(self._end_recomputation, always_call=True)
         (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
         structure.model.register_forward_hook(self._check_ended)
 
@@ -154,9 +157,17 @@ class _SequenceRegion:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, put_back = hidden_states(args, kwargs)
-        self._restore = self.streams.enter_shard(x)
-        self._is_open = True
+        restore = self.streams.enter_shard(x)
+        if in_backward():  # activation checkpointing runs this layer alone
+            self._restore_recomputed = restore
+        else:
+            self._restore, self._is_open = restore, True
         return put_back(self.sequence.split(x))
+
+    def _end_recomputation(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._restore_recomputed is not None:
+            self._restore_recomputed()
+            self._restore_recomputed = None
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._is_open:  # a norm that the model applies to its embeddings too

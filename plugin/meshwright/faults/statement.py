@@ -1,0 +1,41 @@
+"""What a rank says at a meeting, and how the differences between the ranks' words are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+SHOWN = 5  # differences that a message lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """What must be equal on all ranks of a meeting.
+
+    Args:
+        text: all of it in short, compared at each meeting.
+        details: what it is about, by subject; called on every rank once the texts differ.
+        advice: why a difference matters and what to write instead, for the message.
+    """
+
+    text: str
+    details: Callable[[], Mapping[str, str]] = dict
+    advice: str = ""
+
+
+def differences(said: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A line for each subject of which the ranks said different things.
+
+    Args:
+        said: name of a rank -> its details.
+    """
+    subjects = dict.fromkeys(subject for details in said.values() for subject in details)
+    lines = []
+    for subject in subjects:
+        ranks: dict[str, list[str]] = {}
+        for name, details in said.items():
+            ranks.setdefault(details.get(subject, "nothing"), []).append(name)
+        if len(ranks) > 1:
+            lines.append(f"{subject}: " + "; ".join(f"{value} on {', '.join(names)}" for value, names in ranks.items()))
+    more = len(lines) - SHOWN
+    return lines[:SHOWN] + ([f"... and {more} more"] if more > 0 else [])
