@@ -22,6 +22,7 @@ from meshwright.given import with_sequence_parallel
 from meshwright.launch import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.parallel.outcome import text_from_first
+from meshwright.parallel.sizes import shape_of
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
@@ -29,7 +30,7 @@ from meshwright.planner.devices import Device
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.plan_file import runnable_fields
 from meshwright.planner.search import Choice, Search, search
-from meshwright.planner.shapes import describe
+from meshwright.planner.shapes import ModelShape, describe
 from meshwright.planner.space import FUTURE
 from meshwright.planner.units import gib, seconds
 from meshwright.plans import plan_for
@@ -55,7 +56,7 @@ def choose_plan(
     """Return the plan that the planner thinks best, the same on every rank: rank 0's.
 
     Args:
-        model: with a transformers config.
+        model: with a transformers config, or a decoder's structure.
         optimizer: decides whether its state may be sharded.
         dataloader: says the batch, unless ``config.input_spec`` does.
         node_num: nodes; None: what was launched.
@@ -82,11 +83,7 @@ def choose_plan(
 def _search(
     model: Any, rows: int, length: int, nodes: int, config: ToDistributedConfig, device: torch.device
 ) -> Search:
-    if not hasattr(model, "config"):
-        raise PlanError(
-            f"a plan is picked by the model's transformers config, and {type(model).__name__} has none; pass a plan: "
-            "ToDistributedConfig(plan=meshwright.ParallelPlan(...))"
-        )
+    shape = _shape(model, config)
     profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
     cluster = _cluster(device, nodes, profile)
     job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu")
@@ -95,7 +92,6 @@ def _search(
     budget = config.memory_budget
     if budget is not None and budget <= 1:
         budget *= cluster.device.memory
-    shape = describe(model.config, name=type(model).__name__)
     parameters = sum(p.numel() for p in model.parameters())
     if abs(shape.parameters - parameters) > _TOLERANCE * parameters:
         logger.warning(
@@ -114,6 +110,19 @@ def _search(
     if not found.choices:
         raise explain.no_fit(found)
     return found
+
+
+def _shape(model: Any, config: ToDistributedConfig) -> ModelShape:
+    """What the model's transformers config says, else what its structure shows."""
+    if hasattr(getattr(model, "config", None), "to_dict"):
+        return describe(model.config, name=type(model).__name__)
+    try:
+        return shape_of(model, config.sharding_plan or plan_for(model))
+    except PlanError as error:
+        raise PlanError(
+            f"a plan is picked by the model's transformers config or by a decoder's structure, and "
+            f"{type(model).__name__} has none; pass a plan: plan='dp{world_size()}' ({error})"
+        ) from error
 
 
 def _first_runnable(

@@ -62,6 +62,7 @@ class DataParallel(nn.Module):
             parameter need not wait for the end of backward. The gradients are right without it too.
         group: the ranks that share the batch; None: all. Made from the launcher's environment if there is none.
         timeout_s: seconds that a rank may keep the others waiting before all end with an error that names it.
+        layers: another name of ``model``.
 
     Raises:
         ValueError: on every rank alike, for a model that cannot be wrapped, or one that differs between ranks.
@@ -81,7 +82,7 @@ class DataParallel(nn.Module):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         strategy: None = None,
         comm_buffer_size: float = 25,
         last_comm_buffer_size: float = 1,
@@ -89,8 +90,12 @@ class DataParallel(nn.Module):
         *,
         group: ProcessGroup | None = None,
         timeout_s: float = 120.0,
+        layers: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        if model is not None and layers is not None:
+            raise ValueError("DataParallel got both model= and layers=, two names of one; write DataParallel(model)")
+        model = layers if model is None else model
         if not isinstance(model, nn.Module):
             raise ValueError(f"DataParallel takes a torch.nn.Module, not {type(model).__name__}")
         sizes = {"comm_buffer_size": comm_buffer_size, "last_comm_buffer_size": last_comm_buffer_size}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import datetime
 import os
 from typing import Any
 
@@ -13,11 +11,10 @@ import torch.distributed as dist
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import Axis
-
-
-def world_size() -> int:
-    """The number of processes: of the process group, else of the launcher's environment."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+from meshwright.process_group import device_for as device_for
+from meshwright.process_group import leave_process_group as leave_process_group
+from meshwright.process_group import start_process_group as start_process_group
+from meshwright.process_group import world_size
 
 
 def node_count() -> int:
@@ -68,37 +65,6 @@ def check_launch(plan: ParallelPlan) -> None:
             f"but {world} were launched; change the sizes of ParallelPlan, or launch with: torchrun "
             f"--nproc-per-node {plan.world_size} SCRIPT\nThe plan's ranks:\n{plan.dims.rank_grid()}"
         )
-
-
-def device_for(model_device: torch.device) -> torch.device:
-    """This process's device of the kind the model is on."""
-    if model_device.type != "cuda":
-        return model_device
-    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def start_process_group(device: torch.device, timeout_s: float) -> None:
-    """Join the launcher's process group, unless the script has done so.
-
-    The group is left at exit: gloo's threads abort the interpreter otherwise.
-    """
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if dist.is_initialized() or world_size() == 1:
-        return
-    if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-    atexit.register(leave_process_group)
-
-
-def leave_process_group() -> None:
-    """Leave the group, if there is one; at exit gloo's threads abort the interpreter otherwise."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def check_agreement(plan: ParallelPlan) -> None:

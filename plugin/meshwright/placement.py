@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.mesh import ProcessMesh
+from meshwright.process_group import ensure_process_group
 from meshwright.resharding.agreement import Claim, agreed
 from meshwright.resharding.layouts import check_dtype, decode, encode, layout_of, make_layout, process_mesh
 from meshwright.resharding.move import move, settle, wrap
@@ -30,6 +31,7 @@ Mesh = ProcessMesh | DeviceMesh
 def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Place a tensor, which every rank has in full, on a mesh.
 
+    Where the script has not started a process group, it joins the launcher's, or makes one of this process alone.
     Each rank copies its own part; no data is sent. Of ``Partial("sum")`` the first rank of the axis has the value
     and the others zeros; of avg, max and min every rank has the value. The gradient of a tensor that requires one
     flows back to it, in full on every rank of the world. An ``nn.Parameter`` gives a new ``nn.Parameter``: a leaf,
@@ -53,6 +55,8 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
         >>> mw.shard_tensor(torch.ones(8, 4), mesh, [mw.Shard(0), mw.Shard(1)]).to_local().shape  # doctest: +SKIP
         torch.Size([4, 2])
     """
+
+    ensure_process_group()
 
     def check() -> Claim[tuple[Tensor, Layout]]:
         if isinstance(data, DTensor):
@@ -99,6 +103,8 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
         >>> stage0, stage1 = mw.ProcessMesh([0, 1]), mw.ProcessMesh([2, 3])  # doctest: +SKIP
         >>> y = mw.reshard(x @ w0, stage1, [mw.Replicate()])  # doctest: +SKIP
     """
+
+    ensure_process_group()
 
     def check() -> Claim[Layout]:
         if not isinstance(tensor, DTensor):

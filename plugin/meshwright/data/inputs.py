@@ -167,7 +167,7 @@ class Placer:
         if self._input_keys is not None:
             raise ValueError(f"input_keys={list(self._input_keys)}, but the batch is a {type(batch).__name__}, no dict")
         if isinstance(batch, Tensor):
-            return self._place(batch, self._targets_for(1, "a single tensor")[0], portion)
+            return self._place(batch, self._targets[0], portion)  # the i-th input is on the i-th mesh
         if isinstance(batch, list | tuple):
             targets = self._targets_for(len(batch), f"{len(batch)} inputs")
             inputs = [self._place(value, target, portion) for value, target in zip(batch, targets, strict=True)]

@@ -18,12 +18,13 @@ from meshwright.faults.guard import active_guard, start_guard
 from meshwright.launch import device_for, start_process_group, world_size
 from meshwright.mesh import ProcessMesh
 from meshwright.parallel.collectives import Axis
+from meshwright.process_group import ensure_process_group
 from meshwright.resharding.agreement import Claim, agreed
 
 
 def shard_dataloader(
-    loader: Iterable[Any],
-    meshes: Any,
+    dataloader: Iterable[Any] | None = None,
+    meshes: Any = None,
     input_keys: Sequence[str] | None = None,
     shard_dims: Any = None,
     is_dataset_splitted: bool = False,
@@ -37,6 +38,7 @@ def shard_dataloader(
     shuffle: bool = False,
     buffer_size: int = 1000,
     timeout_s: float = 120.0,
+    loader: Iterable[Any] | None = None,
 ) -> DistributedLoader:
     """Return a loader that reads on each rank the rows it needs, and gives every input on its mesh.
 
@@ -45,11 +47,11 @@ def shard_dataloader(
     iterates.
 
     Args:
-        loader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. A batch is a tensor, a
-            tuple or list of inputs, or a dict of them; an input may be a nested list or dict. Values that are no
+        dataloader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. A batch is a tensor,
+            a tuple or list of inputs, or a dict of them; an input may be a nested list or dict. Values that are no
             tensors pass through.
         meshes: a ``ProcessMesh`` (or torch's ``DeviceMesh``) for all inputs, or a list with one for each, in which a
-            list stands for an input that is a list itself.
+            list stands for an input that is a list itself. A batch that is a single tensor goes on the first.
         input_keys: the inputs of a dict batch that ``meshes`` speak of, one for each; other keys stay as they are.
         shard_dims: the axis along which rows are sharded, by name or index: one for all meshes, or a list like
             ``meshes``. None gives every rank all rows.
@@ -63,6 +65,7 @@ def shard_dataloader(
         fingerprint: a name for the dataset, instead of one made from what it holds.
         shuffle, buffer_size: shuffle an iterable dataset with numbered shards, so many samples together.
         timeout_s: seconds that a rank may keep the others waiting.
+        loader: another name of ``dataloader``.
 
     Returns:
         A loader whose every ``iter`` or call is an epoch, with ``set_epoch``, ``state_dict`` and ``load_state_dict``.
@@ -78,6 +81,9 @@ def shard_dataloader(
         for batch in loader:  # ranks 0 and 1 read rows 0-3, ranks 2 and 3 rows 4-7
             ...
     """
+    loader = _only(dataloader, loader)
+    if meshes is None:
+        raise ValueError("shard_dataloader got no meshes; write shard_dataloader(dataloader, meshes=mesh)")
     if output not in ("dtensor", "local"):
         raise ValueError(f"output={output!r} must be 'dtensor' or 'local'")
     options = LoaderOptions(
@@ -90,12 +96,10 @@ def shard_dataloader(
     )
     is_dtensor = output == "dtensor"
     device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    start_process_group(device, timeout_s)
-    if not dist.is_initialized() and is_dtensor:
-        raise ValueError(
-            "DTensors need a process group: launch with torchrun, call torch.distributed.init_process_group first, or "
-            "set output='local'"
-        )
+    if is_dtensor:
+        ensure_process_group(timeout_s)
+    else:
+        start_process_group(device, timeout_s)
     if dist.is_initialized() and active_guard() is None:
         start_guard(timeout=timeout_s, coordinates="")
 
@@ -133,6 +137,16 @@ def shard_dataloader(
         return Claim(made, made.describe())
 
     return _on_all_ranks(make).agree()
+
+
+def _only(dataloader: Iterable[Any] | None, loader: Iterable[Any] | None) -> Iterable[Any]:
+    """The loader, by whichever of its two names it came."""
+    if dataloader is not None and loader is not None:
+        raise ValueError("shard_dataloader got dataloader= and loader=, two names of one argument; leave one out")
+    found = dataloader if loader is None else loader
+    if found is None:
+        raise ValueError("shard_dataloader got no dataloader; write shard_dataloader(dataloader, meshes)")
+    return found
 
 
 def _on_all_ranks(check: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.errors import PlanError
@@ -107,9 +108,13 @@ def shard_optimizer(
     and each rank's loss is the mean over its own rows. Gradients are averaged over the axis during
     backward. ``to_distributed`` does this (and more) with ``ParallelPlan.zero_stage``.
 
+    Parameters that ``shard_tensor`` placed are DTensors, whose state torch makes with the same placements: without a
+    mesh, the optimizer over them is returned as it is.
+
     Args:
         optimizer: elementwise (AdamW, SGD, ...), over parameters that are whole on every rank.
-        mesh: a ProcessMesh or DeviceMesh with the axis; every rank of the world makes the call.
+        mesh: a ProcessMesh or DeviceMesh with the axis; every rank of the world makes the call. None for parameters
+            that are DTensors.
         stage: 1; or 2, which keeps no whole gradients under ``no_sync``. Stage 3 needs ``to_distributed``.
         axis: the name of the data-parallel axis.
         bucket_size_mb: gradients communicate in buckets of this size.
@@ -132,10 +137,19 @@ def shard_optimizer(
         )
     if stage not in (1, 2):
         raise PlanError(f"shard_optimizer(stage={stage!r}) must be 1 or 2")
-    check_elementwise(optimizer, is_trusted=False)
+    if not isinstance(optimizer, Optimizer):
+        raise PlanError(f"shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         raise PlanError("shard_optimizer got an optimizer without parameters")
+    if placed := [p for p in parameters if isinstance(p, DTensor)]:
+        if mesh is not None:
+            raise PlanError(
+                f"{len(placed)} of {len(parameters)} parameters are DTensors, whose state is placed as they are; leave "
+                "mesh out: shard_optimizer(optimizer)"
+            )
+        return optimizer
+    check_elementwise(optimizer, is_trusted=False)
     if any(hasattr(p, "meshwright") for p in parameters):
         raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
     dp = _axis_of(mesh, axis, parameters[0].device.type)

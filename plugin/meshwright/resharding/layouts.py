@@ -57,7 +57,10 @@ def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement],
     if isinstance(mesh, DeviceMesh):
         _check_order(mesh, grid)
     if max(grid.ranks) >= (world_size := dist.get_world_size()):
-        raise ValueError(f"rank {max(grid.ranks)} is outside the world of {world_size} ranks:\n{grid}")
+        raise ValueError(
+            f"rank {max(grid.ranks)} is outside the world of {world_size} ranks; launch with: torchrun "
+            f"--nproc-per-node {max(grid.ranks) + 1} SCRIPT, or use a mesh of fewer ranks:\n{grid}"
+        )
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
         raise ValueError(f"placements is a list, one placement a mesh axis, got {placements!r}")
     if len(placements) != grid.ndim:

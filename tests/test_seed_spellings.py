@@ -1,0 +1,163 @@
+"""Calls as Paddle's documents spell them: they work, and give the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import meshwright as mw
+
+SIZE, SAMPLES, BATCH = 8, 12, 4
+
+
+class Samples(Dataset):  # type: ignore[type-arg]
+    """Single tensors, without labels."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randn(SAMPLES, 3, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Mlp(nn.Module):
+    """Two matrices, each on a mesh of its own; whole in one process."""
+
+    def __init__(self, meshes: Any = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        w0, w1 = torch.randn(2, SIZE, SIZE, dtype=torch.float64, generator=generator).unbind()
+        self.meshes = meshes
+        if meshes is not None:
+            w0 = mw.shard_tensor(w0, meshes[0], [mw.Replicate()])
+            w1 = mw.shard_tensor(w1, meshes[1], [mw.Replicate()])
+        self.w0, self.w1 = nn.Parameter(w0), nn.Parameter(w1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = torch.matmul(x, self.w0)
+        if self.meshes is not None:
+            y = mw.reshard(y, self.meshes[1], [mw.Shard(0)])
+        return torch.matmul(y, self.w1)
+
+
+def trained(meshes: Any, kind: type[torch.optim.Optimizer], **options: Any) -> tuple[list[float], list[Tensor], Any]:
+    """The losses, the weights at the end, and where the optimizer's state lies."""
+    model = Mlp(meshes)
+    optimizer = kind(model.parameters(), lr=0.05, **options)  # type: ignore[call-arg]
+    loader: Any = DataLoader(Samples(), batch_size=BATCH)
+    if meshes is not None:
+        loader = mw.shard_dataloader(dataloader=loader, meshes=list(meshes), shard_dims="x")
+        assert mw.shard_optimizer(optimizer) is optimizer
+    losses, weights = [], [model.w0, model.w1]
+    for data in loader if meshes is None else loader():
+        loss: Any = torch.mean(model(data) ** 2)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if meshes is not None:
+            loss = mw.reshard(loss, mw.ProcessMesh(list(range(dist.get_world_size())), ["x"]), [mw.Replicate()])
+            loss = loss.to_local()
+        losses.append(loss.item())
+    states = [type(value).__name__ for state in optimizer.state.values() for value in state.values() if value.ndim]
+    if meshes is not None:
+        whole = mw.ProcessMesh(list(range(dist.get_world_size())), ["x"])
+        weights = [mw.reshard(w.detach(), whole, [mw.Replicate()]).to_local() for w in weights]
+    return losses, [w.detach() for w in weights], states
+
+
+def two_meshes(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    half = dist.get_world_size() // 2
+    ranks = list(range(2 * half))
+    return trained((mw.ProcessMesh(ranks[:half], ["x"]), mw.ProcessMesh(ranks[half:], ["x"])), kind, **options)
+
+
+def one_mesh(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    mesh = mw.ProcessMesh(list(range(dist.get_world_size())), ["x"])
+    return trained((mesh, mesh), kind, **options)
+
+
+@pytest.mark.parametrize("where", [one_mesh, two_meshes])
+def test_single_tensors_and_placed_parameters(where: Any, pool4: Any) -> None:
+    """List B: an optimizer over ``shard_tensor``ed parameters without a mesh, and single tensors on two meshes."""
+    for kind, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        losses, weights, _ = trained(None, kind, **options)
+        for found, at_end, states in pool4.run(where, kind, **options):
+            assert found == pytest.approx(losses, abs=1e-12)
+            for actual, expected in zip(at_end, weights, strict=True):
+                assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
+            assert set(states) == {"DTensor"}
+
+
+def without_a_group() -> Any:
+    assert not dist.is_initialized()
+    mesh = mw.ProcessMesh([[0]], ["dp", "tp"])
+    x = mw.shard_tensor([[1.0, 2.0], [3.0, 4.0]], mesh, [mw.Shard(0), mw.Shard(1)])
+    y = mw.reshard(x, mesh, [mw.Replicate(), mw.Replicate()])
+    return y.to_local().tolist(), dist.get_world_size()
+
+
+def fresh(call: str) -> str:
+    """What a line prints in a new process, without a launcher."""
+    import os
+    import subprocess
+    import sys
+
+    hidden = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    result = subprocess.run(
+        [sys.executable, "-c", call], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    return result.stdout + result.stderr
+
+
+def test_placement_before_any_group() -> None:
+    """List B: ``shard_tensor`` and ``reshard`` in one process, and with a mesh that needs more."""
+    printed = fresh(
+        "import test_seed_spellings as t, meshwright as mw\n"
+        "print(t.without_a_group())\n"
+        "try: mw.shard_tensor([1.0, 2.0], mw.ProcessMesh([0, 1], ['x']), [mw.Shard(0)])\n"
+        "except ValueError as error: print(error)\n"
+    )
+    assert "([[1.0, 2.0], [3.0, 4.0]], 1)" in printed
+    assert "world of 1" in printed and "torchrun --nproc-per-node 2" in printed
+
+
+def test_names_of_arguments() -> None:
+    layers = nn.Linear(2, 2)
+    assert mw.DataParallel(layers=layers).module is layers
+    with pytest.raises(ValueError, match="both model= and layers="):
+        mw.DataParallel(nn.Linear(2, 2), layers=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="not NoneType"):
+        mw.DataParallel()
+    loader = DataLoader(Samples(), batch_size=BATCH)
+    mesh = mw.ProcessMesh([0], ["x"])
+    for call in ({"dataloader": loader}, {"loader": loader}):
+        rows = [batch.shape[0] for batch in mw.shard_dataloader(**call, meshes=mesh, shard_dims="x", output="local")]
+        assert rows == [BATCH] * 3
+    with pytest.raises(ValueError, match="two names of one argument"):
+        mw.shard_dataloader(loader, mesh, loader=loader)
+    with pytest.raises(ValueError, match="got no dataloader"):
+        mw.shard_dataloader(meshes=mesh)
+    with pytest.raises(ValueError, match=r"no meshes; write shard_dataloader\(dataloader, meshes=mesh\)"):
+        mw.shard_dataloader(loader)
+
+
+def placed_with_a_mesh() -> None:
+    mesh = mw.ProcessMesh([0, 1], ["dp"])
+    weight = nn.Parameter(mw.shard_tensor(torch.ones(4), mesh, [mw.Shard(0)]))
+    mw.shard_optimizer(torch.optim.SGD([weight], lr=0.1), mesh=mesh)
+
+
+def test_a_mesh_for_placed_parameters_is_an_error(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(placed_with_a_mesh):
+        assert kind == "PlanError" and "leave mesh out: shard_optimizer(optimizer)" in message
+    with pytest.raises(mw.PlanError, match="needs mesh="):
+        mw.shard_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
