@@ -136,6 +136,8 @@ def test_nodes_are_counted_as_they_were_launched(monkeypatch: pytest.MonkeyPatch
         ("--tp 0", "ParallelPlan.tp must be a positive integer, not 0"),
         ("--zero-stage 7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("--cpu", "--num_processes N, or a plan"),
+        ("--cpu --dp 100000", r"100000 processes on this machine, which has \d+ CPU cores.*add --oversubscribe"),
+        ("--plan dp2+sp", "'dp2\\+sp' is no word of a plan"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_starts(options: str, message: str, script: Path) -> None:
@@ -400,6 +402,7 @@ def test_a_configuration_for_several_machines(tmp_path: Path) -> None:
     (tmp_path / "accelerate.yaml").write_text(done.output)
     config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
     assert (config.num_processes, config.num_machines, config.use_cpu) == (16, 2, False)
+    assert config.mixed_precision == "bf16"  # as planned
     assert "MESHWRIGHT_PLAN='{" in done.output
     assert "--machine_rank RANK --main_process_ip" in done.output
 

@@ -9,7 +9,7 @@ from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line
 
 
 def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per_node: int, cpu: bool,
-                      saved: Path | None) -> str:  # fmt: skip
+                      saved: Path | None, mixed_precision: str = "no") -> str:  # fmt: skip
     """Return the YAML that ``accelerate launch --config_file`` takes.
 
     It says how many processes run where. The plan itself cannot be in it, since accelerate refuses keys that it does
@@ -22,6 +22,7 @@ def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per
         gpus_per_node: processes of one machine.
         cpu: whether they run on CPU.
         saved: the plan file beside it, if one was written.
+        mixed_precision: accelerate's name of the precision that was planned: no, bf16 or fp8.
     """
     machines = -(-gpus // gpus_per_node)
     plan = str(saved) if saved else f"'{plan_line(fields)}'"
@@ -41,6 +42,6 @@ def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per
         "rdzv_backend: static",
         "same_network: true",
         "main_training_function: main",
-        "mixed_precision: 'no'",
+        f"mixed_precision: {mixed_precision if mixed_precision != 'no' else repr('no')}",
     ]
     return "\n".join(lines)

@@ -33,6 +33,7 @@ class Launch:
         cpu: run on CPU also where there are GPUs.
         mixed_precision: of accelerate ("no", "fp16", "bf16", "fp8"); None for what its configuration says.
         start_timeout: seconds that machines wait for each other.
+        oversubscribe: start more processes than this machine's CPU cores can serve.
 
     Raises:
         PlanError: numbers that do not fit together, naming both, or a script that is not there.
@@ -54,6 +55,7 @@ class Launch:
     cpu: bool = False
     mixed_precision: str | None = None
     start_timeout: int = START_TIMEOUT
+    oversubscribe: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_processes", "num_machines", "start_timeout"):

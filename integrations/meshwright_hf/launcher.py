@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
+TRIED_ON_CPU = 8  # processes that any machine may start
 
 
 def default_processes(num_machines: int, cpu: bool) -> int:
@@ -53,10 +54,24 @@ def run(job: Launch) -> int:
             f"{job.local_processes} processes on this machine need as many GPUs, and it has {_gpus()}; use fewer "
             "--num_processes, more --num_machines, or --cpu"
         )
+    if on_cpu:
+        _check_cores(job)
     job = _with_address(job)
     os.environ.update(_environment(job, on_cpu))
     print(f"meshwright launch: {_in_words(job, on_cpu)}", file=sys.stderr, flush=True)
     return _run(job, accelerate_arguments(job, on_cpu=on_cpu))
+
+
+def _check_cores(job: Launch) -> None:
+    """Refuse what would bring a machine to a halt; a few processes per core are how plans are tried on a laptop."""
+    cores = os.cpu_count() or 1
+    most = max(TRIED_ON_CPU, 2 * cores)
+    if job.local_processes > most and not job.oversubscribe:
+        raise PlanError(
+            f"{job.local_processes} processes on this machine, which has {cores} CPU cores: each would get "
+            f"{cores / job.local_processes:.1%} of a core, and memory for a model of its own. Start at most {most} "
+            "here, with smaller sizes of the plan or more --num_machines; or add --oversubscribe to start them anyway"
+        )
 
 
 def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:

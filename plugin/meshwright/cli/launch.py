@@ -63,6 +63,9 @@ def launch(
     start_timeout: Annotated[
         int, typer.Option("--start_timeout", "--start-timeout", help="Seconds that machines wait for each other.")
     ] = 300,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Start more processes than the CPU's cores can serve.")
+    ] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run the script as python -m does.")] = False,
 ) -> None:
     """Start a script as many processes, as accelerate launch does, and give its to_distributed the plan.
@@ -97,7 +100,7 @@ def launch(
             script=script, arguments=arguments or [], module=module, plan=chosen, num_processes=num_processes,
             num_machines=num_machines, machine_rank=machine_rank, main_process_ip=main_process_ip,
             main_process_port=main_process_port, cpu=cpu, start_timeout=start_timeout,
-            mixed_precision=mixed_precision and mixed_precision.value,
+            mixed_precision=mixed_precision and mixed_precision.value, oversubscribe=oversubscribe,
         )  # fmt: skip
         code = launcher.run(job)
     except ValueError as error:

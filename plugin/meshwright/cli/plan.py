@@ -204,6 +204,7 @@ def _accelerate_config(found: Search, save: Path | None) -> str:
         config.accelerate_config(
             runnable_fields(plan), label=plan.label, gpus=cluster.gpus, gpus_per_node=cluster.gpus_per_node,
             cpu=cluster.device.shares_host or cluster.device.name == "cpu", saved=save,
+            mixed_precision="no" if found.job.activation_bytes == 4 else found.job.precision,
         )
     )  # fmt: skip
 
