@@ -1,4 +1,4 @@
-"""Other Trainers and models of the stack under a plan: TRL's SFTTrainer, adapters, torch.compile, bf16 autocast.
+"""Other Trainers and models of the stack under a plan: adapters, torch.compile, bf16 autocast.
 
 Tolerance 1e-5 where nothing else is said: see test_trainer.py.
 """
@@ -12,61 +12,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-import meshwright as mw
 from support.models import build
-from support.trainers import Run, arguments, fresh_accelerate, run_trainer
-from support.words import texts, tokenizer
+from support.trainers import Run, run_trainer
 
 
 def largest_difference(actual: list[float], expected: list[float]) -> float:
     assert len(actual) == len(expected) > 0
     return max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(actual, expected, strict=True))
-
-
-def as_dataset(lines: list[str]) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_dict({"text": lines})
-
-
-def run_sft(output_dir: Path, plan: dict[str, Any] | None) -> tuple[list[dict[str, float]], list[str]]:
-    """Four steps of TRL's trainer; the logs."""
-    from trl import SFTConfig, SFTTrainer
-
-    from meshwright_hf.trainer import MeshwrightTrainerMixin
-
-    class PlannedSFTTrainer(MeshwrightTrainerMixin, SFTTrainer): ...
-
-    with fresh_accelerate():
-        options = arguments(output_dir, (plan or {}).get("dp", 1), max_steps=4)
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_grad_norm")
-        names += ("logging_steps", "report_to", "disable_tqdm", "use_cpu", "dataloader_pin_memory", "max_steps")
-        args = SFTConfig(
-            output_dir=str(output_dir),
-            save_strategy="no",
-            max_length=16,
-            bf16=False,
-            gradient_checkpointing=True,
-            **{name: getattr(options, name) for name in names},
-        )
-        given: dict[str, Any] = {"args": args, "train_dataset": as_dataset(texts(24)), "processing_class": tokenizer()}
-        if plan is None:
-            trainer = SFTTrainer(build("llama"), **given)
-        else:
-            trainer = PlannedSFTTrainer(build("llama"), **given, meshwright=mw.ParallelPlan(**plan))
-        trainer.train()
-        return [entry for entry in trainer.state.log_history if "loss" in entry]
-
-
-@pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, {"dp": 2}], ids=str)
-def test_sft_trainer_equals_one_process(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="the environment of the oldest versions has no TRL")
-    # Its head reads the weight, which is sharded: one rank's words alone would change the loss by a tenth and more.
-    ranks = pool2.run(run_sft, tmp_path, plan, timeout=280)
-    expected = run_sft(tmp_path / "one", None)
-    for logs in ranks:
-        for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"):
-            assert largest_difference([x[key] for x in logs], [x[key] for x in expected]) <= 1e-5, key
 
 
 def adapted() -> Any:

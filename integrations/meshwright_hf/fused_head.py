@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.errors import PlanError
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
 from meshwright.parallel.layout import record_of
@@ -19,16 +19,13 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
 
     TRL's trainers put such a forward on the model before it is sharded. It multiplies hidden states by
     ``get_output_embeddings().weight`` tile by tile, so that a rank's own rows would give a softmax over its words.
+    Under ZeRO stage 3 the head has no values but while its own forward runs, which TRL leaves out.
 
     Args:
         model: changed in place.
         runtime: of the model; nothing to do where each rank has the whole head.
-
-    Raises:
-        PlanError: from such a call under ZeRO stage 3, where weights are whole only while their own module runs.
     """
-    is_gathered_late = runtime.plan is not None and runtime.plan.zero_stage == 3
-    if (runtime.tp.size == 1 and not is_gathered_late) or not hasattr(model, "get_output_embeddings"):
+    if (runtime.tp.size == 1 and runtime.weights is None) or not hasattr(model, "get_output_embeddings"):
         return
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     forward, find_head = owner.forward, owner.get_output_embeddings
@@ -37,16 +34,19 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
     def with_whole_head(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
             return forward(*args, **kwargs)
-        if is_gathered_late:
-            raise PlanError(
-                "ParallelPlan.zero_stage=3 gathers the head's weight only while the head runs, and TRL's fused head "
-                "reads it past the module; set zero_stage=2"
-            )
-        owner.get_output_embeddings = lambda: _whole(find_head(), runtime)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            del owner.get_output_embeddings
+        with contextlib.ExitStack() as stack:
+
+            def find_whole_head() -> SimpleNamespace:
+                head = find_head()
+                if runtime.weights is not None:
+                    stack.enter_context(runtime.weights.lent(head))
+                return _whole(head, runtime)
+
+            owner.get_output_embeddings = find_whole_head  # which the forward calls once, after the backbone
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                del owner.get_output_embeddings
 
     owner.forward = with_whole_head
 

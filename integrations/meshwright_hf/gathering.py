@@ -61,7 +61,7 @@ def _join(x: Tensor, forms: list[tuple[str, tuple[int, ...], bool]], dp: Axis, r
             "accelerator.pad_across_processes(tensor, dim=1, pad_index=...)"
         )
     if x.ndim == 0:
-        return all_gather(x[None], dp)
+        return all_gather(x.detach()[None], dp)
     most = max(shape[0] for _, shape, _ in forms)
     padded = x.new_zeros((most, *x.shape[1:]))
     padded[: x.shape[0]] = x

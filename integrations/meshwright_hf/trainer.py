@@ -35,6 +35,7 @@ from meshwright_hf.trainer_checks import (
     config_of,
 )
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
+from meshwright_hf.trl_trainers import check_trl, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         def prepare(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
             # For evaluation accelerate adds autocast, and no DDP: the plan has reduced the gradients.
             with left_to_us(accelerator.state.dynamo_plugin):
-                return prepare_model(model, device_placement=False, evaluation_mode=True)
+                placement = device_placement if find_runtime(model) is None else False
+                return prepare_model(model, device_placement=placement, evaluation_mode=True)
 
         accelerator.prepare_model = prepare
         accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
@@ -119,6 +121,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         check_run(self.args, runtime)
+        check_trl(self, runtime)
         loss = getattr(self.model, "loss_function", None)
         if isinstance(loss, CausalLMLoss):
             loss.mean.num_items = "local"  # see _config; the model may have been distributed before
@@ -177,7 +180,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
         if find_runtime(self.model) is None:
-            return data_loader  # only to be looked at by the planner
+            # The planner only looks at it; a trainer that has a pass over the data before needs all rows.
+            return data_loader if self._is_distributing else whole_loader(data_loader, self.args.device)
         return mesh_loader(
             data_loader,
             self._runtime,
@@ -188,7 +192,15 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         )
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if find_runtime(self.model) is None:
+            return input_data  # of whole_loader
         return gather_rows(input_data, self._runtime.dp, as_objects=use_gather_object)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        """That of TRL's trainers, which call it before the model is distributed."""
+        if getattr(self, "calculate_KL", False):
+            args = with_global_batch(args, self._mesh_config)
+        return super()._prepare_dataset(dataset, processing_class, args, *rest, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         # Where the Trainer does not sum over ranks, there is nothing to divide by those that have the same rows.

@@ -120,6 +120,22 @@ class ShardedWeights:
                 "with meshwright.full_state_dict(model), or write them with model.save_pretrained(...)"
             )
 
+    @contextlib.contextmanager
+    def lent(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the weights of a module have their values, for a program that reads them past its forward.
+
+        A collective call. What autograd saves of them inside is gathered again in backward.
+        """
+        step = next((step for step in self.steps if step.module is module), None)
+        if step is None:
+            yield
+            return
+        step.enter()
+        try:
+            yield
+        finally:
+            step.leave()
+
     def release(self) -> None:
         """Let go of everything that is gathered."""
         self._current = None
@@ -180,8 +196,8 @@ class _Step:
         self._pushed: list[bool] = []
 
     def hook(self) -> None:
-        self.module.register_forward_pre_hook(self._enter)
-        self.module.register_forward_hook(self._leave, always_call=True)
+        self.module.register_forward_pre_hook(lambda *_: self.enter())
+        self.module.register_forward_hook(lambda *_: self.leave(), always_call=True)
         for inner in self.module.modules():
             if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
                 inner.register_forward_pre_hook(self._enter_inside)
@@ -193,7 +209,8 @@ class _Step:
         for flat in self.flats:
             flat.full()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(self) -> None:
+        """Give the parameters their values."""
         if _in_backward():
             self.weights.enter_backward(self)
         else:
@@ -203,15 +220,16 @@ class _Step:
             flat.lend()
         if torch.is_grad_enabled():
             saved.push(self._note)
-            self.is_awaited |= not isinstance(module, nn.Embedding)  # whose gradient needs the words only
+            self.is_awaited |= not isinstance(self.module, nn.Embedding)  # whose gradient needs the words only
         self._pushed.append(torch.is_grad_enabled())
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if _in_backward():
             self.weights.lend_again(self)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._pushed:  # _enter failed
+    def leave(self) -> None:
+        """Take the values back; backward gathers them again."""
+        if not self._pushed:  # enter failed
             return
         if self._pushed.pop():
             saved.pop()

@@ -1,0 +1,73 @@
+"""TRL's trainers on a plan: what they do that ranks which share rows, or hold parts of weights, would get wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+
+from meshwright.config import ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.given import given_plan
+from meshwright.launch import world_size
+from meshwright.optim.runtime import Runtime
+
+
+def check_trl(trainer: Any, runtime: Runtime) -> None:
+    """Refuse a trainer of TRL that this plan, in particular, would get wrong; of other Trainers nothing.
+
+    Raises:
+        PlanError: naming the trainer or the argument, and the plan to use instead.
+    """
+    args, tp, name = trainer.args, runtime.tp.size, type(trainer).__name__
+    if tp > 1 and _generates(type(trainer)):
+        raise PlanError(
+            f"{name} generates what it trains on, and the plan has tp={tp}: TRL seeds each process by itself, so that "
+            f"the {tp} ranks that share a prompt would train on different completions, and gathers the rewards of all "
+            "processes as those of different prompts. Set ParallelPlan(tp=1, dp=..., zero_stage=3), which shards the "
+            "weights too"
+        )
+    keeps_parts = tp > 1 or runtime.weights is not None
+    why = f"tp={tp}" if tp > 1 else "zero_stage=3"
+    if keeps_parts and getattr(args, "sync_ref_model", False):
+        raise PlanError(
+            f"sync_ref_model=True copies the model's parameters into the reference model, and with {why} a rank holds "
+            "a part of them; set sync_ref_model=False, or ParallelPlan(tp=1, zero_stage=2)"
+        )
+    if keeps_parts and getattr(args, "use_vllm", False):
+        raise PlanError(
+            f"use_vllm=True sends the model's parameters to vLLM, and with {why} a rank holds a part of them; set "
+            "use_vllm=False, or ParallelPlan(tp=1, zero_stage=2)"
+        )
+
+
+def _generates(kind: type) -> bool:
+    """Whether a trainer of TRL generates while it trains; some can for an evaluation only (generate_from_model)."""
+    own = (parent for parent in kind.__mro__ if parent.__module__.startswith("trl."))
+    return any(name.startswith(("_generate", "generate_on_policy")) for parent in own for name in vars(parent))
+
+
+def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
+    """The arguments of a trainer that pairs the rows of a batch before the model is distributed (KTO's KL estimate).
+
+    One process with a batch dp times as large pairs those of all data-parallel ranks.
+
+    Raises:
+        PlanError: if the planner is to pick the plan, so that nobody knows dp yet.
+    """
+    plan = given_plan(config)
+    if plan is None and world_size() > 1:
+        raise PlanError(
+            "this trainer estimates the KL term from completions that it exchanges within a global batch, when it is "
+            "made, and the planner has picked no plan by then; pass one: meshwright=ParallelPlan(dp=..., tp=...)"
+        )
+    args = copy.copy(args)
+    args.per_device_train_batch_size *= 1 if plan is None else plan.dp
+    return args
+
+
+def whole_loader(loader: DataLoader[Any], device: Any) -> Any:
+    """All rows on every rank, for a pass over the data before the model is distributed (precompute_ref_log_probs)."""
+    return prepare_data_loader(loader, device, num_processes=1, process_index=0, put_on_device=True)
