@@ -31,13 +31,14 @@ from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_eng
 from meshwright.optim.units import ShardedWeights
 from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.comparison import ReplicaComparison
-from meshwright.parallel.dropout import DropoutStreams
+from meshwright.parallel.dropout import DropoutStreams, dropout_seed
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.guarded import refuse_wrapping
 from meshwright.parallel.loss import CausalLMLoss, uses_causal_lm_loss
 from meshwright.parallel.mean import GlobalMean
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.outcome import succeed_together, take_from_first
+from meshwright.parallel.packed_rows import keep_documents_apart
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.sampling import sample_together
 from meshwright.parallel.structure import DecoderStructure, describe
@@ -222,8 +223,7 @@ def _shard_model(
     made = succeed_together(lambda: make_weights(model, plan, layouts, runtime, weights.make, device))
     made.attach(model)
     model.to(device)
-    seed = torch.randint(2**31, (1,), device=device)
-    agreed_seed = int(agree(seed, runtime.tp, runtime.dp))
+    agreed_seed = int(agree(torch.tensor([dropout_seed()], device=device), runtime.tp, runtime.dp))
     install(model, optimizer, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
     # With adapters, the model is around the decoder, and a user may save either.
     for part in {id(x): x for x in (model, decoder)}.values():
@@ -301,6 +301,7 @@ def install(
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
     )
+    keep_documents_apart(decoder)
     if structure is not None:
         install_tensor_parallel(
             structure,

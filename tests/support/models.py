@@ -35,7 +35,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "use_cache": False,
 }
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {

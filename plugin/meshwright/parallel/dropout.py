@@ -105,6 +105,12 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def dropout_seed() -> int:
+    """A seed that follows from torch's random state and takes nothing from it, since loaders draw their orders there."""
+    state = torch.default_generator.get_state().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(state, digest_size=4).digest()) >> 1
+
+
 def _nothing() -> None:
     """The way back from a state that was not left."""
 
