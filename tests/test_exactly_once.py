@@ -220,9 +220,19 @@ def test_samplers_of_the_users(kind: str) -> None:
     assert head + seen(steps(resumed)) == expected
 
 
+class OfItsOwn(SequentialSampler):
+    """Draws from something that torch knows nothing of."""
+
+    seed = 0
+
+    def __iter__(self) -> Any:
+        return iter(random.Random(self.seed).sample(range(20), 20))
+
+
 def test_a_sampler_that_draws_another_order_cannot_go_on() -> None:
     def make(seed: int) -> DataLoader[Any]:
-        sampler = WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator().manual_seed(seed))
+        sampler = OfItsOwn(range(20))
+        sampler.seed = seed
         return DataLoader(Numbers(20), batch_size=3, sampler=sampler, collate_fn=as_list)
 
     (loader,) = ranks_of(1, lambda: make(1))

@@ -55,7 +55,7 @@ class PlannedLoader:
             batch = next(batches, None)
             while batch is not None:
                 rows = 0 if self.inner.weight == 0 else _rows(batch)
-                state = self.inner.state_dict()
+                state = self.inner.place()
                 following = next(batches, None)
                 self.rows, self._state, self.end_of_dataloader = rows, state, following is None
                 yield batch
@@ -83,7 +83,11 @@ class PlannedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the batch last given out ends; the same on all ranks, small, and good for any mesh."""
-        return self.inner.state_dict() if self._state is None else self._state
+        return {**self.inner.state_dict(), **self.place()}
+
+    def place(self) -> dict[str, Any]:
+        """The state without torch's random state, which ``Accelerator.save_state`` saves itself."""
+        return self.inner.place() if self._state is None else self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration go on from there."""
@@ -96,10 +100,9 @@ class PlannedLoader:
         Of the epoch, not of what is left of it: after ``load_state``, which goes to the place by itself, a script that
         skips the batches it had seen is at the same place.
         """
-        place, state = self.inner.position, self.inner.state_dict()
-        if state.get("reader") == "map" and self.total_batch_size is not None:
-            epoch = place.epoch if place.is_fresh else place.epoch + 1
-            self.load_state_dict({**state, "epoch": epoch, "samples": num_batches * self.total_batch_size})
+        place = self.inner.position
+        if self.total_batch_size is not None and self.inner.skip(num_batches * self.total_batch_size):
+            self._state = None
         elif not (place.is_fresh and place.samples):
             self._to_drop = num_batches  # where they end is known by reading them only
 

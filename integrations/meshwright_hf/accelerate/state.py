@@ -61,7 +61,7 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     for model, optimizer in _pairs(accelerator):
         mw.save_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
     said = {
-        "loaders": [loader.state_dict() for loader in _loaders(accelerator)],
+        "loaders": [loader.place() for loader in _loaders(accelerator)],
         "dropout": [_streams(model).state_dict() for model in planned_models(accelerator)],
         "step": accelerator.step,
     }

@@ -31,6 +31,11 @@ class EqualBatches:
     batch_size: int
     drop_last: bool = False
 
+    @property
+    def most(self) -> int:
+        """Rows of a full batch."""
+        return self.batch_size
+
     def __len__(self) -> int:
         return (self.num_samples + (0 if self.drop_last else self.batch_size - 1)) // self.batch_size
 
@@ -50,6 +55,7 @@ class ListedBatches:
     def __init__(self, sizes: Sequence[int]):
         self._sizes = sizes
         self._starts = list(accumulate(sizes, initial=0))
+        self.most = 0  # rows of a full batch: none is called so
 
     def __len__(self) -> int:
         return len(self._sizes)

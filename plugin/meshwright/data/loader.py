@@ -19,9 +19,11 @@ from meshwright.config import LoaderOptions
 from meshwright.data.batches import Portion, Sharing, even_share
 from meshwright.data.inputs import Placer
 from meshwright.data.peers import Peers, check_same_rows, first_ranks
+from meshwright.data.read_map import MapReader
 from meshwright.data.read_split import SplitReader
 from meshwright.data.readers import make_reader
 from meshwright.data.reading import Position
+from meshwright.data.shuffling import decoded, encoded
 from meshwright.data.stream import gather_objects
 from meshwright.data.tree import digest, is_batch, leaves, signature, to_device
 from meshwright.parallel.collectives import Axis
@@ -171,18 +173,40 @@ class DistributedLoader:
         self._iterations += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batch last given out ends: small, JSON, the same on all ranks; talks to nobody."""
+        """Where the batch last given out ends: small, JSON, the same on all ranks; talks to nobody.
+
+        Where torch's random state says the orders of later epochs, the state holds this rank's: save that of rank 0.
+        """
+        torch_state = {"torch": encoded(torch.get_rng_state())} if self._reader.follows_torch else {}
+        return {**self.place(), **torch_state}
+
+    def place(self) -> dict[str, Any]:
+        """The state without torch's random state, for a caller that saves this itself."""
         return self._reader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next ``iter`` go on from a state, which any mesh with any batch size or workers may have saved.
 
+        A state that holds torch's random state restores it, so that later epochs are those of the run that saved it.
+
         Raises:
             ValueError: the state is of another dataset or order; names what differs.
         """
+        rng = decoded(state["torch"]) if "torch" in state else None
         self._reader.load_state_dict(state)
+        if rng is not None:
+            torch.set_rng_state(rng)
         self._state = None
         self._iterations += 1
+
+    def skip(self, samples: int) -> bool:
+        """Have the next ``iter`` begin after the first samples of its epoch; False where only reading gets there."""
+        if not isinstance(self._reader, MapReader):
+            return False
+        self._reader.skip(samples)
+        self._state = None
+        self._iterations += 1
+        return True
 
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, by name."""

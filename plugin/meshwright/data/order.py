@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
@@ -110,36 +110,3 @@ def shuffled(size: int, seed: int) -> Order:
     if size <= IN_MEMORY:
         return Permuted(torch.randperm(size, generator=Generator().manual_seed(seed)))
     return Permutation(size, str(seed))
-
-
-class SeededShuffle:
-    """The orders of all epochs, where one seed says them all: those of a RandomSampler with a generator.
-
-    Args:
-        size: of the dataset.
-        seed: that the generator had at first.
-        draws: at the start of how many epochs the DataLoader itself draws from the same generator: none, the first
-            (if its workers persist), or all.
-    """
-
-    def __init__(self, size: int, seed: int, *, draws: Literal["none", "first", "all"] = "all"):
-        self._size, self._seed, self._draws = size, seed, draws
-        self._first = Generator().manual_seed(seed).get_state()
-        self._reached = (0, self._first)
-
-    def of_epoch(self, epoch: int) -> Order:
-        if self._size > IN_MEMORY:
-            return Permutation(self._size, f"{self._seed} {epoch}")
-        reached, state = self._reached if self._reached[0] <= epoch else (0, self._first)
-        generator = Generator()
-        generator.set_state(state)
-        for number in range(reached, epoch):
-            self._draw(generator, number)
-            torch.randperm(self._size, generator=generator)  # RandomSampler draws once more when it has ended
-        self._reached = (epoch, generator.get_state())
-        return Permuted(self._draw(generator, epoch))
-
-    def _draw(self, generator: Generator, epoch: int) -> Tensor:
-        if self._draws == "all" or (self._draws == "first" and epoch == 0):
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
-        return torch.randperm(self._size, generator=generator)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Generator
@@ -11,11 +12,9 @@ from torch.utils.data import DataLoader
 from meshwright.data.batches import Portion, Sharing
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.order import InOrder, Order
-from meshwright.data.reading import VERSION, Position, check_state, worker_options
+from meshwright.data.reading import VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.sampling import Batches, Sampling
 from meshwright.parallel.collectives import Axis
-
-WORKER_SEEDS = 2**62  # workers add their numbers to a seed
 
 
 class MapReader:
@@ -44,10 +43,10 @@ class MapReader:
         self._sampling = Sampling(loader, seed)
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
         self._user_loader, self._dp, self._share = loader, dp, share
-        self._indices = _RankIndices(dp, share)
+        self._indices = _RankIndices(dp, share, self._sampling.exhaust)
         self._generator = Generator()
         self._inner: DataLoader[Any] | None = None
-        self._order_seed: int | None = None  # of the epoch that is read, or of the one that was loaded
+        self._order: int | None = None  # a digest of the epoch that a sampler of the user's drew
 
     def __len__(self) -> int:
         return len(self._sampling)
@@ -80,15 +79,16 @@ class MapReader:
         }
 
     def draw(self) -> list[Any]:
-        draws = self._sampling.draw()
-        if self.position.samples and self._order_seed is not None and self._sampling.kind == "shuffled":
-            draws[1] = self._order_seed  # a loaded epoch goes on in the order it began with
-        return draws
+        return self._sampling.draw(self.position.epoch, self.position.samples)
+
+    @property
+    def follows_torch(self) -> bool:
+        return self._sampling.follows_torch
 
     def read(self, draws: list[Any]) -> Iterator[Portion]:
         position = self.position
         order, batches = self._sampling.begin(draws, position.epoch)
-        self._check_order(self._sampling.order_seed(draws))
+        self._check_order(draws)
         self._indices.begin(order, batches, position.samples)
         self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
         self.dropped = batches.dropped(position.samples)
@@ -98,14 +98,23 @@ class MapReader:
             position.samples = start + rows
             yield Portion.of(share, batch, rows)
         position.finish()
-        self._order_seed = None
+        self._sampling.finish()
 
     def set_epoch(self, epoch: int) -> None:
+        place = (self.position.epoch, self.position.samples)
         self.position.set_epoch(epoch)
+        if (self.position.epoch, self.position.samples) != place:
+            self._sampling.leave()
         self._tell_epoch()
 
+    def skip(self, samples: int) -> None:
+        """Have the next iteration begin after the first samples of its epoch."""
+        if not self.position.is_fresh:
+            self._sampling.leave()
+            self.position.set_epoch(self.position.epoch + 1)
+        self.position.samples = min(samples, self._sampling.length)
+
     def state_dict(self) -> dict[str, Any]:
-        seed = self._sampling.seed
         return {
             "version": VERSION,
             "reader": "map",
@@ -114,23 +123,23 @@ class MapReader:
             "length": self._sampling.length,
             "dataset": self._fingerprint,
             "order": self._sampling.kind,
-            "seed": seed,
-            # Of an epoch that is not begun, no rank has drawn any yet.
-            "order_seed": self._order_seed if seed is None and self.position.samples else None,
+            "seed": self._sampling.seed,
+            "drawn": self._order if self.position.samples else None,
+            **self._sampling.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        seed = self._sampling.seed
         expected = {
             "reader": "map",
             "length": self._sampling.length,
             "dataset": self._fingerprint,
             "order": self._sampling.kind,
-            "seed": seed,
+            "seed": self._sampling.seed,
         }
         check_state(state, expected, "sample k would be another one")
         self.position.load(state, self._sampling.length if self._sampling.kind != "listed" else None)
-        self._order_seed = state.get("order_seed") if seed is None else None
+        self._sampling.load(state)
+        self._order = state.get("drawn")
         self._tell_epoch()
 
     def _tell_epoch(self) -> None:
@@ -141,15 +150,17 @@ class MapReader:
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.position.epoch)
 
-    def _check_order(self, seed: int | None) -> None:
+    def _check_order(self, draws: list[Any]) -> None:
         """A sampler that drew another order would give other samples from here on."""
-        is_listed = self._sampling.kind == "listed"
-        if is_listed and self.position.samples and self._order_seed not in (None, seed):
+        if self._sampling.kind != "listed":
+            return
+        drawn = zlib.crc32(repr(draws[1:]).encode())
+        if self.position.samples and self._order not in (None, drawn):
             raise ValueError(
                 "the loader's sampler drew another order than it did in the epoch of the state, so the samples not yet "
                 "seen are not known; give it the same seed or state before the loop goes on"
             )
-        self._order_seed = seed
+        self._order = drawn
 
     def _loader(self) -> DataLoader[Any]:
         """One for all epochs, whose workers may persist."""
@@ -168,10 +179,14 @@ class MapReader:
 
 
 class _RankIndices:
-    """The batch sampler of the DataLoader that reads: this rank's indices."""
+    """The batch sampler of the DataLoader that reads: this rank's indices.
 
-    def __init__(self, dp: Axis, share: Sharing):
-        self._dp, self._share = dp, share
+    Args:
+        exhaust: called when the sampler of one device would be at its end, which workers reach before the loop does.
+    """
+
+    def __init__(self, dp: Axis, share: Sharing, exhaust: Callable[[], None]):
+        self._dp, self._share, self._exhaust = dp, share, exhaust
         self._order: Order = InOrder()
         self._batches: Batches | None = None
         self._samples = 0
@@ -183,4 +198,7 @@ class _RankIndices:
         assert self._batches is not None
         for start, rows in self._batches.after(self._samples):
             share = self._share(rows, self._dp)
+            if rows < self._batches.most:
+                self._exhaust()  # BatchSampler meets the end while it fills the last batch
             yield self._order.take(start + share.low, start + share.high)
+        self._exhaust()

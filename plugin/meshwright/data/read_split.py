@@ -48,6 +48,11 @@ class SplitReader:
     def seed(self, seed: int) -> None:
         raise AssertionError("the ranks of a split dataset agree on no seed")
 
+    @property
+    def follows_torch(self) -> bool:
+        """Each rank has an order of its own, and a state is of all of them."""
+        return False
+
     def describe(self) -> dict[str, str]:
         return {"drop_last": str(self._drop_last), "batch size": str(self.batch_size)}
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.batches import Portion, Sharing, chunk_share
 from meshwright.data.read_whole import is_stock
-from meshwright.data.reading import VERSION, Position, check_state, worker_options
+from meshwright.data.reading import VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.shards import ShardedSource
+from meshwright.data.shuffling import WorkerSeeds
 from meshwright.data.stream import ShardedStream, gather_objects
 from meshwright.data.tree import map_tensors
 from meshwright.parallel.collectives import Axis
@@ -44,13 +45,14 @@ class StreamReader:
         assert loader.batch_size is not None
         self.position = Position()
         self._loader, self._dp, self._share = loader, dp, share
+        self._worker_seeds, self._generator = WorkerSeeds.of(loader), Generator()
         self._stream = ShardedStream(
             loader.dataset,
             batch_size=loader.batch_size,
             dp=dp,
             drop_last=loader.drop_last,
             num_workers=loader.num_workers,
-            loader_options=worker_options(loader),
+            loader_options={**worker_options(loader), "generator": self._generator},
             **options,
         )
 
@@ -81,10 +83,17 @@ class StreamReader:
     def is_repeatable(self) -> bool:
         return True
 
+    @property
+    def follows_torch(self) -> bool:
+        return False
+
     def draw(self) -> list[Any]:
-        return []
+        """The seed that a DataLoader draws for its workers, lest a loader that is shuffled by the same state differ."""
+        samples = self.position.samples
+        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
 
     def read(self, draws: list[Any]) -> Iterator[Portion]:
+        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
         self._stream.set_epoch(self.position.epoch)
         for rows in self._stream:
             samples, counted = rows.samples, 0 if rows.is_blank else len(rows.samples)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.batches import Portion, Sharing
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.reading import VERSION, Position, check_state, worker_options
+from meshwright.data.reading import VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.shuffling import WorkerSeeds
 from meshwright.data.tree import digest, leaves, map_tensors
 from meshwright.parallel.collectives import Axis
 
@@ -45,6 +46,8 @@ class WholeReader:
         self._told: int | None = getattr(self._dataset, "epoch", None)  # the dataset's own epoch
         self._cuts_samples = is_stock(loader) and bool(getattr(loader, "batch_size", None))
         self._num_workers = getattr(loader, "num_workers", 0)
+        self._generator = Generator()
+        self._worker_seeds = WorkerSeeds.of(loader) if self._cuts_samples else None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -70,11 +73,21 @@ class WholeReader:
         settings = {"batch size": self.batch_size, "num_workers": self._num_workers, "dataset": self._fingerprint}
         return {name: str(value) for name, value in settings.items()}
 
+    @property
+    def follows_torch(self) -> bool:
+        return False
+
     def draw(self) -> list[Any]:
-        return []
+        """The seed that a DataLoader draws for its workers; other loaders draw for themselves."""
+        if self._worker_seeds is None:
+            return []
+        samples = self.position.samples
+        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
 
     def read(self, draws: list[Any]) -> Iterator[Portion]:
         position = self.position
+        if draws:
+            self._generator.manual_seed(draws[0] % WORKER_SEEDS)
         if not position.samples:
             self._batches = 0
         rest = self._rest()
@@ -148,7 +161,7 @@ class WholeReader:
             drop_last=loader.drop_last,
             collate_fn=_CollateShare(loader.collate_fn, self._dp, self._share, self._readers.count > 1),
             pin_memory=loader.pin_memory,
-            generator=loader.generator,
+            generator=self._generator,
             persistent_workers=loader.persistent_workers,
             **worker_options(loader),
         )

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from meshwright.data.batches import Portion
 
-VERSION = 1
+VERSION = 2
+WORKER_SEEDS = 2**62  # workers add their numbers to a seed
 
 
 @dataclass
@@ -104,6 +105,10 @@ class Reader(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that is read next."""
+
+    @property
+    def follows_torch(self) -> bool:
+        """Whether torch's random state may say what later epochs are."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Mapping
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Generator
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from meshwright.data.batches import EqualBatches, ListedBatches
-from meshwright.data.order import InOrder, Listed, Order, SeededShuffle, shuffled
+from meshwright.data.order import InOrder, Listed, Order, shuffled
+from meshwright.data.shuffling import GeneratorShuffle, RandomState, WorkerSeeds, decoded, random_number
 
 Batches = EqualBatches | ListedBatches
 
@@ -41,9 +42,18 @@ class Sampling:
                 f"seed={seed} can only seed shuffle=True of the DataLoader; a {type(self._sampler).__name__} draws "
                 "from a generator of its own"
             )
-        self._seeded = self._seeded_shuffle(seed) if self.kind == "shuffled" else None
-        # The generator's state, while it says the seed and no epoch is drawn.
-        self._as_left = self._generator_state() if self._seeded and seed is None else None
+        self._worker_seeds = WorkerSeeds.of(loader)
+        self._shuffle: GeneratorShuffle | None = None  # where a generator says the orders
+        if self.kind == "shuffled" and seed is not None:
+            own = Generator().manual_seed(seed)
+            self._worker_seeds = WorkerSeeds(own)
+            self._shuffle = GeneratorShuffle(self.length, own, self._worker_seeds)
+        elif self.kind == "shuffled" and self._sampler.generator is not None:
+            self._shuffle = GeneratorShuffle(self.length, self._sampler.generator, self._worker_seeds)
+        self._order_seed: int | None = None  # of the epoch under way, drawn from torch's random state
+        self._drawn_from: RandomState | None = None  # where a sampler of the user's drew the epoch under way
+        self._is_begun = False  # whether an epoch is under way, or was when the loaded state was saved
+        self._is_loaded = False
 
     @property
     def batch_size(self) -> int | None:
@@ -56,40 +66,110 @@ class Sampling:
 
     @property
     def seed(self) -> int | None:
-        """The seed of all epochs, where there is one; that of the generator, until the first epoch is drawn."""
-        if self._as_left is not None and not torch.equal(self._generator_state(), self._as_left):
-            self._seeded = self._seeded_shuffle(None)  # the script has seeded it since
-            self._as_left = self._generator_state()
-        return self._seeded[0] if self._seeded else None
+        """The seed of all epochs, where there is one."""
+        return self._shuffle.seed if self._shuffle else None
 
     @seed.setter
     def seed(self, seed: int) -> None:
+        assert self._shuffle is not None
         if seed != self.seed:
-            self._seeded = self._shuffle_by(seed)
+            self._shuffle.seed = seed
 
     @property
     def is_repeatable(self) -> bool:
         """Whether the order of an epoch can be had again."""
-        return self.kind == "sequential" or self._seeded is not None
+        return self.kind == "sequential" or self._shuffle is not None
+
+    @property
+    def follows_torch(self) -> bool:
+        """Whether torch's random state may say the orders of later epochs."""
+        return self._shuffle is None and self.kind != "sequential"
 
     def __len__(self) -> int:
         if self.has_equal_batches and self.kind != "listed":
             return len(self._batches(self.length))
         return len(self._batch_sampler)
 
-    def draw(self) -> list[Any]:
-        """This epoch's random numbers: a seed for the workers, and what the order needs."""
-        seed = self.seed  # before anything is drawn from the generator
-        self._as_left = None
-        worker_seed = _random_number(self._loader.generator)
+    def draw(self, epoch: int, samples: int) -> list[Any]:
+        """This epoch's random numbers: a seed for the workers, and what the order needs.
+
+        Args:
+            epoch: to read.
+            samples: of it that were given out.
+        """
+        goes_on = self._is_loaded and samples > 0
+        self._is_loaded = False
+        if goes_on and self.kind != "listed":
+            return [self._worker_seeds.go_on(samples)]
+        if self._shuffle:
+            return self._shuffle.draw(epoch)
+        if goes_on:
+            return [self._worker_seeds.go_on(samples), *self._listed_again()]
+        worker_seed = self._worker_seeds.draw()
         if self.kind == "sequential":
             return [worker_seed]
         if self.kind == "shuffled":
-            return [worker_seed, _random_number(None) if seed is None else seed]
+            return [worker_seed, random_number(None)]
+        self._drawn_from = RandomState(self._source.get_state())
+        return [worker_seed, *self._listed()]
+
+    def begin(self, draws: list[Any], epoch: int) -> tuple[Order, Batches]:
+        """The order and the batches of an epoch, from numbers drawn on some rank."""
+        self._is_begun = True
+        own = draws[1:]
+        if self.kind == "listed":
+            sizes, indices = own[1 : 1 + own[0]], own[1 + own[0] :]
+            batches = self._batches(len(indices)) if self.has_equal_batches else ListedBatches(sizes)
+            return Listed(indices), batches
+        order: Order = InOrder()
+        if self._shuffle:
+            order = self._shuffle.begin(own, epoch) if own else self._shuffle.go_on()
+        elif self.kind == "shuffled":
+            if own:
+                self._order_seed = own[0]
+            assert self._order_seed is not None
+            order = shuffled(self.length, self._order_seed)
+        return order, self._batches(self.length)
+
+    def exhaust(self) -> None:
+        """The sampler of one device would be asked for an index after its last."""
+        if self._shuffle:
+            self._shuffle.finish()
+
+    def finish(self) -> None:
+        """The epoch is read to its end."""
+        self._is_begun = False
+
+    def state(self) -> dict[str, Any]:
+        """What later draws follow from: of the epoch under way, or of the next."""
+        state = {"is_begun": self._is_begun, **self._worker_seeds.state()}
+        if self._shuffle:
+            state |= self._shuffle.state(is_begun=self._is_begun)
+        elif self._is_begun and self.kind == "shuffled":
+            state["order_seed"] = self._order_seed
+        elif self._is_begun and self._drawn_from is not None:
+            state["drawn_from"] = self._drawn_from.text
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Draw what the run of a state would have drawn."""
+        self._is_begun = self._is_loaded = bool(state["is_begun"])
+        self._worker_seeds.load(state)
+        if self._shuffle:
+            self._shuffle.load(state, is_begun=self._is_begun)
+        self._order_seed, drawn_from = state.get("order_seed"), state.get("drawn_from")
+        self._drawn_from = None if drawn_from is None else RandomState(decoded(drawn_from))
+
+    def leave(self) -> None:
+        """The next epoch to be read is not the one that was under way or loaded."""
+        self._is_begun = self._is_loaded = False
+
+    def _listed(self) -> list[Any]:
+        """The sizes of the batches, if they are the sampler's own, and the indices."""
         if self.has_equal_batches:
             indices = list(islice(self._sampler, MOST_DRAWN))
             self._check_drawn(len(indices))
-            return [worker_seed, 0, *indices]
+            return [0, *indices]
         batches: list[list[Any]] = []
         drawn = 0
         for batch in self._batch_sampler:
@@ -98,27 +178,25 @@ class Sampling:
             batches.append(batch)
             drawn += len(batch)
             self._check_drawn(drawn)
-        return [worker_seed, len(batches), *map(len, batches), *chain.from_iterable(batches)]
+        return [len(batches), *map(len, batches), *chain.from_iterable(batches)]
 
-    def begin(self, draws: list[Any], epoch: int) -> tuple[Order, Batches]:
-        """The order and the batches of an epoch, from numbers drawn on some rank."""
-        if self.kind == "sequential":
-            return InOrder(), self._batches(self.length)
-        if self.kind == "shuffled":
-            if self._seeded and draws[1] != self._seeded[0]:
-                self._seeded = self._shuffle_by(draws[1])  # the first rank's
-            order = self._seeded[1].of_epoch(epoch) if self._seeded else shuffled(self.length, draws[1])
-            return order, self._batches(self.length)
-        count = draws[1]
-        sizes, indices = draws[2 : 2 + count], draws[2 + count :]
-        batches = self._batches(len(indices)) if self.has_equal_batches else ListedBatches(sizes)
-        return Listed(indices), batches
+    def _listed_again(self) -> list[Any]:
+        """The same from where the sampler drew them first; torch's own random state stays where it is."""
+        source = self._source
+        now = source.get_state()
+        if self._drawn_from is not None:
+            source.set_state(self._drawn_from.state)
+        try:
+            return self._listed()
+        finally:
+            if source is torch.default_generator:
+                source.set_state(now)
 
-    def order_seed(self, draws: list[Any]) -> int | None:
-        """What a state needs to know the order again: its seed, or a digest of an order that a sampler drew."""
-        if self.kind == "listed":
-            return zlib.crc32(repr(draws[1:]).encode())
-        return draws[1] if self.kind == "shuffled" else None
+    @property
+    def _source(self) -> Generator:
+        """What a sampler of the user's draws from, unless it draws from something that torch knows nothing of."""
+        generator = getattr(self._sampler, "generator", None) or getattr(self._batch_sampler, "generator", None)
+        return generator if isinstance(generator, Generator) else torch.default_generator
 
     def _batches(self, samples: int) -> EqualBatches:
         return EqualBatches(samples, self._batch_sampler.batch_size, self._batch_sampler.drop_last)
@@ -131,26 +209,6 @@ class Sampling:
         if is_shuffle and not self._sampler.replacement and self._sampler.num_samples == self.length:
             return "shuffled"
         return "listed"
-
-    def _seeded_shuffle(self, seed: int | None) -> tuple[int, SeededShuffle] | None:
-        generator = self._sampler.generator
-        if seed is None and generator is None:
-            return None
-        if seed is None:
-            seed = generator.initial_seed()
-            if not torch.equal(generator.get_state(), Generator().manual_seed(seed).get_state()):
-                seed = _random_number(generator)  # it was used before, and its state is too large to save
-        return self._shuffle_by(seed)
-
-    def _generator_state(self) -> torch.Tensor:
-        return self._sampler.generator.get_state()
-
-    def _shuffle_by(self, seed: int) -> tuple[int, SeededShuffle]:
-        generator = self._sampler.generator
-        draws: Literal["none", "first", "all"] = "first" if self._loader.persistent_workers else "all"
-        if generator is not None and self._loader.generator is not generator:
-            draws = "none"
-        return seed, SeededShuffle(self.length, seed, draws=draws)
 
     def _check_drawn(self, count: int) -> None:
         if count >= MOST_DRAWN:
@@ -173,8 +231,3 @@ def split_by(loader: Any) -> str | None:
         if getattr(sampler, "num_processes", 1) > 1:
             return f"a {type(sampler).__name__} over {sampler.num_processes} processes"
     return None
-
-
-def _random_number(generator: Generator | None) -> int:
-    """What DataLoader and RandomSampler draw as seeds."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))

@@ -106,7 +106,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def dropout_seed() -> int:
-    """A seed that follows from torch's random state and takes nothing from it, since loaders draw their orders there."""
+    """A seed that follows from torch's random state and leaves it as it is, since loaders draw their orders from it."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(state, digest_size=4).digest()) >> 1
 

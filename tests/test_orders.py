@@ -1,0 +1,172 @@
+"""The order of one device: from torch's random state or a generator, over epochs, interruptions and other loaders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+from support.loading import Numbers, as_list, ranks_of, seen, steps
+
+SEED = 7
+FAST = [Phase.explicit, Phase.generate]
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Any:
+    """Without the warning of each loader whose last batch does not divide."""
+    logger = logging.getLogger("meshwright.data.loader")
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Epochs of training, of which some are left before their end, each with an evaluation in it.
+
+    Args:
+        size: samples.
+        batch_size: of one device.
+        kind: what the order is drawn from: a "generator", that the evaluation shares or not, or "torch".
+        steps: of each epoch; None for all.
+        options: of the training DataLoader.
+    """
+
+    size: int
+    batch_size: int
+    kind: str
+    steps: Sequence[int | None]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def loaders(self, *, resumes: bool = False) -> tuple[DataLoader[Any], DataLoader[Any]]:
+        """As the script makes them; one that resumes may be seeded otherwise where the state says the order."""
+        torch.manual_seed(SEED + resumes)
+        generator = None if self.kind in ("torch", "weighted") else torch.Generator().manual_seed(SEED)
+        order: dict[str, Any] = {"shuffle": True}
+        if self.kind == "weighted":
+            order = {"sampler": WeightedRandomSampler([1.0] * self.size, self.size)}
+        train = DataLoader(
+            Numbers(self.size),
+            self.batch_size,
+            generator=generator,
+            collate_fn=as_list,
+            **order,
+            **dict(self.options),
+        )
+        shared = generator if self.kind == "shared generator" else None
+        return train, DataLoader(Numbers(5), 2, generator=shared, collate_fn=as_list)
+
+
+Take = Callable[[Any, int | None], list[list[int]]]
+
+
+def run(program: Program, take: Take, train: Any, test: Any, first: int = 0) -> list[list[list[int]]]:
+    """The batches of each epoch from the first on."""
+    epochs = []
+    for limit in program.steps[first:]:
+        epochs.append(take(train, limit))
+        take(test, None)
+        torch.rand(3)  # the program draws too
+    return epochs
+
+
+def on_one_device(program: Program) -> list[list[list[int]]]:
+    return run(program, lambda loader, limit: list(itertools.islice(loader, limit)), *program.loaders())
+
+
+def on_ranks(loaders: Any, limit: int | None) -> list[list[int]]:
+    return seen(steps(loaders, limit))
+
+
+programs = st.builds(
+    Program,
+    size=st.integers(1, 40),
+    batch_size=st.integers(1, 9),
+    kind=st.sampled_from(["generator", "shared generator", "torch", "weighted"]),
+    steps=st.lists(st.one_of(st.none(), st.integers(1, 6)), min_size=1, max_size=4),
+    options=st.sampled_from([(), (("drop_last", False),)]),
+)
+
+
+def distributed(program: Program, dp: int, *, resumes: bool = False) -> tuple[Any, Any]:
+    """Both loaders on each of the ranks, which are one where they share torch's random state with each other."""
+    dp = dp if "generator" in program.kind else 1
+    pairs = [program.loaders(resumes=resumes) for _ in range(dp)]
+    made = [[ranks_of(dp, lambda loader=loader: loader)[rank] for loader in pair] for rank, pair in enumerate(pairs)]
+    torch.manual_seed(SEED + resumes)
+    return tuple([pair[i] for pair in made] for i in (0, 1))  # type: ignore[return-value]
+
+
+@settings(max_examples=40, deadline=None, phases=FAST)
+@given(program=programs, dp=st.integers(1, 3))
+def test_the_orders_of_one_device(program: Program, dp: int) -> None:
+    """Row 37: also after epochs that were left, and with loaders and a program that draw from the same state."""
+    assert run(program, on_ranks, *distributed(program, dp)) == on_one_device(program)
+
+
+@settings(max_examples=40, deadline=None, phases=FAST)
+@given(program=programs, dp=st.integers(1, 3), then=st.integers(1, 3), data=st.data())
+def test_a_resumed_run_keeps_all_later_orders(program: Program, dp: int, then: int, data: st.DataObject) -> None:
+    """Row 38: from the state alone, in another program, which has drawn other numbers."""
+    expected = on_one_device(program)
+    epoch = data.draw(st.integers(0, len(expected) - 1), label="interrupted in epoch")
+    taken = data.draw(st.integers(0, len(expected[epoch])), label="after batches")
+    train, test = distributed(program, dp)
+    before = run(Program(**{**vars(program), "steps": program.steps[:epoch]}), on_ranks, train, test)
+    before.append(on_ranks(train, taken) if taken else [])
+    state = json.loads(json.dumps(train[0].state_dict()))
+    assert len(json.dumps(state)) < 8192
+    train, test = distributed(program, then, resumes=True)
+    for rank, loader in enumerate(train):
+        loader.load_state_dict(state)
+        assert rank or loader.state_dict()["samples"] == state["samples"]
+        if not taken:
+            loader.set_epoch(epoch)  # a state does not say that the epoch before was left
+    limit = program.steps[epoch]
+    if limit is not None and limit <= taken:
+        for loader in train:
+            loader.set_epoch(epoch + 1)  # of the epoch that is left here, nothing more is to be read
+    else:
+        before[-1] += on_ranks(train, None if limit is None else limit - taken)
+    on_ranks(test, None)
+    torch.rand(3)
+    assert before + run(program, on_ranks, train, test, epoch + 1) == expected
+
+
+@pytest.mark.parametrize("kind", ["generator", "torch"])
+@pytest.mark.parametrize("persists", [(True, True), (True, False), (False, True), (False, None)])
+def test_workers_change_no_order(kind: str, persists: tuple[bool, bool | None]) -> None:
+    """Row 39: persistent workers have the order of one device, which another setting in a resumed run leaves as it is.
+
+    None: without workers.
+    """
+    before, after = (
+        (("num_workers", 1), ("persistent_workers", value)) if value is not None else () for value in persists
+    )
+    program = Program(16, 3, kind, [None, None, None], before)
+    expected = on_one_device(program)
+    train, test = distributed(program, 1)
+    read = [on_ranks(train, None)]
+    on_ranks(test, None)
+    torch.rand(3)
+    read.append(on_ranks(train, 2))
+    state = train[0].state_dict()
+    changed = Program(16, 3, kind, [None, None, None], after)
+    train, test = distributed(changed, 1, resumes=True)
+    train[0].load_state_dict(state)
+    read[1] += on_ranks(train, None)
+    on_ranks(test, None)
+    torch.rand(3)
+    assert read + run(changed, on_ranks, train, test, 2) == expected
