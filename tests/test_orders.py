@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -11,11 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DataLoaderConfiguration
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+import meshwright as mw
+from meshwright_hf.accelerate import prepare
+from support.accelerated import accelerator
 from support.loading import Numbers, as_list, ranks_of, seen, steps
+from support.models import build
 
 SEED = 7
 FAST = [Phase.explicit, Phase.generate]
@@ -170,3 +176,74 @@ def test_workers_change_no_order(kind: str, persists: tuple[bool, bool | None]) 
     on_ranks(test, None)
     torch.rand(3)
     assert read + run(changed, on_ranks, train, test, 2) == expected
+
+
+ROWS = [{"input_ids": torch.tensor([i, 1, 2]), "labels": torch.tensor([i, 1, 2])} for i in range(14)]
+
+
+def script(
+    entry: str, plan: dict[str, Any] | None, *, save: str | None = None, load: str | None = None
+) -> list[list[int]]:
+    """The rows that this rank reads in three epochs, seeded before the call; a plan of None: stock, on one device.
+
+    Args:
+        save: where to save in the second epoch, after one batch.
+        load: from where to go on.
+    """
+    seedable = entry == "seedable"
+    with accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable)) as planned:
+        deferred = mw.deferred_init() if entry == "deferred" and plan else contextlib.nullcontext()
+        with deferred:
+            model: Any = build("llama", num_hidden_layers=1)
+        torch.manual_seed(8 if load and not seedable else 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader: Any = DataLoader(ROWS, batch_size=4 // (plan or {}).get("dp", 1), shuffle=True)
+        before = torch.get_rng_state()
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            if entry in ("accelerate", "seedable"):
+                model, optimizer, loader = prepare(planned, model, optimizer, loader, config=config)
+            else:
+                loader = DataLoader(ROWS, batch_size=4, shuffle=True)
+                model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+        elif entry in ("accelerate", "seedable"):
+            model, optimizer, loader = planned.prepare(model, optimizer, loader)
+        assert torch.equal(torch.get_rng_state(), before), "the call drew from torch's random state"
+        if load:
+            planned.load_state(load)
+        epochs = []
+        for epoch in range(1 if load else 0, 3):
+            epochs.append([])
+            for number, batch in enumerate(loader):
+                model(**batch).loss.backward()
+                epochs[-1].append(batch["input_ids"][:, 0].tolist())
+                if save and (epoch, number) == (1, 0):
+                    planned.save_state(save)
+            torch.rand(2)
+        return epochs
+
+
+def together(ranks: list[Any]) -> list[list[list[int]]]:
+    return [
+        [list(itertools.chain(*batch)) for batch in zip(*epochs, strict=True)] for epochs in zip(*ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("entry", ["to_distributed", "deferred", "accelerate", "seedable"])
+def test_every_entry_has_the_order_of_one_device(entry: str, pool2: Any, tmp_path: Any) -> None:
+    """Row 37: a program seeded before the call, whose loader has no generator. Row 38: and one that goes on.
+
+    One device is the plain DataLoader; stock accelerate in one process has its order too, but for
+    ``use_seedable_sampler``, which has an order of its own.
+    """
+    expected = script(entry, None)
+    if entry == "accelerate":
+        assert expected == script("to_distributed", None)
+    else:
+        assert (expected == script("to_distributed", None)) == (entry != "seedable")
+    plan = {"dp": 2}
+    if entry not in ("accelerate", "seedable"):
+        assert together(pool2.run(script, entry, plan)) == expected
+        return
+    assert together(pool2.run(script, entry, plan, save=tmp_path)) == expected
+    assert together(pool2.run(script, entry, plan, load=tmp_path)) == [expected[1][1:], expected[2]]

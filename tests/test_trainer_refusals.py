@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 import meshwright as mw
 from meshwright_hf.trainer import MeshwrightTrainer
@@ -27,12 +28,21 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": True}, "fp16=True.*bf16=True"),
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True"),
     "sampling": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*group_by_length"),
+    "split batches": (
+        {"accelerator_config": AcceleratorConfig(split_batches=True)},
+        r"split_batches=True.*per_device_train_batch_size=ROWS // dp",
+    ),
+    "dispatch batches": (
+        {"accelerator_config": AcceleratorConfig(dispatch_batches=True)},
+        r"dispatch_batches=True.*LoaderOptions\(source='leader'\)",
+    ),
     "every node": ({"save_on_each_node": True}, "save_on_each_node=True.*rank 0"),
 }
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_that_contradict_a_plan(name: str) -> None:
+    """Row 42, among others: batches that are split or dispatched."""
     changed, message = ARGUMENTS[name]
     with fresh_accelerate():
         args = arguments("unused")

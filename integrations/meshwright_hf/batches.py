@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from meshwright.data.reading import worker_options
 
@@ -57,6 +58,25 @@ def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
             "Accelerator(split_batches=True)"
         )
     return DataLoader(loader.dataset, batch_sampler=_Joined(loader.batch_sampler, dp), **options)
+
+
+def order_by_seed_and_epoch(loader: DataLoader[Any], data_seed: int | None) -> None:
+    """Have a shuffled loader draw by a seed and the number of the epoch, as accelerate's ``use_seedable_sampler`` does.
+
+    Args:
+        loader: changed in place where a RandomSampler orders it.
+        data_seed: None for torch's own seed.
+    """
+    batch_sampler: Any = loader.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", None)
+    if type(sampler) is RandomSampler:
+        batch_sampler.sampler = SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=sampler.generator,
+            data_seed=data_seed,
+        )
 
 
 class _Joined:

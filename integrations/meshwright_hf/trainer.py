@@ -188,6 +188,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             device=self.args.device,
             options=self._mesh_config.loader,
             is_training=self._is_training_loader,
+            has_seedable_sampler=self.accelerator.use_seedable_sampler,
             data_seed=self.args.data_seed,
         )
 

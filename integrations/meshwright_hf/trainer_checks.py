@@ -97,6 +97,7 @@ def _refusals(args: Any) -> Iterator[str]:
             "TrainingArguments.save_on_each_node=True: only rank 0 has the whole weights, and writes them; leave it "
             "out, and give output_dir a place that all nodes see"
         )
+    yield from _refusals_of_loaders(args.accelerator_config)
     if args.n_gpu > 1:
         yield (
             f"one process sees {args.n_gpu} GPUs, on which the Trainer would use torch's DataParallel; launch one "
@@ -106,6 +107,22 @@ def _refusals(args: Any) -> Iterator[str]:
         yield (
             f"{world} processes were launched, and TrainingArguments knows of {args.world_size}; on CPU set "
             "TrainingArguments(use_cpu=True)"
+        )
+
+
+def _refusals_of_loaders(config: Any) -> Iterator[str]:
+    """What of ``accelerator_config`` reads batches in another way than a plan does."""
+    if getattr(config, "split_batches", False):
+        yield (
+            "TrainingArguments.accelerator_config has split_batches=True, by which per_device_train_batch_size would "
+            "be the rows of all ranks, and under a plan it is the rows of each data-parallel rank; leave split_batches "
+            "out and divide: per_device_train_batch_size=ROWS // dp"
+        )
+    if getattr(config, "dispatch_batches", None):
+        yield (
+            "TrainingArguments.accelerator_config has dispatch_batches=True, by which rank 0 would read for all ranks, "
+            "and under a plan each rank reads its own rows; leave dispatch_batches out, and to read once for the ranks "
+            "that need the same rows pass ToDistributedConfig(loader=LoaderOptions(source='leader'))"
         )
 
 

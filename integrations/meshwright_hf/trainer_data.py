@@ -7,10 +7,9 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.state import GradientState
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from meshwright.config import LoaderOptions
@@ -20,7 +19,7 @@ from meshwright.data.peers import Peers
 from meshwright.data.tree import map_tensors
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
-from meshwright_hf.batches import global_batches
+from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
 
 
@@ -31,6 +30,7 @@ def mesh_loader(
     device: torch.device,
     options: LoaderOptions,
     is_training: bool,
+    has_seedable_sampler: bool = True,
     data_seed: int | None = None,
 ) -> DistributedLoader:
     """A Trainer's loader, whose batches are those of one data-parallel rank, as this rank's part of global ones.
@@ -43,6 +43,7 @@ def mesh_loader(
         device: where batches go.
         options: how it reads.
         is_training: False for evaluation, where rows that only keep a rank in step must not be seen.
+        has_seedable_sampler: shuffle by a seed and the epoch, as accelerate's configuration has it; else as torch does.
         data_seed: of the shuffling; by default torch's own seed.
 
     Raises:
@@ -51,27 +52,15 @@ def mesh_loader(
 
     def make() -> DistributedLoader:
         batches = global_batches(loader, runtime.dp.size)
-        _order_as_accelerate_does(batches, runtime.dp.size, data_seed)
+        sampler = getattr(batches.batch_sampler, "sampler", None)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= runtime.dp.size  # length groups are made of global batches
+        elif has_seedable_sampler:
+            order_by_seed_and_epoch(batches, data_seed)
         kind = DistributedLoader if is_training else EvaluationLoader
         return kind(batches, dp=runtime.dp, peers=Peers((runtime.tp,)), device=device, options=options)
 
     return made_together(make)
-
-
-def _order_as_accelerate_does(loader: DataLoader[Any], dp: int, data_seed: int | None) -> None:
-    """accelerate shuffles by a seed and the epoch, on one process too; length groups are made of global batches."""
-    batch_sampler: Any = loader.batch_sampler
-    sampler = getattr(batch_sampler, "sampler", None)
-    if type(sampler) is RandomSampler:
-        batch_sampler.sampler = SeedableRandomSampler(
-            sampler.data_source,
-            replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
-            generator=sampler.generator,
-            data_seed=data_seed,
-        )
-    elif isinstance(sampler, LengthGroupedSampler):
-        sampler.batch_size *= dp
 
 
 class EvaluationLoader(DistributedLoader):

@@ -74,7 +74,7 @@ class PlannedAccelerator(Accelerator):
             with self._counting_all():
                 return super().prepare_data_loader(data_loader, *args, **kwargs)
         model = state.planned_models(self)[-1]
-        loader = plan_loader(data_loader, model, self._loader_options, is_global=self.split_batches)
+        loader = plan_loader(data_loader, model, self._loader_options, is_global=self.split_batches, accelerator=self)
         self._dataloaders.append(loader)
         return loader
 

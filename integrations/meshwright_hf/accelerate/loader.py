@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,7 +18,7 @@ from meshwright.data.tree import tensors_of
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.outcome import succeed_together
-from meshwright_hf.batches import global_batches
+from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 
 
 class PlannedLoader:
@@ -127,16 +128,21 @@ def check_loader(loader: DataLoader[Any], dp: int, options: LoaderOptions, *, is
     )
 
 
-def plan_loader(loader: Any, model: nn.Module, options: LoaderOptions, *, is_global: bool) -> PlannedLoader:
+def plan_loader(
+    loader: Any, model: nn.Module, options: LoaderOptions, *, is_global: bool, accelerator: Accelerator
+) -> PlannedLoader:
     """Put a loader on the mesh of a distributed model; a collective call.
 
     Args:
         loader: its batches are those of one data-parallel rank; or of all of them, with ``is_global``.
         model: what ``to_distributed`` returned.
         options: how it reads.
+        accelerator: says whether accelerate would shuffle by a seed and the epoch.
     """
     runtime = runtime_of(model)
     joined = loader if is_global else global_batches(loader, runtime.dp.size)
+    if accelerator.use_seedable_sampler:
+        order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
     def make() -> DistributedLoader:
         peers, device = Peers((runtime.tp,)), device_of(model)

@@ -43,13 +43,12 @@ class Sampling:
                 "from a generator of its own"
             )
         self._worker_seeds = WorkerSeeds.of(loader)
-        self._shuffle: GeneratorShuffle | None = None  # where a generator says the orders
-        if self.kind == "shuffled" and seed is not None:
-            own = Generator().manual_seed(seed)
-            self._worker_seeds = WorkerSeeds(own)
-            self._shuffle = GeneratorShuffle(self.length, own, self._worker_seeds)
-        elif self.kind == "shuffled" and self._sampler.generator is not None:
-            self._shuffle = GeneratorShuffle(self.length, self._sampler.generator, self._worker_seeds)
+        generator: Generator | None = getattr(self._sampler, "generator", None) if self.kind == "shuffled" else None
+        if seed is not None and self.kind == "shuffled":
+            generator = Generator().manual_seed(seed)
+            self._worker_seeds = WorkerSeeds(generator)
+        # Where a generator says the orders:
+        self._shuffle = None if generator is None else GeneratorShuffle(self.length, generator, self._worker_seeds)
         self._order_seed: int | None = None  # of the epoch under way, drawn from torch's random state
         self._drawn_from: RandomState | None = None  # where a sampler of the user's drew the epoch under way
         self._is_begun = False  # whether an epoch is under way, or was when the loaded state was saved

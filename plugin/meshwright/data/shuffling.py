@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader
 
 from meshwright.data import order
 from meshwright.data.order import Order, Permutation, Permuted
@@ -30,7 +29,7 @@ class WorkerSeeds:
         self._last: int | None = None
 
     @staticmethod
-    def of(loader: DataLoader[Any]) -> WorkerSeeds:
+    def of(loader: Any) -> WorkerSeeds:
         """Those of a DataLoader."""
         return WorkerSeeds(loader.generator, once=loader.persistent_workers)
 
