@@ -133,7 +133,7 @@ class Sampling:
     def exhaust(self) -> None:
         """The sampler of one device would be asked for an index after its last."""
         if self._shuffle:
-            self._shuffle.finish()
+            self._shuffle.exhaust()
 
     def finish(self) -> None:
         """The epoch is read to its end."""

@@ -72,7 +72,7 @@ class GeneratorShuffle:
         self._next = 0  # the epoch that it draws next
         self._drawn_from: RandomState | None = None  # its state before the order of the epoch under way
         self._left = generator.get_state()  # as the last draw here left it
-        self._is_finished = False
+        self._is_exhausted = False
         self._loaded: Order | None = None
 
     @property
@@ -106,11 +106,11 @@ class GeneratorShuffle:
         assert self._loaded is not None
         return self._loaded
 
-    def finish(self) -> None:
+    def exhaust(self) -> None:
         """The sampler has no more indices: RandomSampler draws once more then."""
-        if not self._is_finished:
+        if not self._is_exhausted:
             self._pass(self._generator)
-            self._left, self._is_finished = self._generator.get_state(), True
+            self._left, self._is_exhausted = self._generator.get_state(), True
 
     def state(self, *, is_begun: bool) -> dict[str, Any]:
         """Of the epoch under way, or of the one that is next."""
@@ -118,9 +118,9 @@ class GeneratorShuffle:
         if not is_begun:
             return {"generator": encoded(now)}
         assert self._drawn_from is not None
-        state: dict[str, Any] = {"generator": self._drawn_from.text}
+        state: dict[str, Any] = {"generator": self._drawn_from.text, "is_exhausted": self._is_exhausted}
         if not torch.equal(now, self._left):  # another loader draws from it too
-            state |= {"generator_now": encoded(now), "is_finished": self._is_finished}
+            state["generator_now"] = encoded(now)
         return state
 
     def load(self, state: Mapping[str, Any], *, is_begun: bool) -> None:
@@ -130,13 +130,14 @@ class GeneratorShuffle:
         self._next = state["epoch"]
         if is_begun:
             self._loaded = self._begin(state["epoch"])
+            if state["is_exhausted"]:
+                self.exhaust()
             if "generator_now" in state:
                 self._generator.set_state(decoded(state["generator_now"]))
-                self._is_finished = state["is_finished"]
 
     def _begin(self, epoch: int) -> Order:
         self._drawn_from = RandomState(self._generator.get_state())
-        self._next, self._is_finished = epoch + 1, False
+        self._next, self._is_exhausted = epoch + 1, False
         drawn = self._order(self._generator)
         self._left = self._generator.get_state()
         return drawn
