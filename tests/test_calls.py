@@ -164,6 +164,16 @@ def test_every_option_has_a_check() -> None:
             mw.ToDistributedConfig(**{field.name: Foreign()})
 
 
+@pytest.mark.parametrize("extra", [{}, {"labels": 0}, {"targets": 0}])
+def test_batches_without_labels_are_named_at_the_first_one(extra: dict[str, int], caplog: Any) -> None:
+    """List B: ``loss.backward()`` of None was all that a user saw."""
+    rows = [{"input_ids": torch.arange(4), **{name: torch.arange(4) for name in extra}} for _ in range(4)]
+    _, _, loader = mw.to_distributed(build("llama"), None, DataLoader(rows, batch_size=2), plan="dp1")  # type: ignore[arg-type]
+    assert len(list(loader)) == 2
+    said = caplog.text.count("the loader's batches have input_ids and no labels, so that model(**batch).loss is None")
+    assert said == (0 if extra else 1)
+
+
 # What a model is
 
 SIZES = {

@@ -130,6 +130,8 @@ def to_distributed(
     _equalise_weights(model, weights, tp, dp, device)
 
     loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
+    if loader is not None:
+        loader.feeds_causal_lm = has_own_loss
     runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard, plan=plan, engine=config.engine)
     _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -151,6 +153,7 @@ def _complete(
     loader = None
     if dataloader is not None:
         loader = _make_loader(dataloader, runtime.tp, runtime.dp, device_of(model), config)
+        loader.feeds_causal_lm = isinstance(getattr(model, "loss_function", None), CausalLMLoss)
     complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
     return model, optimizer, loader
 

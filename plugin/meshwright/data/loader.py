@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.config import LoaderOptions
 from meshwright.data.batches import Portion, Sharing, even_share
 from meshwright.data.inputs import Placer
+from meshwright.data.labels import warn_without_labels
 from meshwright.data.peers import Peers, check_same_rows, first_ranks
 from meshwright.data.read_map import MapReader
 from meshwright.data.read_split import SplitReader
@@ -100,6 +101,7 @@ class DistributedLoader:
         self._counted = 0
         self._state: dict[str, Any] | None = None  # as the leader said, where it reads for this rank
         self._has_warned = False
+        self.feeds_causal_lm = False  # whose loss is None without labels
 
     def agree(self) -> DistributedLoader:
         """Take over the first rank's seed; a collective call, once the loaders of all ranks are made."""
@@ -302,6 +304,9 @@ class DistributedLoader:
                 f"the collate function returned a {type(batch).__name__}; a batch is a tensor, or a dict, list or "
                 "tuple of them"
             )
+        if self.feeds_causal_lm:
+            self.feeds_causal_lm = False
+            warn_without_labels(batch)
         if portion.total % self._dp.size and not self._has_dtensors:
             batch = self._in_step(portion)
         batch = to_device(batch, self._device)
