@@ -42,6 +42,7 @@ PUBLIC = {
     "full_gradients",
     "full_state_dict",
     "fused_allreduce_gradients",
+    "global_mean",
     "infer_plan",
     "load_optimizer",
     "load_weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,7 +21,6 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.launch import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.loss import CausalLMLoss
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.compiling import compile_decoder, left_to_us
@@ -65,11 +65,13 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # What the mixin uses of the Trainer, beside what checkpoints use.
     accelerator: Any
     train_dataset: Any
+    label_smoother: Any
+    compute_loss_func: Any
 
     def __init__(self, *args: Any, meshwright: ToDistributedConfig | PlanLike | None = None, **kwargs: Any) -> None:
         warn_outside_range()
         self._mesh_config = config_of(meshwright)
-        self._is_training_loader = self._is_distributing = self._counts_own_rows = False
+        self._is_training_loader = self._is_distributing = self._counts_own_rows = self._is_computing_loss = False
         self._distributed: Any = None  # the model for which all is set up
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
@@ -122,9 +124,10 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._distributed, runtime = self.model, self._runtime
         check_run(self.args, runtime)
         check_trl(self, runtime)
-        loss = getattr(self.model, "loss_function", None)
-        if isinstance(loss, CausalLMLoss):
-            loss.mean.num_items = "local"  # see _config; the model may have been distributed before
+        if runtime.loss is not None:
+            runtime.loss.mean.num_items = "local"  # see _config; the model may have been distributed before
+        if runtime.uneven is not None and (self.label_smoother is not None or self.compute_loss_func is not None):
+            runtime.uneven.stop()  # the Trainer divides their sums by the global count
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
@@ -162,7 +165,11 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def get_tp_size(self) -> int:
         """Ranks with the same rows; batch sizes, step counts and the loss's scale follow from it."""
         runtime = find_runtime(self.model)
-        return super().get_tp_size() if runtime is None or self._counts_own_rows else runtime.tp.size  # type: ignore[misc]
+        if runtime is None or self._counts_own_rows:
+            return super().get_tp_size()  # type: ignore[misc]
+        if self._is_computing_loss and runtime.loss is not None and runtime.loss.mean.used_items is False:
+            return self.accelerator.num_processes  # the loss is a mean already: a factor of 1
+        return runtime.tp.size
 
     # ---- data
 
@@ -219,6 +226,23 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     # ---- steps
 
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's own; a loss of the user's own may take the labels from the batch."""
+        uneven = self._runtime.uneven
+        with contextlib.nullcontext() if uneven is None else uneven.of_batch(inputs):
+            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, which multiplies a loss by dp if the model divided it by the items of all ranks."""
+        loss = self._runtime.loss
+        if loss is not None:
+            loss.mean.used_items = None
+        self._is_computing_loss = True
+        try:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._is_computing_loss = False
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return mw.clip_grad_norm_(self.model, self.args.max_grad_norm)
 
@@ -250,4 +274,5 @@ def _told(callback: Any) -> Any:
 
 def _reads_logits(kind: type) -> bool:
     """Whether a Trainer computes its loss itself, perhaps from the logits."""
-    return kind.compute_loss is not Trainer.compute_loss  # type: ignore[attr-defined]
+    owners = (owner for owner in kind.__mro__ if "compute_loss" in vars(owner))
+    return next(owner for owner in owners if owner is not MeshwrightTrainerMixin) is not Trainer

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from meshwright.mesh import ParallelDims, ProcessMesh
     from meshwright.optim.clip import clip_grad_norm_
+    from meshwright.optim.global_mean import global_mean
     from meshwright.optim.runtime import no_sync, plan_of
     from meshwright.optim.shard import shard_optimizer
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
@@ -62,6 +63,7 @@ _HOMES = {
     ),
     "mesh": ("ParallelDims", "ProcessMesh"),
     "optim.clip": ("clip_grad_norm_",),
+    "optim.global_mean": ("global_mean",),
     "optim.runtime": ("no_sync", "plan_of"),
     "optim.shard": ("shard_optimizer",),
     "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
@@ -98,6 +100,7 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "fused_allreduce_gradients",
+    "global_mean",
     "infer_plan",
     "load_optimizer",
     "load_weights",

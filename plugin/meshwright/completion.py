@@ -15,13 +15,20 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard import install_gradient_sync
-from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.plans.adapters import without_wrappers
 
 # Options that took effect, or did not, when the model was distributed.
-_SETTLED = ("weights", "sharding_plan", "gather_logits", "num_items_in_batch", "check_replicas_every", "timeout_s")
+_SETTLED = (
+    "weights",
+    "sharding_plan",
+    "gather_logits",
+    "num_items_in_batch",
+    "loss_averages_over",
+    "check_replicas_every",
+    "timeout_s",
+)
 
 
 def plan_to_complete(
@@ -103,12 +110,12 @@ def complete(
     decoder: Any = without_wrappers(model)[1]
     is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None
     if is_split and before.gradient_accumulation_steps == 1 and before.micro_batch_size is None:
-        assert isinstance(decoder.loss_function, CausalLMLoss)
+        assert runtime.loss is not None
         split_forward(
             decoder,
             dp=runtime.dp,
             syncs=runtime.syncs,
-            loss=decoder.loss_function,
+            loss=runtime.loss,
             micro_batch_size=plan.micro_batch_size,
             num_micro_batches=plan.gradient_accumulation_steps,
         )

@@ -20,6 +20,7 @@ from meshwright.fields import (
 )
 from meshwright.mesh import ParallelDims
 from meshwright.other_names import PLAN_NAMES
+from meshwright.parallel.head_losses import AveragesOver
 from meshwright.parallel.mean import NumItems
 from meshwright.planner.plan_text import format_plan
 from meshwright.plans import ShardingPlan
@@ -185,6 +186,10 @@ class ToDistributedConfig:
             data-parallel ranks, equal on all of them; "local", those of this rank's rows. "auto" (the default) takes
             a number only where it is each rank's own count of valid labels, and raises an ItemCountError
             otherwise; on CUDA it waits for the device to compare, and the other two do not.
+        loss_averages_over: what the loss that the model returns is a mean over, for a model whose loss is not one of
+            transformers' own: "rows"; "labels", those that are not -100; or a callable that is given the arguments
+            of the model's forward by name and returns the number of this rank. The loss is then the mean over the
+            global batch; see docs/losses.md.
         optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
             element from that element alone.
         bucket_size_mb: gradients are communicated in buckets of this size.
@@ -207,6 +212,7 @@ class ToDistributedConfig:
     sharding_plan: ShardingPlan | None = None
     gather_logits: bool = False
     num_items_in_batch: NumItems = "auto"
+    loss_averages_over: AveragesOver | None = None
     optimizer_is_elementwise: bool = False
     bucket_size_mb: float = 25.0
     engine: str | None = None
@@ -220,6 +226,14 @@ class ToDistributedConfig:
             raise PlanError(unknown_field("ToDistributedConfig", name, known, _IN_PLAN))
         _CHECKS[name]("ToDistributedConfig", name, value)
         super().__setattr__(name, value)
+
+
+def _check_averages_over(owner: str, name: str, value: Any) -> None:
+    if not (value is None or callable(value) or value in ("rows", "labels")):
+        raise PlanError(
+            f"{owner}.{name}={value!r} must be 'rows', 'labels' or a callable that counts in a batch, for example "
+            "lambda batch: (batch['labels'] != -100).sum()"
+        )
 
 
 _PATH = (str, os.PathLike)
@@ -238,6 +252,7 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "sharding_plan": partial(check_type, kinds=ShardingPlan, what="a meshwright.ShardingPlan, which names roles"),
     "gather_logits": check_bool,
     "num_items_in_batch": partial(check_choice, choices=("auto", "global", "local")),
+    "loss_averages_over": _check_averages_over,
     "optimizer_is_elementwise": check_bool,
     "bucket_size_mb": check_number,
     "engine": partial(check_type, kinds=str, what="the name of an engine"),

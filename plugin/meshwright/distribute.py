@@ -34,7 +34,8 @@ from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams, dropout_seed
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.guarded import refuse_wrapping
-from meshwright.parallel.loss import CausalLMLoss, uses_causal_lm_loss
+from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
+from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.mean import GlobalMean
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.outcome import succeed_together, take_from_first
@@ -43,6 +44,7 @@ from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.sampling import sample_together
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.parallel.tensor import install_tensor_parallel, shard_shape
+from meshwright.parallel.uneven import UnevenBatches
 from meshwright.plans import plan_for
 from meshwright.plans.adapters import refuse_merging, refuse_unloading, without_wrappers
 
@@ -104,7 +106,7 @@ def to_distributed(
     if optimizer is not None:
         check_ownership(model, optimizer)
     _, decoder = without_wrappers(model)
-    has_own_loss = uses_causal_lm_loss(decoder)
+    kind = find_loss(decoder, config.loss_averages_over)
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
     plan = given_plan(config) or plan_in_model(model, config)
@@ -112,7 +114,7 @@ def to_distributed(
         start_process_group(device, config.timeout_s)
         plan = choose_plan(
             model, optimizer, dataloader, node_num, config, device,
-            splits_batches=has_own_loss, recomputes=recompute_switch(decoder) is not None,
+            splits_batches=kind is not None, recomputes=recompute_switch(decoder) is not None,
         )  # fmt: skip
     check_launch(plan)
     if optimizer is not None and (plan.tp > 1 or plan.zero_stage > 0):
@@ -120,7 +122,7 @@ def to_distributed(
     structure = None
     if plan.tp > 1:
         structure = _structure_for(decoder, plan, config)
-    _check_micro_batches(plan, has_own_loss, decoder)
+    _check_micro_batches(plan, kind is not None, decoder)
 
     start_process_group(device, config.timeout_s)
     check_agreement(plan)
@@ -131,9 +133,9 @@ def to_distributed(
 
     loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
     if loader is not None:
-        loader.feeds_causal_lm = has_own_loss
+        loader.feeds_causal_lm = kind is not None and kind.is_causal_lm
     runtime = Runtime(tp=tp, dp=dp, parameters=[], guard=guard, plan=plan, engine=config.engine)
-    _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, has_own_loss)
+    _shard_model(model, optimizer, structure, plan, config, runtime, weights, device, kind)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
     return model, optimizer, loader
@@ -149,11 +151,11 @@ def _complete(
     """Add an optimizer or a loader to a model that was distributed without."""
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
-    _check_micro_batches(plan, isinstance(getattr(model, "loss_function", None), CausalLMLoss), model)
+    _check_micro_batches(plan, runtime.loss is not None, model)
     loader = None
     if dataloader is not None:
         loader = _make_loader(dataloader, runtime.tp, runtime.dp, device_of(model), config)
-        loader.feeds_causal_lm = isinstance(getattr(model, "loss_function", None), CausalLMLoss)
+        loader.feeds_causal_lm = isinstance(runtime.loss, CausalLMLoss)
     complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
     return model, optimizer, loader
 
@@ -176,12 +178,14 @@ def _structure_for(model: nn.Module, plan: ParallelPlan, config: ToDistributedCo
         raise shown from error
 
 
-def _check_micro_batches(plan: ParallelPlan, has_own_loss: bool, model: nn.Module) -> None:
+def _check_micro_batches(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:
     is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None
-    if is_split and not has_own_loss:
+    if is_split and not has_known_loss:
         raise PlanError(
-            f"the plan splits the batch into micro-batches, which needs transformers' causal-LM loss; "
-            f"{type(model).__name__} has a loss of its own. Set gradient_accumulation_steps=1, micro_batch_size=None"
+            f"the plan splits the batch into micro-batches, and what the loss of {type(model).__name__} averages over "
+            "is not known, so that those of the micro-batches cannot be put together. Set "
+            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or "
+            "gradient_accumulation_steps=1 and micro_batch_size=None"
         )
     if plan.recompute == "full" and recompute_switch(model) is None:
         raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
@@ -219,7 +223,7 @@ def _shard_model(
     runtime: Runtime,
     weights: InitialWeights,
     device: torch.device,
-    has_own_loss: bool,
+    loss: LossKind | None,
 ) -> None:
     prefix, decoder = without_wrappers(model)
     layouts = {prefix + name: layout for name, layout in structure.parameters.items()} if structure else {}
@@ -227,7 +231,7 @@ def _shard_model(
     made.attach(model)
     model.to(device)
     agreed_seed = int(agree(torch.tensor([dropout_seed()], device=device), runtime.tp, runtime.dp))
-    install(model, optimizer, structure, plan, config, runtime, agreed_seed, has_own_loss=has_own_loss)
+    install(model, optimizer, structure, plan, config, runtime, agreed_seed, loss=loss)
     # With adapters, the model is around the decoder, and a user may save either.
     for part in {id(x): x for x in (model, decoder)}.values():
         export_with_full_weights(part)
@@ -269,12 +273,13 @@ def install(
     runtime: Runtime,
     seed: int,
     *,
-    has_own_loss: bool,
+    loss: LossKind | None,
 ) -> None:
     """Make a model whose parameters are shards already work as one of many; communicates nothing.
 
     Args:
         seed: of the dropout streams, the same on all ranks.
+        loss: what is known of the model's loss.
     """
     tp, dp = runtime.tp, runtime.dp
     decoder: Any = without_wrappers(model)[1]
@@ -292,6 +297,8 @@ def install(
             every=config.check_replicas_every,
             has_weights=runtime.weights is None and runtime.engine is None,
         )
+    is_causal_lm = loss is not None and loss.is_causal_lm
+    runtime.uneven = UnevenBatches(dp)
     forward = ForwardState(
         decoder,
         streams,
@@ -300,7 +307,9 @@ def install(
         dp=dp,
         guard=runtime.guard,
         comparison=runtime.comparison,
-        has_sharded_loss=has_own_loss and structure is not None and not config.gather_logits,
+        has_sharded_loss=is_causal_lm and structure is not None and not config.gather_logits,
+        has_known_loss=loss is not None,
+        uneven=runtime.uneven,
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
     )
@@ -323,16 +332,15 @@ def install(
             zero_stage=plan.zero_stage,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
         )
-    if has_own_loss:
-        vocab_size = structure.vocab_size if structure else 0
-        loss = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=GlobalMean(dp, config.num_items_in_batch))
-        decoder.loss_function = loss
+    if loss is not None:
+        mean = GlobalMean(dp, config.num_items_in_batch)
+        runtime.loss = install_loss(decoder, loss, mean, tp=tp, vocab_size=structure.vocab_size if structure else 0)
         if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
             split_forward(
                 decoder,
                 dp=dp,
                 syncs=runtime.syncs,
-                loss=loss,
+                loss=runtime.loss,
                 micro_batch_size=plan.micro_batch_size,
                 num_micro_batches=plan.gradient_accumulation_steps,
             )

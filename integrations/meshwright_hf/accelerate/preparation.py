@@ -26,7 +26,7 @@ from meshwright.errors import PlanError
 from meshwright.given import config_with, given_plan, plan_in_model
 from meshwright.launch import device_for
 from meshwright.optim.runtime import device_of, find_runtime, no_sync
-from meshwright.parallel.loss import uses_causal_lm_loss
+from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.plans.adapters import without_wrappers
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
@@ -220,13 +220,14 @@ def _pick_plan(
     """The planner's choice for the batch that it makes itself, since a rank's batch times dp is the global one."""
     dp, tried = accelerator.state.num_processes, set()
     decoder = without_wrappers(model)[1]
+    has_known_loss = find_loss(decoder, config.loss_averages_over) is not None
     while True:
         loader = loaders[0] if loaders else None
         if loader is not None and not accelerator.split_batches:
             loader = global_batches(loader, dp)
         plan = choose_plan(
             model, optimizer, loader, None, config, device_for(device_of(model)),
-            splits_batches=uses_causal_lm_loss(decoder), recomputes=recompute_switch(decoder) is not None,
+            splits_batches=has_known_loss, recomputes=recompute_switch(decoder) is not None,
         )  # fmt: skip
         tried.add(dp)
         if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:

@@ -28,11 +28,11 @@ from meshwright.data.shuffling import decoded, encoded
 from meshwright.data.stream import gather_objects
 from meshwright.data.tree import digest, is_batch, leaves, signature, to_device
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.mean import TARGETS, without_targets
 from meshwright.resharding.agreement import Claim, agreed
 
 logger = logging.getLogger(__name__)
 
-IGNORE_INDEX = -100
 PLACES = 2**31  # more than there are ranks
 
 
@@ -369,18 +369,12 @@ def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
 
 
 def _has_labels(batch: Any) -> bool:
-    return isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)
+    return isinstance(batch, Mapping) and any(isinstance(batch.get(name), Tensor) for name in TARGETS)
 
 
 def without_labels(batch: Any) -> Any:
     """The same rows, which no loss counts; other batches than mappings stay as they are."""
-    if not isinstance(batch, Mapping):
-        return batch
-    out = dict(batch)
-    for name in ("labels", "shift_labels"):
-        if isinstance(out.get(name), Tensor):
-            out[name] = torch.full_like(out[name], IGNORE_INDEX)
-    return out
+    return without_targets(batch) if isinstance(batch, Mapping) else batch
 
 
 def made_together(make: Callable[[], DistributedLoader]) -> DistributedLoader:

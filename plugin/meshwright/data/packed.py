@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from meshwright.data.fingerprint import fingerprint
-from meshwright.data.loader import IGNORE_INDEX
 from meshwright.data.packing import Packing, Piece, Place, num_tokens
 from meshwright.data.shards import ListedShards, ShardedSource
+from meshwright.parallel.mean import IGNORE_INDEX
 from meshwright.progress import Progress
 
 

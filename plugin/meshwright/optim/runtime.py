@@ -19,7 +19,9 @@ from meshwright.parallel.collectives import Axis
 from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.gradients import GradientSync
+from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.layout import record_of
+from meshwright.parallel.uneven import UnevenBatches
 
 _ATTRIBUTE = "_meshwright"
 
@@ -41,6 +43,8 @@ class Runtime:
         engine: who averages gradients over dp, steps and clips instead, e.g. "DeepSpeed"; None for the runtime.
         materialise: makes a parameter whole on this rank's shard while inside, where an engine splits it further.
         has_optimizer: whether an optimizer is bound to the parameters.
+        loss: the model's loss; None for one that is not known.
+        uneven: warns of batches that ranks share unevenly, where a loss is not known.
     """
 
     tp: Axis
@@ -54,6 +58,8 @@ class Runtime:
     plan: ParallelPlan | None = None
     streams: DropoutStreams | None = None
     has_optimizer: bool = False
+    loss: BatchLoss | None = None
+    uneven: UnevenBatches | None = None
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
 

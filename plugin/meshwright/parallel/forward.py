@@ -15,6 +15,8 @@ from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams, Restore
 from meshwright.parallel.guarded import ShardedLogits
 from meshwright.parallel.inputs import ComparedInputs
+from meshwright.parallel.outputs import loss_of
+from meshwright.parallel.uneven import UnevenBatches
 
 
 class ForwardState:
@@ -29,6 +31,8 @@ class ForwardState:
         guard: compares them, and counts the steps.
         comparison: what the replicas must have in common; None without a guard.
         has_sharded_loss: the model's loss function can use sharded logits.
+        has_known_loss: a loss that the model returns is that of the global batch.
+        uneven: told of the passes whose loss is not known.
         refuses_internals: hidden states and attention maps would be one rank's share, so asking for
             them raises.
         shares_weights: the data-parallel ranks gather the weights from each other, so all of them must run every pass.
@@ -45,12 +49,15 @@ class ForwardState:
         guard: Guard | None,
         comparison: ReplicaComparison | None,
         has_sharded_loss: bool,
+        has_known_loss: bool,
+        uneven: UnevenBatches,
         refuses_internals: bool,
         shares_weights: bool = False,
     ):
         self.shares_weights = shares_weights
         self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
+        self.has_known_loss, self.uneven = has_known_loss, uneven
         self.comparison, self._inputs = comparison, ComparedInputs(tp)
         self._keeps_sharded = False
         self._restore: Restore | None = None
@@ -60,7 +67,7 @@ class ForwardState:
         for module in {id(x): x for x in (model, *inner)}.values():
             self._signatures[module] = inspect.signature(module.forward)
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
 
     def keep_logits_sharded(self) -> bool:
         """Whether the pass under way computes a training loss from sharded logits."""
@@ -93,7 +100,7 @@ class ForwardState:
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
             guard.meet("forward", self.dp.group, *statements)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if module is not self._outermost:
             return None
         self._outermost = None
@@ -101,6 +108,9 @@ class ForwardState:
         if self._restore is not None:
             self._restore()
             self._restore = None
+        is_trained = module.training and torch.is_grad_enabled()
+        if self.uneven.is_on and is_trained and not (self.has_known_loss and loss_of(output) is not None):
+            self.uneven.look(arguments(self._signatures[module], args, kwargs), output)
         return _without_graph(output) if was_sharded else None
 
 

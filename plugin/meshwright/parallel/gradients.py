@@ -1,6 +1,6 @@
 """Synchronise gradients while backward runs: over the data-parallel axis, and between copies over TP.
 
-Every reduction is an average. The loss carries a factor dp (see CausalLMLoss) and the gradient of a
+Every reduction is an average. The loss carries a factor dp (see GlobalMean) and the gradient of a
 row with n copies arrives times n, so an average gives the sum that is wanted, and averaging what is
 already equal changes nothing: a backward pass may synchronise into a gradient that an earlier one
 synchronised. (transformers sums q/k-norm gradients in place at every pass: with two accumulation

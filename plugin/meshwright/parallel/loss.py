@@ -6,27 +6,18 @@ arguments: label shift, ``shift_labels``, ``ignore_index`` and ``num_items_in_ba
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.parallel.checks import require_words
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.parallel.guarded import ShardedLogits
-from meshwright.parallel.mean import IGNORE_INDEX, GlobalMean
-
-
-def uses_causal_lm_loss(model: nn.Module) -> bool:
-    """Whether the loss is transformers' causal-LM loss, which ours stands in for; a user's own stays."""
-    if getattr(getattr(model, "loss_function", None), "__name__", None) != "ForCausalLMLoss":
-        return False
-    # Every transformers model of a causal LM has the attribute; decoders of older families do not read it.
-    forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind))
-    return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
+from meshwright.parallel.mean import IGNORE_INDEX, GlobalMean, valid_labels
 
 
 class CausalLMLoss:
@@ -56,7 +47,15 @@ class CausalLMLoss:
             shift_labels = shift(labels, ignore_index)
         targets_N = shift_labels.reshape(-1).to(logits.device)
         loss_sum = self._sum(logits, targets_N, ignore_index)
-        return self.mean.of(loss_sum.reshape(1), (targets_N != ignore_index).sum().reshape(1), num_items_in_batch)
+        return self.mean.of(loss_sum.reshape(1), valid_labels(targets_N, ignore_index).reshape(1), num_items_in_batch)
+
+    def counts(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many words of this rank's part of a batch are predicted."""
+        return next_words(batch).reshape(1)
+
+    def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
+        """What a pass of the model's forward returned, whose loss is global already."""
+        return output
 
     def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
         if isinstance(logits, ShardedLogits):
@@ -81,6 +80,12 @@ class CausalLMLoss:
 def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Labels moved so that each token's target is the token after it."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def next_words(batch: Mapping[str, Any]) -> Tensor:
+    """How many labels of a batch count as the next word of a token."""
+    targets, ignore_index = batch.get("shift_labels"), batch.get("ignore_index", IGNORE_INDEX)
+    return valid_labels(shift(batch["labels"], ignore_index) if targets is None else targets, ignore_index)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,12 +16,26 @@ from meshwright.parallel.collectives import Axis, all_gather
 NumItems = Literal["auto", "global", "local"]
 
 IGNORE_INDEX = -100  # transformers' label of what does not count
+TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
 BLANK = -(2.0**40)  # the same for labels that are real numbers, of a row that only keeps a rank in step
 
 
 def valid_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """How many labels count."""
     return (labels != (BLANK if labels.is_floating_point() else ignore_index)).sum()
+
+
+def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The same rows, which no loss counts."""
+    out = dict(batch)
+    for name in TARGETS:
+        if isinstance(target := out.get(name), Tensor):
+            if "positions" in name:
+                blank: float = torch.iinfo(target.dtype).max  # behind every row
+            else:
+                blank = BLANK if target.is_floating_point() else batch.get("ignore_index", IGNORE_INDEX)
+            out[name] = torch.full_like(target, blank)
+    return out
 
 
 class GlobalMean:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from meshwright.parallel.collectives import Axis, maximum
 from meshwright.parallel.forward import arguments
 from meshwright.parallel.gradients import GradientSync
-from meshwright.parallel.loss import CausalLMLoss, shift
+from meshwright.parallel.head_losses import BatchLoss
+from meshwright.parallel.mean import TARGETS, without_targets
+from meshwright.parallel.outputs import loss_of, with_loss
 
 
 def split_forward(
@@ -29,7 +31,7 @@ def split_forward(
     *,
     dp: Axis,
     syncs: list[GradientSync],
-    loss: CausalLMLoss,
+    loss: BatchLoss,
     micro_batch_size: int | None,
     num_micro_batches: int,
 ) -> None:
@@ -39,7 +41,7 @@ def split_forward(
         model: its forward returns an output with ``.loss``.
         dp: axis over which the batch is split already.
         syncs: where the gradients of inner micro-batches wait; either whole, all of them, or reduced, in the only one.
-        loss: the model's loss function, told to divide by the count of the whole batch.
+        loss: the model's loss, told to divide by the counts of the whole batch.
         micro_batch_size: rows of a micro-batch; None: from ``num_micro_batches``.
         num_micro_batches: into how many a rank's rows are split, where ``micro_batch_size`` is None.
     """
@@ -49,27 +51,19 @@ def split_forward(
     @functools.wraps(forward)
     def split(*args: Any, **kwargs: Any) -> Any:
         batch = arguments(signature, args, kwargs)
-        labels = batch.get("labels")
-        if not (model.training and torch.is_grad_enabled() and isinstance(labels, Tensor)):
+        targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
+        if not (model.training and torch.is_grad_enabled() and targets is not None):
             return forward(*args, **kwargs)
-        rows = labels.shape[0]
+        rows = targets.shape[0]
         # Every rank runs the same number of passes: the loss of each is a collective.
         count = num_micro_batches if micro_batch_size is None else -(-rows // micro_batch_size)
-        count = int(maximum(torch.tensor(count, device=labels.device), dp))
+        count = int(maximum(torch.tensor(count, device=targets.device), dp))
         # A number of items is about the whole batch, so that what it means is settled before the batch is split.
-        divisors = loss.mean.divisors(_valid_labels(batch).reshape(1), batch.get("num_items_in_batch"))
+        divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         with loss.mean.divided_by(divisors):
-            return _run(model, forward, syncs, _split(batch, rows, count))
+            return _run(model, forward, syncs, loss, _split(batch, rows, count))
 
     model.forward = split
-
-
-def _valid_labels(batch: dict[str, Any]) -> Tensor:
-    targets = batch.get("shift_labels")
-    ignore_index = batch.get("ignore_index", -100)
-    if targets is None:
-        targets = shift(batch["labels"], ignore_index)
-    return (targets != ignore_index).sum()
 
 
 def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
@@ -84,29 +78,30 @@ def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]
         low, high = index * rows // count, (index + 1) * rows // count
         piece = {name: rows_of(value, low, max(high, low + 1)) for name, value in batch.items()}
         if low == high:
-            for name in ("labels", "shift_labels"):
-                if isinstance(piece.get(name), Tensor):
-                    piece[name] = torch.full_like(piece[name], batch.get("ignore_index", -100))
+            piece = without_targets(piece)
         pieces.append(piece)
     return pieces
 
 
 def _run(
-    model: nn.Module, forward: Callable[..., Any], syncs: list[GradientSync], batches: list[dict[str, Any]]
+    model: nn.Module,
+    forward: Callable[..., Any],
+    syncs: list[GradientSync],
+    loss_over_dp: BatchLoss,
+    batches: list[dict[str, Any]],
 ) -> Any:
     *inner, last = batches
     whole = all(sync.reduction.can_wait for sync in syncs)
     gradients = _WholeGradients(model, syncs) if whole else _ReducedGradients(syncs)
     total: Tensor | None = None
     for batch in inner:
-        loss = forward(**batch).loss
+        loss = loss_of(loss_over_dp.of_output(batch, forward(**batch)))
+        assert loss is not None
         gradients.add_from(loss)
         total = loss.detach() if total is None else total + loss.detach()
         del loss
-    output = forward(**last)
-    if total is not None:
-        output.loss = gradients.attach(output.loss, total)
-    return output
+    output = loss_over_dp.of_output(last, forward(**last))
+    return output if total is None else with_loss(output, gradients.attach(loss_of(output), total))
 
 
 class _WholeGradients:
@@ -124,7 +119,7 @@ class _WholeGradients:
             new = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.sums = [_add(old, grad) for old, grad in zip(self.sums, new, strict=True)]
 
-    def attach(self, loss: Tensor, other: Tensor) -> Any:
+    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
         return _AddGradients.apply(loss, other, self.sums, *self.parameters)
 
 
@@ -140,7 +135,7 @@ class _ReducedGradients:
         with self.sync.reduction.aside(self.sums):
             loss.backward()
 
-    def attach(self, loss: Tensor, other: Tensor) -> Any:
+    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
         return _AddReduced.apply(loss, other, self)
 
     def add(self, factor: Tensor) -> None:

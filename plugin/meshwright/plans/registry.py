@@ -11,6 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.plans import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
 from meshwright.plans.base import Role, ShardingPlan
 from meshwright.plans.families import hints_for, reason_to_refuse
+from meshwright.plans.heads import fitted
 from meshwright.plans.infer import infer_plan
 
 _PLANS: dict[str, ShardingPlan] = {
@@ -57,7 +58,7 @@ def plan_for(model: nn.Module) -> ShardingPlan:
         return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
     model_type = getattr(config, "model_type", "")
     if model_type in _PLANS:
-        return _PLANS[model_type]
+        return fitted(_PLANS[model_type], model)
     if reason := reason_to_refuse(config):
         raise PlanError(f"{model_type} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)")
     return infer_plan(model, hints_for(config))

@@ -21,8 +21,8 @@ from meshwright.distribute import install, make_weights
 from meshwright.launch import build_axes
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.layout import ShardRecord, record_of
-from meshwright.parallel.loss import uses_causal_lm_loss
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.plans import ShardingPlan, plan_for
 from meshwright.plans.adapters import without_wrappers
@@ -104,10 +104,10 @@ def _install(model: Any, plan: ParallelPlan, roles: ShardingPlan | None) -> tupl
     runtime = Runtime(tp=tp, dp=dp, parameters=[], plan=plan)
     weights = InitialWeights.find(model, None)
     made = make_weights(model, plan, layouts, runtime, weights.make, torch.device("cpu"))
-    has_own_loss = uses_causal_lm_loss(decoder)
+    kind = find_loss(decoder)
     made.attach(model)
     config = ToDistributedConfig(plan=plan)
-    install(model, optimizer, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
+    install(model, optimizer, structure, plan, config, runtime, 0, loss=kind)
     return runtime, structure
 
 

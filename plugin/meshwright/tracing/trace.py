@@ -25,8 +25,8 @@ from meshwright.launch import build_axes
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.layout import RowLayout
-from meshwright.parallel.loss import uses_causal_lm_loss
 from meshwright.parallel.structure import describe
 from meshwright.parallel.tensor import Keep, make_shards
 from meshwright.plans import plan_for
@@ -174,10 +174,9 @@ def _install(
     with fake:
         made = make_weights(model, plan, layouts, runtime, make, torch.device("cpu"))
     made.attach(model)
-    has_own_loss = uses_causal_lm_loss(model)
     with fake:
         config = ToDistributedConfig(plan=plan)
-        install(model, optimizer, structure, plan, config, runtime, 0, has_own_loss=has_own_loss)
+        install(model, optimizer, structure, plan, config, runtime, 0, loss=find_loss(model))
     return runtime, optimizer
 
 

@@ -1,0 +1,49 @@
+"""A loss that the program computes from the model's outputs, made that of the global batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.optim.runtime import runtime_of
+from meshwright.parallel.mean import GlobalMean
+
+
+def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
+    """Turn the mean that this rank computed into the mean over the global batch, in value and gradient.
+
+    Every data-parallel rank calls it, once for each loss, before ``backward``. On one process it changes nothing, so
+    that a program may always call it. What a model itself returns as its loss needs no such call; see docs/losses.md.
+
+    Args:
+        model: what ``to_distributed`` or ``DataParallel`` returned.
+        loss: the mean over this rank's rows or labels, a scalar.
+        count: how many of them this rank has; with 0 the loss is not looked at.
+
+    Returns:
+        The sum over the ranks of ``loss * count``, divided by the sum of ``count``; the same on every rank.
+
+    Raises:
+        ValueError: for a model that is not distributed, and for a loss that is not a scalar.
+
+    Example::
+
+        batch = next(iter(loader))
+        labels = batch.pop("labels")
+        loss = weighted_cross_entropy(model(**batch).logits, labels)
+        loss = mw.global_mean(model, loss, count=(labels != -100).sum())
+        loss.backward()
+    """
+    runtime = runtime_of(model)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"global_mean(model, loss, count) takes a scalar loss, the mean over this rank's rows or labels, not "
+            f"{found}: pass loss.mean()"
+        )
+    if runtime.uneven is not None:
+        runtime.uneven.stop()
+    if runtime.dp.size == 1:
+        return loss
+    counts = torch.as_tensor(count, device=loss.device).reshape(1)
+    return GlobalMean(runtime.dp).of_means(loss.reshape(1), counts).reshape(loss.shape)

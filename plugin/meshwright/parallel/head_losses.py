@@ -1,0 +1,273 @@
+"""Losses that are a mean over rows or labels, made the mean over those of the global batch.
+
+What a model's loss averages over follows from the loss function of transformers that it calls; from its class, for
+families that compute the loss in their own forward; or from ToDistributedConfig.loss_averages_over.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.forward import arguments
+from meshwright.parallel.loss import CausalLMLoss, next_words
+from meshwright.parallel.mean import IGNORE_INDEX, GlobalMean, valid_labels
+from meshwright.parallel.outputs import loss_of, with_loss
+
+Batch = Mapping[str, Any]
+AveragesOver = Literal["rows", "labels"] | Callable[[dict[str, Any]], Tensor | int]
+
+
+class BatchLoss(Protocol):
+    """A model's loss, which is that of the global batch on every rank."""
+
+    mean: GlobalMean
+
+    def counts(self, batch: Batch) -> Tensor:
+        """Over how much this rank's part of the loss goes, one number for each of its means."""
+
+    def of_output(self, batch: Batch, output: Any) -> Any:
+        """What a pass of the model's own forward returned, with the loss of the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKind:
+    """Which loss a model has.
+
+    Args:
+        counts: what this rank's part of a batch has of what the loss averages over.
+        is_function: the model calls it as ``model.loss_function``; otherwise it is seen in the output only.
+        is_causal_lm: it is the one that works on logits sharded over the vocabulary.
+        has_positions: it is the average of two means, over start and end positions.
+    """
+
+    counts: Callable[[Batch], Tensor]
+    is_function: bool = False
+    is_causal_lm: bool = False
+    has_positions: bool = False
+
+
+def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> LossKind | None:
+    """What is known of a model's loss; None for one of the user's own that no option describes.
+
+    Args:
+        model: without adapters around it.
+        averages_over: ToDistributedConfig.loss_averages_over.
+
+    Raises:
+        PlanError: for an option about a loss that is known without it.
+    """
+    kind = _of_function(model) or _of_class(model)
+    if averages_over is None:
+        return kind
+    if kind is not None:
+        raise PlanError(
+            f"ToDistributedConfig.loss_averages_over={averages_over!r}: the loss that {type(model).__name__} returns "
+            "is transformers' own, and is exact without the option; leave it out. For a loss that the program computes "
+            "from the model's outputs, write loss = meshwright.global_mean(model, loss, count)"
+        )
+    if averages_over == "rows":
+        return LossKind(counts=_rows)
+    if averages_over == "labels":
+        return LossKind(counts=_labels)
+    return LossKind(counts=lambda batch: torch.as_tensor(averages_over(dict(batch))))
+
+
+def _of_function(model: nn.Module) -> LossKind | None:
+    name = getattr(getattr(model, "loss_function", None), "__name__", None)
+    kind = _FUNCTIONS.get(name or "")
+    # Every model of transformers has the attribute; those of older families do not read it.
+    return kind if kind is not None and "loss_function" in _names_read(type(model)) else None
+
+
+def _of_class(model: nn.Module) -> LossKind | None:
+    """A head that computes its loss itself, by the recipe that all families share."""
+    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    task = re.search(r"For(\w+?)(Simple)?$", owner.__name__)
+    if task is None or not owner.__module__.startswith("transformers.models."):
+        return None
+    names = _names_read(owner)
+    if "CrossEntropyLoss" not in names:
+        return None
+    if task[1] == "QuestionAnswering":  # some search for spans instead, and know no index to ignore
+        return LossKind(counts=_positions, has_positions=True) if "ignored_index" in names else None
+    return LossKind(counts=_labels) if task[1] in _TASKS else None
+
+
+def _names_read(kind: type) -> set[str]:
+    """The names in the code of a class's forward, and of those that it calls of its bases."""
+    names: set[str] = set()
+    for owner in (k for k in kind.__mro__ if "forward" in vars(k)):
+        code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
+        own = {*code.co_names, *code.co_varnames} if code is not None else set()
+        names |= own
+        if not own & {"super", "forward"}:
+            break
+    return names
+
+
+def _labels(batch: Batch) -> Tensor:
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            "ToDistributedConfig.loss_averages_over='labels', but the model was called without labels, so the mean "
+            "cannot be made that of the global batch; pass them to the model, or a callable that counts in the batch"
+        )
+    return valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
+
+
+def _rows(batch: Batch) -> Tensor:
+    labels = batch.get("labels")
+    tensors = (x for x in (labels, *batch.values()) if isinstance(x, Tensor) and x.ndim > 0)
+    rows = next(tensors)
+    count = torch.tensor(rows.shape[0], device=rows.device)
+    # A rank without rows is kept in step by one whose labels do not count.
+    return count * (valid_labels(rows) > 0) if rows is labels and len(rows) == 1 else count
+
+
+def _positions(batch: Batch) -> Tensor:
+    tokens = next(x for name in ("input_ids", "inputs_embeds") if (x := batch.get(name)) is not None)
+    return torch.stack([(_clamped(batch[name], tokens.shape[1]) != tokens.shape[1]).sum() for name in _SPAN])
+
+
+_SPAN = ("start_positions", "end_positions")
+_TASKS = {"SequenceClassification", "TokenClassification", "MultipleChoice", "MaskedLM"}
+_FUNCTIONS = {
+    "ForCausalLMLoss": LossKind(counts=next_words, is_function=True, is_causal_lm=True),
+    "ForMaskedLMLoss": LossKind(counts=_labels, is_function=True),
+    "ForSequenceClassificationLoss": LossKind(counts=_labels, is_function=True),
+    "ForTokenClassification": LossKind(counts=_labels, is_function=True),
+    "ForQuestionAnsweringLoss": LossKind(counts=_positions, is_function=True, has_positions=True),
+}
+
+
+def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, vocab_size: int) -> BatchLoss:
+    """Make a model return the loss of the global batch.
+
+    Args:
+        model: whose loss ``kind`` is; changed in place.
+        mean: over the axis by which the batch is split.
+        tp: axis over which a causal LM's logits may be sharded.
+        vocab_size: words of its full vocabulary.
+    """
+    if kind.is_causal_lm:
+        model.loss_function = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean)
+        return model.loss_function
+    if kind.is_function:
+        model.loss_function = HeadLoss(model.loss_function, kind, mean)
+        return model.loss_function
+    loss = OutputLoss(kind, mean)
+    loss.watch(model)
+    return loss
+
+
+class HeadLoss:
+    """Stands in for a loss function of transformers other than the causal-LM one, with the same arguments.
+
+    Args:
+        stock: the function; its mean of this rank's rows is what it is asked for.
+        kind: what it averages over.
+        mean: over the axis by which the batch is split.
+    """
+
+    def __init__(self, stock: Callable[..., Any], kind: LossKind, mean: GlobalMean):
+        self.stock, self.kind, self.mean = stock, kind, mean
+        self._signature = inspect.signature(stock)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = dict(self._signature.bind(*args, **kwargs).arguments)
+        named |= named.pop("kwargs", {})
+        num_items = named.pop("num_items_in_batch", None)
+        if self.kind.has_positions:
+            if any(named.get(name) is None for name in _SPAN):
+                return None
+            return self.mean.of_means(*_span_means(named, named), num_items)
+        labels = named["labels"]
+        # transformers' regressions do not look at the number.
+        num_items = None if labels.is_floating_point() else num_items
+        count = valid_labels(labels, named.get("ignore_index", IGNORE_INDEX))
+        own = self.stock(**named)
+        return self.mean.of_means(own.reshape(1), count.to(own.device).reshape(1), num_items)
+
+    def counts(self, batch: Batch) -> Tensor:
+        """See BatchLoss."""
+        return self.kind.counts(batch).reshape(-1)
+
+    def of_output(self, batch: Batch, output: Any) -> Any:
+        """See BatchLoss; the loss is global already."""
+        return output
+
+
+class OutputLoss:
+    """Replaces the mean that a forward returned by that of the global batch.
+
+    Args:
+        kind: what it averages over.
+        mean: over the axis by which the batch is split.
+    """
+
+    def __init__(self, kind: LossKind, mean: GlobalMean):
+        self.kind, self.mean = kind, mean
+        self.is_done = False  # for the output on its way out of the model, piece by piece
+
+    def watch(self, model: nn.Module) -> None:
+        """Replace the loss of all that the model returns from now on."""
+        signature = inspect.signature(model.forward)
+
+        def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            was_done, self.is_done = self.is_done, False
+            return output if was_done else self._global(arguments(signature, args, kwargs), output)
+
+        model.register_forward_hook(replace, with_kwargs=True)
+
+    def counts(self, batch: Batch) -> Tensor:
+        """See BatchLoss."""
+        return self.kind.counts(batch).reshape(-1)
+
+    def of_output(self, batch: Batch, output: Any) -> Any:
+        """See BatchLoss."""
+        self.is_done = True
+        return self._global(batch, output)
+
+    def _global(self, batch: Batch, output: Any) -> Any:
+        own = loss_of(output)
+        if own is None:
+            return output
+        if own.numel() != 1:
+            raise ValueError(
+                f"the model returned a loss of shape {tuple(own.shape)}, and only a mean can be made that of the "
+                "global batch: return loss.mean()"
+            )
+        if self.kind.has_positions:
+            logits = output if isinstance(output, Mapping) else dict(zip(_SPAN_LOGITS, output[1:3], strict=True))
+            return with_loss(output, self.mean.of_means(*_span_means(logits, batch)))
+        count = self.counts(batch).to(own.device)
+        return with_loss(output, self.mean.of_means(own.reshape(1), count).reshape(own.shape))
+
+
+_SPAN_LOGITS = ("start_logits", "end_logits")
+
+
+def _span_means(logits: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
+    """This rank's mean over start positions and that over end positions, and how many each has."""
+    means, counts = [], []
+    for logits_name, positions_name in zip(_SPAN_LOGITS, _SPAN, strict=True):
+        scores = logits[logits_name]
+        positions = _clamped(batch[positions_name].to(scores.device), scores.shape[1])
+        means.append(F.cross_entropy(scores, positions, ignore_index=scores.shape[1]))
+        counts.append((positions != scores.shape[1]).sum())
+    return torch.stack(means), torch.stack(counts)
+
+
+def _clamped(positions: Tensor, length: int) -> Tensor:
+    """Positions as transformers has them: what lies behind the row is ignored."""
+    return (positions.squeeze(-1) if positions.ndim > 1 else positions).clamp(0, length)

@@ -1,0 +1,182 @@
+"""The heads of transformers whose loss is a mean over rows, labels or positions: exact under every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForMultipleChoice,
+    GPT2Config,
+    GPT2ForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedModel,
+)
+
+import meshwright as mw
+from support.exact import Float64, relative_difference
+from support.models import SIZES, tokens
+from support.trainers import Run, run_trainer
+
+LENGTH = 10
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+_BERT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+
+
+def llama(kind: type, **options: Any) -> PreTrainedModel:
+    return kind(LlamaConfig(**SIZES, classifier_dropout=0.0, **options))
+
+
+def gpt2(kind: type, **options: Any) -> PreTrainedModel:
+    return kind(GPT2Config(vocab_size=97, n_positions=32, pad_token_id=0, **_GPT2, **options))
+
+
+def bert() -> PreTrainedModel:
+    sizes = {name: value for name, value in SIZES.items() if "key_value" not in name and name != "use_cache"}
+    return BertForMultipleChoice(BertConfig(**sizes, **_BERT))
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "sequences": lambda: llama(LlamaForSequenceClassification, num_labels=3),
+    "regression": lambda: llama(LlamaForSequenceClassification, num_labels=1),
+    "several labels": lambda: llama(LlamaForSequenceClassification, num_labels=3),
+    "tokens": lambda: llama(LlamaForTokenClassification, num_labels=3),
+    "spans": lambda: llama(LlamaForQuestionAnswering),
+    "choices": bert,
+    "sequences of GPT-2": lambda: gpt2(GPT2ForSequenceClassification, num_labels=3),
+    "spans of GPT-2": lambda: gpt2(GPT2ForQuestionAnswering),
+}
+
+
+def make_batch(head: str, rows: int) -> dict[str, Tensor]:
+    """Rows of unlike lengths, of which each has another number of labels."""
+    ids = tokens(rows, LENGTH)
+    for row in range(rows):
+        ids[row, LENGTH - row :] = 0
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    draws = torch.Generator().manual_seed(rows)
+    classes = torch.randint(3, (rows, LENGTH), generator=draws)
+    if head == "choices":
+        return {**{k: torch.stack([v, v.flip(0).roll(1, 1)], 1) for k, v in batch.items()}, "labels": classes[:, 0] % 2}
+    if head == "regression":
+        return {**batch, "labels": torch.randn(rows, generator=draws, dtype=torch.float64)}
+    if head == "several labels":
+        return {**batch, "labels": (classes[:, :3] > 0).double()}
+    if head == "tokens":
+        return {**batch, "labels": classes.masked_fill((ids == 0) | (ids % 3 == 1), -100)}
+    if head.startswith("spans"):
+        # A start behind the row does not count.
+        starts = torch.tensor([LENGTH + 3 if row == 1 else row + 2 for row in range(rows)])
+        return {**batch, "start_positions": starts, "end_positions": torch.full((rows,), 6)}
+    labels = classes[:, 0].clone()
+    labels[3:] = -100  # a fourth row does not count either
+    return {**batch, "labels": labels}
+
+
+def train(
+    plan: dict[str, Any] | None, heads: list[str], sizes: tuple[int, ...] = (3, 1, 4)
+) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+    """For each head, the losses of batches with so many rows, and the whole gradients of their sum."""
+    results = {}
+    for head in heads:
+        with Float64():
+            torch.manual_seed(0)
+            model: Any = MODELS[head]().double().train()
+            batches: Any = [make_batch(head, rows) for rows in sizes]
+            if plan is not None:
+                config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+                model, _, batches = mw.to_distributed(model, None, batches, config=config)
+            losses = []
+            for batch in batches:
+                loss = model(**batch).loss
+                loss.backward()
+                losses.append(loss.item())
+            named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            results[head] = losses, named if plan is None else mw.full_gradients(model)
+    return results
+
+
+def assert_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for head, (losses, gradients) in expected.items():
+        for rank in ranks:  # every rank reports the global loss
+            # float64: only the order of sums differs. A mean of the ranks' means is off by more than 1e-3.
+            assert rank[head][0] == pytest.approx(losses, rel=1e-12), head
+        actual = ranks[0][head][1]
+        largest = max(gradient.abs().max().item() for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            if gradient.abs().max() > 1e-12 * largest:  # a key's bias has rounding only
+                assert relative_difference(actual[name], gradient) < 1e-10, (head, name)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"dp": 2}, {"dp": 2, "zero_stage": 2}, {"dp": 2, "zero_stage": 3}, {"dp": 2, "micro_batch_size": 1}],
+    ids=str,
+)
+def test_heads_split_over_data_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
+    """Rows 17 and 18: with 3, 1 and 4 rows over two ranks the loss is the mean over the global batch."""
+    heads = list(MODELS) if plan == {"dp": 2} else ["sequences", "tokens", "spans", "choices", "spans of GPT-2"]
+    assert_equal(pool2.run(train, plan, heads, timeout=300), train(None, heads))
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2}], ids=str)
+def test_heads_over_tensor_parallel_ranks(plan: dict[str, Any], pool2: Any) -> None:
+    """A head for sequences, tokens or spans is one small layer, which each rank has whole."""
+    heads = [head for head in MODELS if head != "choices"]
+    assert_equal(pool2.run(train, plan, heads, timeout=300), train(None, heads))
+
+
+class Labelled(Dataset):
+    """Rows for the Trainer; of tokens, each ignores another number of labels."""
+
+    def __init__(self, head: str, count: int):
+        self.head, self.count = head, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = tokens(1, LENGTH, seed=index)[0]
+        if self.head == "sequences":
+            return {"input_ids": ids, "labels": int(ids.sum()) % 3}
+        labels = ids % 3
+        labels[: index % 5] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+def sequence_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MODELS["sequences"]()
+
+
+def token_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MODELS["tokens"]()
+
+
+def train_by_trainer(output_dir: Path, head: str, plan: dict[str, Any] | None, **options: Any) -> Run:
+    init = sequence_model if head == "sequences" else token_model
+    extra = {"model_init": init, "train_dataset": Labelled(head, 22), "eval_dataset": Labelled(head, 7)}
+    extra["compute_metrics"] = None
+    return run_trainer(output_dir, plan, extra=extra, evaluated=7, num_train_epochs=2, **options)
+
+
+@pytest.mark.parametrize("head", ["sequences", "tokens"])
+def test_heads_in_the_trainer(head: str, pool2: Any, tmp_path: Path) -> None:
+    """Row 6: the logged loss and norm are those of one process, as are evaluations, with rows that do not divide."""
+    expected = train_by_trainer(tmp_path, head, None)
+    for run in pool2.run(train_by_trainer, tmp_path, head, {"dp": 2}, timeout=300):
+        # float32; they were twice as large.
+        assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert run.norms == pytest.approx(expected.norms, rel=1e-4)
+        assert run.metrics["eval_loss"] == pytest.approx(expected.metrics["eval_loss"], rel=1e-5)
