@@ -208,3 +208,24 @@ def schedule_elsewhere(plan: dict[str, Any]) -> str:
 
 def test_a_schedule_that_is_prepared_later_is_refused_too(pool2: Any) -> None:
     assert all("said 2, and the plan has dp=1" in message for message in pool2.run(schedule_elsewhere, TP2))
+
+
+def schedule_of_another_model() -> str:
+    forget()
+    activate(plan="tp2")
+    try:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = torch.nn.Linear(2, 2)
+        optimizer = make_optimizer(model)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / accelerator.num_processes)
+        accelerator.prepare(model, optimizer, scheduler)
+        return ""
+    except PlanError as error:
+        return str(error)
+    finally:
+        deactivate()
+        forget()
+
+
+def test_a_schedule_of_a_model_without_a_plan_is_refused(pool2: Any) -> None:
+    assert all("accelerate steps its scheduler 2 times" in text for text in pool2.run(schedule_of_another_model))

@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -209,9 +208,6 @@ def behave_as_the_module() -> None:
     assert [name for name, _ in ddp.named_parameters()] == [name for name, _ in model.named_parameters()]
     assert list(ddp.parameters()) == list(model.parameters())
     assert not ddp.eval().module.norm.training and ddp.train().module.norm.training
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(ValueError, match=r"copy its \.module"):
-            copied(ddp)
     mw.DataParallel(copy.deepcopy(ddp.module))
     state = mw.full_state_dict(ddp)
     assert list(state) == (names if dist.get_rank() == 0 else [])
@@ -219,6 +215,26 @@ def behave_as_the_module() -> None:
 
 def test_the_wrapper_behaves_as_the_module(pool2: Any) -> None:
     pool2.run(behave_as_the_module)
+
+
+def train_copies(path: str) -> list[Gradients]:
+    ddp = mw.DataParallel(net(), find_unused_parameters=True)
+    if dist.get_rank() == 0:
+        torch.save(ddp, path)
+    dist.barrier()
+    loaded = torch.load(path, weights_only=False)
+    assert loaded.find_unused_parameters and loaded.module is not ddp.module
+    found = []
+    for copied in (loaded, copy.deepcopy(ddp), ddp):
+        loss_of(copied(rows(dist.get_rank()))).backward()
+        found.append(gradients_of(copied))
+    return found
+
+
+def test_a_wrapper_can_be_saved_and_copied_as_torchs(pool2: Any, tmp_path: Any) -> None:
+    for rank in pool2.run(train_copies, str(tmp_path / "ddp.pt")):
+        for gradients in rank:
+            assert_equal(gradients, one_process("plain"))
 
 
 def change_dtype() -> Gradients:

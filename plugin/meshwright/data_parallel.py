@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,8 @@ class DataParallel(nn.Module):
     a single rank: its backward pass never comes, and the other ranks wait for it.
 
     Attributes of the model are found on the wrapper too, as in ``ddp.config``, and parameters keep the names
-    they have without it.
+    they have without it. A wrapper can be copied and pickled; every rank makes or loads the copy, whose ``group`` is
+    all ranks.
 
     Args:
         model: on this rank's device, with its weights; not distributed by anything else.
@@ -109,6 +110,7 @@ class DataParallel(nn.Module):
 
         self.module = model
         self.find_unused_parameters = find_unused_parameters
+        self._options = {**sizes, "find_unused_parameters": find_unused_parameters, "timeout_s": timeout_s}
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         # Backward finishes parameters roughly in the reverse of their order.
         self._trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
@@ -193,15 +195,26 @@ class DataParallel(nn.Module):
                 raise
             return getattr(self.module, name)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        # A copy would have neither the hooks nor the group, and train alone.
-        raise ValueError("DataParallel cannot be copied or pickled; copy its .module, and wrap the copy to train it")
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As torch's: a copy, or what torch.load gives on every rank, is wrapped anew over all ranks.
+        size, world = runtime_of(self).dp.size, dist.get_world_size() if dist.is_initialized() else 1
+        if size not in (1, world):
+            raise ValueError(
+                f"this DataParallel is of {size} of {world} ranks, and a copy would be of all of them; copy ddp.module, and wrap it by DataParallel(copied, group=group)"
+            )
+        return _wrapped_anew, (self.module, self._options)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._apply(*args, **kwargs)
         for bucket in [] if self._sync is None else self._sync.buckets:
             bucket.dtype = bucket.parameters[0].dtype  # after .half() and the like
         return result
+
+
+def _wrapped_anew(model: nn.Module, options: dict[str, Any]) -> DataParallel:
+    for parameter in model.parameters():
+        vars(parameter).pop("meshwright", None)  # of the wrapper that was copied
+    return DataParallel(model, **options)
 
 
 def fused_allreduce_gradients(params: Iterable[Tensor], mesh: ProcessMesh | DeviceMesh | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.config import PlanLike, ToDistributedConfig
+from meshwright.errors import PlanError
 from meshwright.given import config_with, given_plan
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
-from meshwright_hf.accelerate.announced import check_announced
 from meshwright_hf.accelerate.checks import check_placement
 from meshwright_hf.accelerate.preparation import prepare
 from meshwright_hf.accelerate.state import is_new_model
@@ -67,8 +67,7 @@ def activate(
             check_placement(device_placement)
             return prepare(self, *args, config=config)
         if isinstance(self, PlannedAccelerator) and any(is_new_model(value) for value in args):
-            schedulers = [value for value in args if isinstance(value, LRScheduler)]
-            check_announced(self.told_processes if schedulers else (), self.state.num_processes)
+            _check_left_to_accelerate(self, args)
         return original(self, *args, device_placement=device_placement)
 
     for name, patched in (("__init__", make_by_plan), ("prepare", prepare_by_plan)):
@@ -81,3 +80,19 @@ def deactivate() -> None:
     for name in _PATCHED:
         patched = getattr(Accelerator, name)
         setattr(Accelerator, name, getattr(patched, _ORIGINAL, patched))
+
+
+def _check_left_to_accelerate(accelerator: PlannedAccelerator, objects: Sequence[Any]) -> None:
+    """Refuse the schedule of a model that stays accelerate's, if the plan's dp has gone into it.
+
+    Raises:
+        PlanError: naming both numbers.
+    """
+    count = int(accelerator.state.num_processes)
+    wrong = accelerator.told_processes - {count}
+    if wrong and any(isinstance(value, LRScheduler) for value in objects):
+        raise PlanError(
+            f"accelerator.num_processes said {min(wrong)}, the dp of the plan of activate(), and this model is not "
+            f"distributed by it: accelerate steps its scheduler {count} times per optimizer step. Choose the models by "
+            "activate(..., models=...), or write accelerator.state.num_processes for this one's schedule"
+        )

@@ -10,6 +10,7 @@ import dis
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, FunctionType
+from typing import Any
 
 from meshwright.errors import PlanError
 
@@ -41,7 +42,9 @@ def check_announced(told: Iterable[int], dp: int) -> None:
 
 
 def was_read_by_callers() -> bool:
-    """Whether the functions that are being called name ``num_processes`` before this call, or call one that does.
+    """Whether the functions that are being called name ``num_processes`` before this call, or call such a one.
+
+    Functions that they call are found in their own modules.
 
     An Accelerator that was made without a plan cannot tell who has asked it; the program's code can.
     """
@@ -59,11 +62,15 @@ def _callers() -> Iterator[FrameType]:
 
 def _reads_before(frame: FrameType) -> bool:
     names = {i.argval for i in dis.get_instructions(frame.f_code) if i.offset < frame.f_lasti}
-    scope = {**frame.f_globals, **frame.f_locals}
-    own = frame.f_globals.get("__name__")
-    functions = (scope.get(name) for name in names if isinstance(name, str))
-    called = [f for f in functions if isinstance(f, FunctionType) and f.__module__ == own]
+    called = (f for f in _functions(frame.f_globals) if f.__name__ in names)
     return _NAME in names or any(_NAME in _names(function.__code__) for function in called)
+
+
+def _functions(scope: dict[str, Any]) -> Iterator[FunctionType]:
+    """The functions and methods of a module."""
+    own = [value for value in scope.values() if getattr(value, "__module__", None) == scope.get("__name__")]
+    members = [member for value in own if isinstance(value, type) for member in vars(value).values()]
+    yield from (value for value in [*own, *members] if isinstance(value, FunctionType))
 
 
 def _names(code: CodeType) -> set[str]:
