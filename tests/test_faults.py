@@ -286,6 +286,26 @@ def test_an_exception_on_one_rank_ends_all(plan):
     check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full \(.*test_faults.py:\d+\)", within=5)
 
 
+def raises_and_cleans_up() -> None:
+    """As many scripts do: the group is destroyed in a finally, before the exception reaches the top."""
+    step = trainer(DP2)
+    step()
+    try:
+        if dist.get_rank() == 1:
+            mark_fault()
+            raise OSError("the disk is full")
+        step()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_cause_survives_a_finally_that_destroys_the_group():
+    """List B: the others were told that its program ended, not why."""
+    first, second = run_program(raises_and_cleans_up, 2)
+    check(second, r"Traceback.*OSError: the disk is full", within=5)
+    check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full", within=8)
+
+
 def signalled(number: int, victim: int) -> None:
     """A rank is killed or stopped in the middle of training."""
     step = trainer(mw.ParallelPlan(dp=2, tp=2) if dist_size() == 4 else DP2)

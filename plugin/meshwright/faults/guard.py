@@ -173,11 +173,12 @@ class Guard:
         return PeerFailedError("\n".join([f"{what}: {cause or summary}", *details]))
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank ends with an exception."""
-        if self.is_current:
-            self._is_failing = True
-            if not isinstance(error, PeerFailedError):
-                self._link.tell({"kind": "fail", "how": f"step {self.step}, {_in_short(error)}"})
+        """Tell the others that this rank ends with an exception, also where a ``finally`` has destroyed the group."""
+        if self._is_closed or self._is_failing or os.getpid() != self._process:
+            return
+        self._is_failing = self.is_current
+        if not isinstance(error, PeerFailedError):
+            self._link.tell({"kind": "fail", "how": f"step {self.step}, {_in_short(error)}"})
 
     def close(self, why: str) -> None:
         """Tell the others that this rank is through, and stop watching."""
