@@ -20,7 +20,7 @@ OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_save_pretra
 	$(wildcard tests/test_hf_[bd]*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
 	tests/test_doctor.py
 
-.PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice families clean
+.PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice families verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
+	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make clean         delete .venv, caches and runs/'
 	@echo
@@ -69,6 +70,9 @@ bench-planner: $(INSTALLED)
 
 bench-choice: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.own_choice
+
+verify: $(INSTALLED)
+	$(BIN)/python -m benchmarks.verify
 
 families: $(INSTALLED)
 	$(BIN)/python -m benchmarks.families.static

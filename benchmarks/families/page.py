@@ -60,8 +60,8 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "What shows only when a model runs is refused in its first pass: a block that reads the weight of its output "
         "projection instead of calling it, one that adds its own input, a layer that is given a second activation with "
         "a gradient. Not seen is arithmetic without weights across the width of an MLP or across heads (a softmax over "
-        "the width, heads that work in pairs): compare such a class with one device before you train it, as "
-        "`benchmarks/families/parity.py` does.",
+        "the width, heads that work in pairs): compare such a class with one device before you train it, with "
+        "`mw.verify` (`docs/verify.md`).",
         "",
         "| family | beside Llama's structure | tp2+sp | kv | tied | packed | remark |",
         "|---|---|---|---|---|---|---|",

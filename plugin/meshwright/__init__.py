@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UncoveredParameterError,
         UninitialisedParameterError,
         UnreadableTensorError,
+        VerificationError,
     )
     from meshwright.mesh import ParallelDims, ProcessMesh
     from meshwright.optim.clip import clip_grad_norm_
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from meshwright.optim.shard import shard_optimizer
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
     from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
+    from meshwright.verification.verify import verify
 
 # Where each public name lives. They are imported when first asked for, so that the planner and its command line,
 # which need no torch, do not wait for it.
@@ -60,6 +62,7 @@ _HOMES = {
         "UncoveredParameterError",
         "UninitialisedParameterError",
         "UnreadableTensorError",
+        "VerificationError",
     ),
     "mesh": ("ParallelDims", "ProcessMesh"),
     "optim.clip": ("clip_grad_norm_",),
@@ -68,6 +71,7 @@ _HOMES = {
     "optim.shard": ("shard_optimizer",),
     "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
     "plans": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),
+    "verification.verify": ("verify",),
 }
 _HOME = {name: f"meshwright.{module}" for module, names in _HOMES.items() for name in names}
 
@@ -94,6 +98,7 @@ __all__ = [
     "UncoveredParameterError",
     "UninitialisedParameterError",
     "UnreadableTensorError",
+    "VerificationError",
     "clip_grad_norm_",
     "decoder_roles",
     "deferred_init",
@@ -114,6 +119,7 @@ __all__ = [
     "shard_optimizer",
     "shard_tensor",
     "to_distributed",
+    "verify",
 ]
 
 __version__ = "0.1.0"

@@ -68,3 +68,7 @@ class DivergenceError(RuntimeError):
 
 class PeerFailedError(RuntimeError):
     """Another rank failed, ended early or hangs, and this one cannot go on."""
+
+
+class VerificationError(RuntimeError):
+    """A process of ``verify`` that raised, ended or hangs, so that there is nothing to compare."""

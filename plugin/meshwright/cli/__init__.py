@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.cli import calibrate, doctor, launch, plan
+from meshwright.cli import calibrate, doctor, launch, plan, verify
 
 app = typer.Typer(
     add_completion=False,
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command()(plan.plan)
 # What follows the script's name is the script's, also what looks like an option of ours.
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
+app.command()(verify.verify)
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 

@@ -1,0 +1,75 @@
+"""Which kinds of decoder layers occur in a model, and which layers are enough to have them all."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+LEAST = 2  # layers that are kept: what is between two layers has to occur
+MOST = 8  # kinds that are told apart
+_PLAIN = (bool, int, str, type(None))
+
+
+def kinds_of_layers(model: Any) -> list[Hashable]:
+    """Return what tells each decoder layer from others: its modules, their settings and its parameters' shapes.
+
+    Args:
+        model: a causal LM, on the meta device or not.
+    """
+    count = getattr(model.config, "num_hidden_layers", 0)
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not stacks:
+        return []
+    settings = [dict(_settings(layer)) for layer in stacks[0]]
+    # A setting that counts the layers tells nothing.
+    counts = {
+        p
+        for p in settings[0]
+        if len(settings) > 1 and all(_counts(s.get(p), settings[0][p], i) for i, s in enumerate(settings))
+    }
+    return [
+        (
+            tuple((place, value) for place, value in one.items() if place not in counts),
+            tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()),
+        )
+        for one, layer in zip(settings, stacks[0], strict=True)
+    ]
+
+
+def _settings(layer: nn.Module) -> Iterator[tuple[Any, Any]]:
+    for name, module in layer.named_modules():
+        yield (name, ""), type(module).__name__
+        for key, value in sorted(vars(module).items()):
+            if not key.startswith("_") and isinstance(value, _PLAIN):
+                yield (name, key), value
+
+
+def _counts(value: Any, first: Any, index: int) -> bool:
+    return type(value) is int and type(first) is int and value == first + index
+
+
+def layers_to_keep(config: Any, kinds: Sequence[Hashable]) -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Yield layers that may be enough, the fewest first, and the fields of a config that has only them.
+
+    Args:
+        config: of the whole model.
+        kinds: of its layers.
+    """
+    first = sorted(dict.fromkeys(kinds.index(kind) for kind in kinds))[:MOST]
+    chosen = first
+    if len(first) < LEAST <= len(kinds):
+        chosen = [*first, *(i for i in range(len(kinds)) if i not in first)][:LEAST]
+    prefix = list(range(max(chosen) + 1))
+    for kept in (sorted(chosen), prefix):
+        if len(kept) < len(kinds):
+            yield kept, {"num_hidden_layers": len(kept), **_per_layer(config, len(kinds), kept)}
+
+
+def _per_layer(config: Any, count: int, kept: list[int]) -> dict[str, Any]:
+    return {
+        name: [value[i] for i in kept]
+        for name, value in config.to_dict().items()
+        if isinstance(value, list) and len(value) == count and any(word in name for word in ("layer", "block", "attn"))
+    }

@@ -1,0 +1,243 @@
+"""A causal LM that fits a laptop, of which each kind of layer and each proportion is that of a real config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.parallel.structure import describe
+from meshwright.plans import plan_for
+from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
+from meshwright_hf.narrow import narrower_configs
+
+MEMORY = 0.8  # share of the machine's memory that the programs may fill
+_COPIES = 6  # of the weights that a process holds: itself, gradients, two moments, what is compared
+
+
+@dataclass(frozen=True)
+class ShortModel:
+    """Makes the model of a directory's config.json, with random weights; it can be pickled.
+
+    Args:
+        path: the directory.
+        trust_remote_code: run Python code that lies there.
+    """
+
+    path: str
+    trust_remote_code: bool = False
+
+    def __call__(self) -> nn.Module:
+        config = read_config(Path(self.path), self.trust_remote_code)
+        # Random weights of its own: those of a class may be zeros, which would hide what is cut wrongly.
+        model = causal_lm(config, torch.float64, self.trust_remote_code)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                _draw(name, parameter)
+        return model
+
+
+def _draw(name: str, parameter: nn.Parameter) -> None:
+    """Outputs of about the size of inputs: sums of larger ones saturate the softmax, smaller ones vanish."""
+    if parameter.ndim > 1:
+        parameter.normal_(std=(parameter.shape[0] / parameter.numel()) ** 0.5)
+    elif name.endswith("bias"):
+        parameter.zero_()
+    else:
+        parameter.fill_(1.0)
+
+
+def read_config(path: Path, trust_remote_code: bool) -> Any:
+    """Return the config of a directory, or of a config.json.
+
+    Raises:
+        PlanError: no such file, or one that transformers does not know.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise PlanError(f"--model {path}: there is no {file}; give a config.json, or a directory that holds one")
+    # Code that lies beside a config is found by its directory.
+    place = file.parent if file.name == "config.json" else file
+    try:
+        return transformers.AutoConfig.from_pretrained(str(place), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise PlanError(f"--model {path}: transformers reads no config of it: {str(error).splitlines()[0]}") from error
+
+
+def causal_lm(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """Return the causal LM of a config.
+
+    Raises:
+        PlanError: for a config that has none.
+    """
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError) as error:
+        raise PlanError(
+            f"transformers makes no causal LM of a {config.model_type} config: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def short_model(
+    source: Path,
+    folder: Path,
+    *,
+    real_plan: ParallelPlan,
+    plan: ParallelPlan,
+    full_width: bool = False,
+    trust_remote_code: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> tuple[ShortModel, list[str]]:
+    """Write a shortened config.json into a folder and return what makes its model, and what was changed.
+
+    Args:
+        source: a config.json, or a directory that holds one.
+        folder: an empty directory.
+        real_plan: the plan that the real model is to run under, which is checked on the real sizes.
+        plan: the plan that the shortened model runs under.
+        full_width: keep all sizes, and shorten the stack of layers only.
+        trust_remote_code: run Python code that lies beside the config.json.
+        tell: is given a few words at each stage.
+
+    Raises:
+        PlanError: for a config that has no causal LM, and for a model that the plan cannot run.
+    """
+    tell("the real config")
+    maker = _Maker(source, folder, trust_remote_code)
+    real = maker.config
+    full = maker.on_meta(real)
+    _check_layers(full, real)
+    roles = _roles(full, real_plan)
+    tell("which layers")
+    short, notes = _shortened(maker, full)
+    notes += _without_dropout(short)
+    if not full_width:
+        tell("which sizes")
+        narrow, note = _narrowed(maker, short, roles, real_plan, plan)
+        short = narrow or short
+        notes.append(note)
+    maker.write(short)
+    _check_memory(maker.on_meta(short), plan)
+    return ShortModel(str(folder), trust_remote_code), notes
+
+
+class _Maker:
+    """Makes configs and models that differ from the user's in a few fields."""
+
+    def __init__(self, source: Path, folder: Path, trust_remote_code: bool):
+        self.folder, self.trust_remote_code = folder, trust_remote_code
+        self.config = read_config(source, trust_remote_code)
+        if trust_remote_code and source.is_dir():
+            for code in source.glob("*.py"):
+                shutil.copy(code, folder)
+
+    def with_fields(self, config: Any, fields: Mapping[str, Any]) -> Any:
+        """A config with other values, whose derived fields follow."""
+        names = getattr(type(config), "attribute_map", {})
+        values = config.to_dict() | {names.get(name, name): value for name, value in fields.items()}
+        self._save(values)
+        return read_config(self.folder, self.trust_remote_code)
+
+    def write(self, config: Any) -> None:
+        self._save(config.to_dict())
+
+    def _save(self, values: Mapping[str, Any]) -> None:
+        values = {name: value for name, value in values.items() if name not in ("dtype", "torch_dtype")}
+        (self.folder / "config.json").write_text(json.dumps(values, indent=2, default=str))
+
+    def on_meta(self, config: Any) -> Any:
+        with torch.device("meta"):
+            return causal_lm(config, torch.float32, self.trust_remote_code).train()
+
+
+def _check_layers(model: Any, config: Any) -> None:
+    if not isinstance(getattr(config, "num_hidden_layers", None), int) or not kinds_of_layers(model):
+        raise PlanError(
+            f"{type(model).__name__} has no stack of num_hidden_layers decoder layers, so verify cannot shorten it; "
+            "write a function that returns a small model of its class, and call mw.verify(function, plan)"
+        )
+
+
+def _roles(model: Any, plan: ParallelPlan) -> dict[str, str] | None:
+    """The role of each parameter of one layer of each kind, as tp would cut them; None without tp."""
+    if plan.tp == 1:
+        return None
+    sharding_plan = plan_for(model)
+    describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    return _roles_of(model, sharding_plan)
+
+
+def _roles_of(model: Any, sharding_plan: Any) -> dict[str, str]:
+    found = {}
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        role = sharding_plan.role_of(owner) or sharding_plan.role_of(name)
+        found[".".join("*" if part.isdigit() else part for part in name.split("."))] = str(role)
+    return found
+
+
+def _shortened(maker: _Maker, full: Any) -> tuple[Any, list[str]]:
+    config = maker.config
+    kinds = kinds_of_layers(full)
+    for kept, fields in layers_to_keep(config, kinds):
+        short = maker.with_fields(config, fields)
+        if set(kinds_of_layers(maker.on_meta(short))) == set(kinds):
+            count = len(set(kinds))
+            what = f"{count} kinds of layers occur" if count > 1 else "all layers are of one kind"
+            return short, [f"{len(kept)} of {len(kinds)} layers are kept: {what}."]
+    return config, [f"All {len(kinds)} layers are kept, since no shorter stack has all their kinds."]
+
+
+def _without_dropout(config: Any) -> list[str]:
+    """Two programs that draw other masks cannot be compared."""
+    changed = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value]
+    for name in changed:
+        setattr(config, name, 0.0)
+    return [f"Dropout is off: {', '.join(changed)}."] if changed else []
+
+
+def _narrowed(
+    maker: _Maker, short: Any, roles: dict[str, str] | None, real_plan: ParallelPlan, plan: ParallelPlan
+) -> tuple[Any, str]:
+    for fields in narrower_configs(short, real_tp=real_plan.tp, tp=plan.tp):
+        try:
+            narrow = maker.with_fields(short, fields)
+            model = maker.on_meta(narrow)
+            if roles is not None:
+                sharding_plan = plan_for(model)
+                describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+                if _roles_of(model, sharding_plan).items() != roles.items():
+                    continue
+        except (ValueError, TypeError, ZeroDivisionError, RuntimeError):  # sizes that this class cannot have
+            continue
+        return narrow, f"Sizes are reduced: {', '.join(_changes(short, fields))}."
+    return None, "All sizes are kept, since no smaller ones have the roles of the real model."
+
+
+def _changes(config: Any, fields: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in fields.items():
+        before = getattr(config, name, None)
+        if isinstance(value, int) and not name.endswith("token_id"):
+            yield f"{name} {before} -> {value}"
+
+
+def _check_memory(model: nn.Module, plan: ParallelPlan) -> None:
+    import os
+
+    weights = 8 * sum(parameter.numel() for parameter in model.parameters())
+    needed = _COPIES * weights * (plan.dp + 1)
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > MEMORY * available:
+        raise PlanError(
+            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, and this machine has "
+            f"{available / 2**30:.0f} GiB; leave out --full-width, or choose a plan of a smaller dp"
+        )

@@ -1,0 +1,135 @@
+"""``meshwright verify``: does a model train under a plan as it does on one device?"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json as json_format
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.verification.report import Report
+
+_LEAST_PROCESSES = 4
+
+
+def verify(
+    model: Annotated[
+        Path, typer.Option(help="A transformers config.json, or a directory that holds one. No weights are read.")
+    ],
+    plan: Annotated[str, typer.Option(help='The plan in words, "dp2 tp2+sp zero1", or the path of a plan file.')],
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights and tokens.")] = 0,
+    full_width: Annotated[
+        bool, typer.Option("--full-width", help="Keep all sizes of the config, and shorten the stack of layers only.")
+    ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Largest number of processes to start (default: one for each core, and at least 4)."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each of the two programs.")] = 600.0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the config.json.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check on this machine that a model trains under a plan as it does on one device.
+
+    Shortens the model to a stack that has each kind of its layers, reduces its widths, and trains it for a few steps
+    in float64: under the plan, on processes of this machine, and in one process with stock torch. Compares the outputs
+    of modules, the logits, the loss, each parameter's gradient and the weights, and prints a table with the largest
+    difference of each kind. A plan with more ranks than --processes is replaced by a smaller one of the same kind.
+
+    The exit code is 0 if everything is equal, 1 if anything differs or a process fails, and 2 for a plan that the model
+    cannot run and for wrong arguments.
+
+    For example:
+
+      meshwright verify --model Llama-3-8B --plan "dp2 tp2+sp zero1"
+
+      meshwright verify --model Llama-3-8B --plan plan.yaml
+
+      meshwright verify --model config.json --plan "tp4+sp" --json | jq .suspect
+
+    For a model of your own, call mw.verify(model_factory, plan) in a script.
+    """
+    try:
+        with _progress() as tell:
+            report = _verify(model, plan, steps, seed, full_width, processes, timeout, trust_remote_code, tell)
+        typer.echo(json_format.dumps(report.as_dict(), indent=2) if json else str(report))
+        code = 0 if report.ok else 1
+    except ValueError as error:
+        typer.echo(f"meshwright verify: {error}", err=True)
+        code = 2
+    except RuntimeError as error:
+        typer.echo(f"meshwright verify: {error}", err=True)
+        code = 1
+    except KeyboardInterrupt:
+        typer.echo("meshwright verify: interrupted", err=True)
+        code = 130
+    sys.exit(code)
+
+
+def _verify(
+    model: Path, plan: str, steps: int, seed: int, full_width: bool, processes: int | None, timeout: float,
+    trust_remote_code: bool, tell: Callable[[str], None],
+) -> Report:  # fmt: skip
+    # Imported here: --help need not wait for them.
+    from meshwright.errors import PlanError
+    from meshwright.given import resolve_plan
+    from meshwright.verification.smaller import smaller_plan
+
+    if processes is not None and processes < 1:
+        raise PlanError(f"--processes {processes} must be at least 1")
+    wanted = resolve_plan(plan, "--plan")
+    chosen = smaller_plan(wanted, processes or max(_LEAST_PROCESSES, os.cpu_count() or 1))
+    notes = []
+    if chosen != wanted:
+        notes.append(
+            f"{wanted.label} needs {wanted.world_size} processes, so {chosen.label} was verified in its place, "
+            "a smaller plan of the same kind."
+        )
+    from meshwright.verification.processes import start_server
+
+    start_server(_modules(model))
+    from meshwright.verification.verify import verify as verify_model
+
+    # By name: the core works without transformers, and no import of it may creep in.
+    short_models = importlib.import_module("meshwright_hf.short_model")
+    with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
+        factory, changes = short_models.short_model(
+            model, Path(folder), real_plan=wanted, plan=chosen, full_width=full_width,
+            trust_remote_code=trust_remote_code, tell=tell,
+        )  # fmt: skip
+        return verify_model(
+            factory, chosen, steps=steps, seed=seed, timeout=timeout, on_progress=tell, notes=(*changes, *notes)
+        )
+
+
+def _modules(model: Path) -> list[str]:
+    """What the processes import, so that they can begin before the config is understood."""
+    try:
+        file = model / "config.json" if model.is_dir() else model
+        name = str(json_format.loads(file.read_text())["model_type"]).replace("-", "_")
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [f"transformers.models.{name}.modeling_{name}", "meshwright_hf.short_model"]
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("verifying: {task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda text: progress.update(task, description=text)

@@ -1,0 +1,70 @@
+"""float64 all the way: models cast to float32 inside norms, softmax and loss, which hides errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+
+def _keep_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def keep(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype is torch.float64:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return function(x, *args, **kwargs)
+
+    return keep
+
+
+class Float64:
+    """Inside, a cast of a float64 tensor to float32 is no cast.
+
+    Patched functions rather than a TorchFunctionMode, which is off where checkpointing recomputes.
+    """
+
+    def __enter__(self) -> None:
+        to_float = Tensor.float
+
+        def to_float_or_double(x: Tensor) -> Tensor:
+            if x.dtype is torch.float64:
+                return x
+            # Whole numbers too: transformers before 5.18 multiplies positions, so cast, with a float64 matrix.
+            return to_float(x) if x.is_floating_point() else x.double()
+
+        self._patches = [
+            mock.patch.object(Tensor, "float", to_float_or_double),
+            mock.patch.object(Tensor, "to", _keep_float64(Tensor.to)),
+            mock.patch.object(torch.nn.functional, "softmax", _keep_float64(torch.nn.functional.softmax)),
+        ]
+        for patch in self._patches:
+            patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """float64 wherever a model would otherwise choose float32 itself."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference relative to the expected tensor's largest value."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    scale = expected.abs().max().item() or 1.0
+    return (actual.to(expected.dtype) - expected).abs().max().item() / scale

@@ -1,0 +1,263 @@
+"""Local processes that run one function together, as torchrun would start them; what ends one of them ends all."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import PeerFailedError, PlanError, VerificationError
+
+Tell = Callable[[str], None]
+
+GRACE = 5.0  # seconds that the other ranks have to say what they know after one failed
+STACKS_TIME = 10.0  # seconds that the processes have at most to write their stacks
+_STACK = "most recent call first"  # what faulthandler writes
+_OF_A_LAUNCHER = ("MESHWRIGHT_PLAN", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a function raised.
+
+    Args:
+        time: of a clock that all processes share.
+        error: itself, if it can be pickled.
+        text: its traceback.
+        is_effect: whether it only says that another rank failed.
+    """
+
+    time: float
+    error: ValueError | None
+    text: str
+    is_effect: bool
+
+
+def start_server(modules: Sequence[str] = ()) -> None:
+    """Start importing what the processes need, while this one does something else.
+
+    The processes are forked from a server that has the imports done: each would take seconds for them.
+
+    Args:
+        modules: to import beside this package; what cannot be imported is left out.
+    """
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        # Of a server that runs already nothing changes; the processes import what it lacks.
+        own = ["__main__", "meshwright.verification.program"]
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*own, *filter(None, modules)])
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+
+
+def run_together(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float, tell: Tell = lambda text: None
+) -> list[Any]:
+    """Return what ``function(*args, tell)`` returned on each rank.
+
+    Args:
+        function: a module-level function; it and the arguments are pickled.
+        world_size: the number of processes, which are one group on this machine (gloo, CPU).
+        timeout: seconds until all must have answered.
+        tell: takes what rank 0 says about how far it is.
+
+    Raises:
+        PlanError: as raised by a rank, or for arguments that cannot be pickled.
+        VerificationError: some rank raised anything else, ended, or did not answer in time.
+    """
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
+        group = _Processes([Path(folder) / f"rank{rank}.log" for rank in range(world_size)])
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                place = _Place(rank, world_size, store.port, str(group.logs[rank]))
+                process = context.Process(target=_main, args=(theirs, place, function, args), daemon=True)
+                group.processes.append(process)
+                group.connections.append(ours)
+                _start(process)
+                theirs.close()
+            return group.results(timeout, tell)
+        finally:
+            group.end()
+
+
+@dataclass(frozen=True)
+class _Place:
+    rank: int
+    world_size: int
+    port: int
+    log: str
+
+
+def _start(process: BaseProcess) -> None:
+    try:
+        process.start()
+    except (AttributeError, TypeError, ValueError, ImportError) as error:  # what pickle raises
+        raise _unpicklable(error) from error
+    except Exception as error:
+        if type(error).__name__ != "PicklingError":
+            raise
+        raise _unpicklable(error) from error
+
+
+def _unpicklable(error: BaseException) -> PlanError:
+    return PlanError(
+        f"model_factory cannot be sent to another process ({error}); verify starts processes, which import what they "
+        "run. Define it with def at the top level of a file and pass it by name, with its arguments bound by "
+        "functools.partial; in a notebook, put it into a .py file beside it and import it"
+    )
+
+
+class _Processes:
+    """The processes of one run, and what they said."""
+
+    def __init__(self, logs: list[Path]):
+        self.logs = logs
+        self.processes: list[BaseProcess] = []
+        self.connections: list[Connection] = []
+
+    def results(self, timeout: float, tell: Tell) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        pending = {connection: rank for rank, connection in enumerate(self.connections)}
+        done: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready and failures:
+                break
+            if not ready:
+                raise VerificationError(self._hang(sorted(pending.values()), timeout))
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending[connection]
+                kind, value = self._receive(connection, rank)
+                if kind == "told":
+                    if rank == 0:
+                        tell(value)
+                    continue
+                del pending[connection]
+                (failures if kind == "failed" else done)[rank] = value
+                if kind == "failed":
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if failures:
+            self._raise(failures)
+        return [done[rank] for rank in range(len(self.processes))]
+
+    def _receive(self, connection: Connection, rank: int) -> tuple[str, Any]:
+        try:
+            return connection.recv()
+        except (EOFError, OSError):
+            self.processes[rank].join(1.0)
+            code = self.processes[rank].exitcode
+            hint = ""
+            if not self.logs[rank].exists():
+                hint = (
+                    " while it imported the program, as its output above says; a script calls verify under "
+                    'if __name__ == "__main__":, since the processes import the script'
+                )
+            return "failed", Failure(
+                0.0, None, f"the process ended with exit code {code}{hint}\n{self._log(rank)}", False
+            )
+
+    def _raise(self, failures: dict[int, Failure]) -> None:
+        rank, first = min(failures.items(), key=lambda item: (item[1].is_effect, item[1].time))
+        if first.error is not None:
+            raise first.error
+        where = f"rank {rank} of {len(self.processes)}" if len(self.processes) > 1 else "the program on one device"
+        raise VerificationError(f"{where} failed\n{first.text}")
+
+    def _hang(self, silent: list[int], timeout: float) -> str:
+        for process in self.processes:
+            if process.pid is not None and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + STACKS_TIME
+        while time.monotonic() < deadline and not all(_STACK in self._log(rank) for rank in silent):
+            time.sleep(0.1)
+        stacks = "\n".join(f"---- rank {rank}\n{self._log(rank)}" for rank in range(len(self.processes)))
+        return (
+            f"rank(s) {', '.join(map(str, silent))} of {len(self.processes)} did not answer within {timeout:g} s; give "
+            f"more time by timeout=, or look at where they are:\n{stacks}"
+        )
+
+    def _log(self, rank: int) -> str:
+        return self.logs[rank].read_text(errors="replace").strip() if self.logs[rank].exists() else ""
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.pid is not None:
+                process.kill()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join()
+        for connection in self.connections:
+            connection.close()
+
+
+def _main(connection: Connection, place: _Place, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    descriptor = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    # Ctrl-C reaches the whole foreground group, and the process that started these ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    for name in _OF_A_LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(place.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent serves the store, as torchrun does
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_WORLD_SIZE=str(place.world_size),
+    )
+    torch.set_num_threads(1)
+    try:
+        answer: tuple[str, Any] = ("done", function(*args, lambda text: connection.send(("told", text))))
+    except BaseException as error:
+        answer = ("failed", _failure(error))
+    try:
+        connection.send(answer)
+    except Exception as error:  # an error of the user's that cannot be pickled
+        connection.send(("failed", Failure(time.monotonic(), None, f"{answer[1]!r}\n{error}", False)))
+    # Until the parent ends it: the others may still need this one, and leaving a group waits for nobody.
+    threading.Event().wait()
+
+
+def _failure(error: BaseException) -> Failure:
+    # Causes and frames stay here: they may hold anything.
+    plain = type(error).__module__ == "meshwright.errors" and isinstance(error, PlanError)
+    own = PlanError(str(error)) if plain else None
+    text = "".join(traceback.format_exception(error))
+    return Failure(time.monotonic(), own, text, isinstance(error, PeerFailedError))
+
+
+def _end_with_parent(connection: Connection) -> None:
+    """Nothing is sent to a process, so its connection becomes readable when the parent is gone."""
+    wait([connection])
+    os._exit(1)

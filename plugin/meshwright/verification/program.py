@@ -1,0 +1,340 @@
+"""The training program that is run twice: under the plan, and on one device with stock torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.checkpoint.export import full_gradients, full_state_dict
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute import to_distributed
+from meshwright.errors import PlanError
+from meshwright.optim.clip import clip_grad_norm_
+from meshwright.verification.cases import Case, given_cases, token_cases
+from meshwright.verification.exact import in_float64
+from meshwright.verification.kinds import kinds_of
+from meshwright.verification.outputs import Output, Outputs, output_differences
+from meshwright.verification.report import Difference
+
+Factory = Callable[[], nn.Module]
+LossFunction = Callable[[Any, Any], Tensor]  # of the model and a batch
+Tell = Callable[[str], None]
+
+LEARNING_RATE = 1e-3
+MAX_NORM = 0.5
+_NOISE = 0.1  # of what is added to norms and biases
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is trained; it reaches each process by pickling.
+
+    Args:
+        factory: makes the model.
+        plan: the parallel plan.
+        config: the other options of ``to_distributed``.
+        batch: the user's global batch or batches; None to make some.
+        loss: of the model and a batch; None for the loss that the model returns.
+        steps: optimizer steps.
+        seed: of the weights and the tokens.
+        perturb: add noise to every parameter of one dim, since a norm of ones and a bias of zeros hide errors.
+        folder: where the numbers of one device lie.
+    """
+
+    factory: Factory
+    plan: ParallelPlan
+    config: ToDistributedConfig
+    batch: Any
+    loss: LossFunction | None
+    steps: int
+    seed: int
+    perturb: bool
+    folder: Path
+
+    def model(self) -> nn.Module:
+        """Make the model, alike in every process."""
+        random.seed(self.seed)
+        torch.manual_seed(self.seed)
+        model = self.factory()
+        if not isinstance(model, nn.Module):
+            raise PlanError(
+                f"model_factory returned {type(model).__name__}, but verify trains a torch.nn.Module; return the model"
+            )
+        model = model.double().train()
+        if self.perturb:
+            generator = torch.Generator().manual_seed(self.seed)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim == 1 and not parameter.is_meta:
+                        parameter.add_(torch.randn(parameter.shape, generator=generator) * _NOISE)
+        return model
+
+    def cases(self, model: nn.Module) -> tuple[Case, ...]:
+        if self.batch is not None:
+            return given_cases(self.batch)
+        return token_cases(model, self.plan, self.seed)
+
+    def loss_of(self, model: Any, batch: Any, case: Case) -> Tensor:
+        if self.loss is not None:
+            return self.loss(model, batch)
+        output = model(**batch, **case.options)
+        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else None
+        loss = getattr(output, "loss", output[0] if isinstance(output, tuple) else None) if loss is None else loss
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PlanError(
+                f"{type(model).__name__} returned no loss for a batch of {', '.join(batch)}; put labels into the "
+                "batch, or say how the loss is computed: verify(model_factory, plan, loss=loss_of_model_and_batch)"
+            )
+        return loss
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of one step.
+
+    Args:
+        loss: the sum of the losses of its batches.
+        norm: of all gradients.
+        gradients: by parameter, whole; on rank 0 only.
+    """
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one device has before the first step."""
+
+    kinds: dict[str, str]
+    weights: dict[str, Tensor]
+    outputs: dict[str, Output]
+    logits: Tensor | None
+
+
+class Training:
+    """A model, its optimizer and its batches; what differs between one device and a plan is in the two subclasses."""
+
+    def __init__(self, program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, cases: tuple[Case, ...]):
+        self.program, self.model, self.optimizer, self.cases = program, model, optimizer, cases
+
+    def batches(self) -> Iterator[tuple[Case, list[Any]]]:
+        """The cases in turn, each with this process's rows."""
+        raise NotImplementedError
+
+    def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
+        raise NotImplementedError
+
+    def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
+        """The outputs of all modules and the logits for the whole first batch."""
+        first = self.cases[0]
+        batch = {name: value for name, value in first.batches[0].items() if name != "labels"}
+        self.model.eval()
+        outputs = Outputs(self.model)
+        try:
+            with torch.no_grad():
+                logits = getattr(self.model(**batch, **first.options), "logits", None)
+        finally:
+            outputs.close()
+            self.model.train()
+        return outputs.seen, logits.clone() if isinstance(logits, Tensor) else None
+
+    def backward(self, case: Case, batches: list[Any]) -> float:
+        total = 0.0
+        for batch in batches:
+            loss = self.program.loss_of(self.model, batch, case)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def first_passes(self) -> Iterator[tuple[Case, Numbers]]:
+        """The gradients of each case at the first weights."""
+        for case, batches in self.batches():
+            yield case, self.numbers(case, batches, has_gradients=True)
+            self.optimizer.zero_grad()
+
+    def steps(self) -> Iterator[Numbers]:
+        """Optimizer steps on the cases in turn."""
+        left = self.program.steps
+        while left > 0:
+            for case, batches in self.batches():
+                if left > 0:
+                    yield self.numbers(case, batches, has_gradients=False)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                left -= 1
+
+
+class OneDevice(Training):
+    """Stock torch in one process."""
+
+    def batches(self) -> Iterator[tuple[Case, list[Any]]]:
+        for case in self.cases:
+            yield case, list(case.batches)
+
+    def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
+        loss = self.backward(case, batches)
+        named = self.model.named_parameters() if has_gradients else ()
+        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        return Numbers(loss, norm.item(), gradients)
+
+
+class Distributed(Training):
+    """The same under the plan."""
+
+    loader: Any
+
+    def batches(self) -> Iterator[tuple[Case, list[Any]]]:
+        rows = iter(self.loader)
+        for case in self.cases:
+            yield case, [next(rows) for _ in case.batches]
+        assert next(rows, None) is None
+
+    def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
+        loss = self.backward(case, batches)
+        gradients = full_gradients(self.model) if has_gradients else {}
+        norm = clip_grad_norm_(self.model, MAX_NORM)
+        return Numbers(loss, norm.item(), gradients)
+
+
+def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with two groups, decayed and not, as everybody's scripts have."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=LEARNING_RATE)
+
+
+def run_one_device(program: Program, tell: Tell) -> str:
+    """Run the program on one device, leave its numbers in the folder, and return the model's class."""
+    tell("one process")
+    with in_float64():
+        model = program.model()
+        start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        training = OneDevice(program, model, optimizer_for(model), program.cases(model))
+        outputs, logits = training.evaluate()
+        kinds = kinds_of(model, program.config.sharding_plan)
+        _save(program, "start", Start(kinds, start, outputs, logits))
+        for i, (_, numbers) in enumerate(training.first_passes()):
+            _save(program, f"case{i}", numbers)
+        _save(program, "steps", list(training.steps()))
+        _save(program, "weights", dict(model.state_dict()))
+    return type(model).__name__
+
+
+def run_rank(program: Program, tell: Tell) -> list[Difference]:
+    """Run the program under the plan and compare; every rank calls it. Rank 0 compares gradients and weights."""
+    with in_float64():
+        start: Start = _load(program, "start")
+        tell("to_distributed")
+        training = _distributed(program)
+        _check_start(start, training.model)
+        found = list(_evaluation(program, training, start, tell))
+        for i, (case, numbers) in enumerate(training.first_passes()):
+            tell(f"gradients: {case.name}")
+            found += _step_differences(case.name, numbers, _load(program, f"case{i}"))
+            if _is_first():
+                found += _gradient_differences(case.name, numbers, _load(program, f"case{i}"), start.kinds)
+        for i, (numbers, expected) in enumerate(zip(training.steps(), _load(program, "steps"), strict=True)):
+            tell(f"step {i + 1} of {program.steps}")
+            found += _step_differences(f"step {i + 1}", numbers, expected)
+        weights = full_state_dict(training.model)
+        if _is_first():
+            where = f"after {program.steps} step(s)"
+            for name, value in _load(program, "weights").items():
+                if value.is_floating_point():
+                    found.append(Difference("weights after the steps", name, where, _difference(weights[name], value)))
+    return found
+
+
+def _distributed(program: Program) -> Distributed:
+    model = program.model()
+    cases = program.cases(model)
+    batches = [batch for case in cases for batch in case.batches]
+    model, optimizer, loader = to_distributed(model, optimizer_for(model), batches, config=program.config)
+    training = Distributed(program, model, optimizer, cases)
+    training.loader = loader
+    return training
+
+
+def _check_start(start: Start, model: nn.Module) -> None:
+    weights = full_state_dict(model)
+    if not _is_first():
+        return
+    other = [n for n, value in start.weights.items() if n not in weights or not _is_same(weights[n], value)]
+    if other:
+        raise PlanError(
+            f"model_factory made {other[0]} otherwise in another process ({len(other)} of {len(start.weights)} weights "
+            "differ), so there is nothing to compare with; draw all weights from torch's global generator, which "
+            "verify seeds, or from one that the factory seeds"
+        )
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
+
+
+def _evaluation(program: Program, training: Distributed, start: Start, tell: Tell) -> Iterator[Difference]:
+    tell("outputs of modules")
+    outputs, logits = training.evaluate()
+    ranks: list[Any] = [outputs]
+    if dist.is_initialized():
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, outputs)
+    if _is_first():
+        yield from output_differences(start.outputs, ranks, program.plan.tp)
+    if start.logits is not None:
+        value = float("inf") if logits is None else _difference(logits, start.logits)
+        yield Difference("logits, in evaluation", "", "the first batch", value)
+
+
+def _step_differences(where: str, actual: Numbers, expected: Numbers) -> Iterator[Difference]:
+    for kind, one, other in (("loss", actual.loss, expected.loss), ("gradient norm", actual.norm, expected.norm)):
+        yield Difference(kind, "", where, abs(one - other) / (abs(other) or 1.0))
+
+
+def _gradient_differences(
+    where: str, actual: Numbers, expected: Numbers, kinds: dict[str, str]
+) -> Iterator[Difference]:
+    # A gradient that is zero but for rounding (a key's bias) is compared with the largest of all.
+    largest = max((float(gradient.abs().max()) for gradient in expected.gradients.values()), default=0.0)
+    for name, kind in kinds.items():
+        one, other = actual.gradients.get(name), expected.gradients.get(name)
+        if one is None and other is None:
+            continue
+        like: Any = one if other is None else other
+        one, other = (torch.zeros_like(like) if x is None else x for x in (one, other))
+        scale = float(other.abs().max())
+        yield Difference(kind, name, where, _difference(one, other, scale if scale > 1e-12 * largest else largest))
+
+
+def _difference(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    scale = float(expected.abs().max()) if scale is None else scale
+    return float((actual - expected).abs().max()) / (scale or 1.0)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _save(program: Program, name: str, value: Any) -> None:
+    torch.save(value, program.folder / f"{name}.pt")
+
+
+def _load(program: Program, name: str) -> Any:
+    return torch.load(program.folder / f"{name}.pt", weights_only=False)

@@ -1,0 +1,173 @@
+"""What was compared, and how far the two programs are apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# Both programs do the same operations in float64, and only the order of their sums differs: 1e-16 for each addition,
+# about 1e-13 in a gradient of a model of this size. A term that is left out or counted twice differs by 1e-6 or more.
+TOLERANCE = 1e-9
+
+KINDS = (
+    "outputs of modules, in evaluation",
+    "logits, in evaluation",
+    "loss",
+    "gradient norm",
+    "gradients: embeddings",
+    "gradients: norms",
+    "gradients: column projections",
+    "gradients: biases of column projections",
+    "gradients: row projections",
+    "gradients: biases of row projections",
+    "gradients: head",
+    "gradients: other matrices",
+    "gradients: other vectors",
+    "weights after the steps",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of the distributed program beside the same of one device.
+
+    Args:
+        kind: of KINDS.
+        name: the module or parameter; empty for a quantity of the whole model.
+        where: the batch or the step.
+        value: the largest difference of an element, relative to the largest element on one device.
+    """
+
+    kind: str
+    name: str
+    where: str
+    value: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.value <= TOLERANCE  # false for NaN
+
+
+@dataclass(frozen=True)
+class Row:
+    """The largest difference of one kind.
+
+    Args:
+        checked: how many quantities of that kind were compared.
+        differing: how many of them are not equal.
+        worst: the first to differ for outputs of modules, which run one after the other; else the largest.
+    """
+
+    checked: int
+    differing: int
+    worst: Difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The answer of ``verify``; ``print(report)`` shows it as a table.
+
+    Args:
+        model: what was compared, in words.
+        plan: in the planner's words.
+        processes: how many the plan ran on.
+        rows: the largest difference of each kind.
+        seconds: that the comparison took.
+        notes: what else the reader has to know, a sentence each.
+
+    Example:
+        >>> row = Row(1, 0, Difference("loss", "", "step 1", 1e-15))
+        >>> Report(model="Llama", plan="tp2", processes=2, rows=(row,), seconds=1.0).ok
+        True
+    """
+
+    model: str
+    plan: str
+    processes: int
+    rows: tuple[Row, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was compared is equal."""
+        return not any(row.differing for row in self.rows)
+
+    @property
+    def worst(self) -> dict[str, Difference]:
+        """The largest difference of each kind."""
+        return {row.worst.kind: row.worst for row in self.rows}
+
+    @property
+    def suspect(self) -> Difference | None:
+        """Where to look first: the first module whose output differs, else the gradient that differs most."""
+        wrong = [row.worst for row in self.rows if row.differing]
+        for prefix in ("outputs", "gradients", "weights", ""):
+            found = [one for one in wrong if one.kind.startswith(prefix)]
+            if found:
+                return max(found, key=lambda one: one.value if one.value == one.value else float("inf"))
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole report in JSON's types."""
+        suspect = self.suspect
+        return {
+            "ok": self.ok,
+            "model": self.model,
+            "plan": self.plan,
+            "processes": self.processes,
+            "tolerance": TOLERANCE,
+            "seconds": round(self.seconds, 1),
+            "notes": list(self.notes),
+            "suspect": suspect and dataclasses.asdict(suspect),
+            "kinds": [
+                {**dataclasses.asdict(r.worst), "checked": r.checked, "differing": r.differing} for r in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        header = ("compared with one process, in float64", "number", "differ", "largest", "where")
+        cells = [header, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+        table = ["  ".join(_aligned(line, widths)).rstrip() for line in cells]
+        title = f"{self.model} under {self.plan}, {self.processes} process(es)"
+        return "\n".join([title, "", *table, "", self._verdict(), *self.notes])
+
+    def _verdict(self) -> str:
+        seconds = f"{self.seconds:.0f} s"
+        if self.ok:
+            return f"EQUAL: no difference is above {TOLERANCE:g} of the tensor's largest value. ({seconds})"
+        suspect = self.suspect
+        assert suspect is not None
+        name = suspect.name or f"the {suspect.kind}"
+        return (
+            f"DIFFERENT: look at {name} first ({suspect.kind}, {suspect.where}: {suspect.value:.1e}). The plan trains "
+            f"on other numbers than one device. ({seconds})"
+        )
+
+
+def summarise(differences: Iterable[Difference]) -> tuple[Row, ...]:
+    """Return a row for each kind that was compared, in the order of KINDS."""
+    by_kind: dict[str, list[Difference]] = {}
+    for one in differences:
+        by_kind.setdefault(one.kind, []).append(one)
+    return tuple(_row(by_kind[kind]) for kind in KINDS if kind in by_kind)
+
+
+def _row(group: list[Difference]) -> Row:
+    wrong = [one for one in group if not one.is_equal]
+    is_ordered = group[0].kind.startswith("outputs")
+    worst = wrong[0] if wrong and is_ordered else max(group, key=lambda one: (one.value != one.value, one.value))
+    return Row(len(group), len(wrong), worst)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    worst = row.worst
+    where = f"{worst.name} ({worst.where})" if worst.name else worst.where
+    return worst.kind, str(row.checked), str(row.differing), f"{worst.value:.1e}", where
+
+
+def _aligned(line: tuple[str, ...], widths: list[int]) -> list[str]:
+    return [cell.rjust(w) if 0 < i < 4 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]

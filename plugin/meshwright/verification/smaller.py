@@ -1,0 +1,30 @@
+"""A plan of a cluster, made small enough for one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshwright.config import ParallelPlan
+
+
+def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
+    """Return the plan, or one of the same kind that so many processes run.
+
+    Every axis, stage and option of the plan stays; the sizes of the axes shrink, dp first, never below 2.
+
+    Example:
+        >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp
+        2
+    """
+    if plan.world_size <= processes:
+        return plan
+    dp = min(plan.dp, 2)
+    sizes = [size for size in range(2, plan.tp + 1) if plan.tp % size == 0] or [1]
+    tp = max((size for size in sizes if dp * size <= processes), default=sizes[0])
+    return dataclasses.replace(
+        plan,
+        dp=dp,
+        tp=tp,
+        gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
+        micro_batch_size=plan.micro_batch_size and min(plan.micro_batch_size, 2),
+    )

@@ -1,0 +1,134 @@
+"""``verify``: does a model train under a plan as it does on one device?"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.config import PlanLike, ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.given import resolve_plan
+from meshwright.verification.cases import given_cases
+from meshwright.verification.processes import Tell, run_together, start_server
+from meshwright.verification.program import Factory, LossFunction, Program, run_one_device, run_rank
+from meshwright.verification.report import Report, summarise
+
+
+def verify(
+    model_factory: Factory,
+    plan: PlanLike,
+    *,
+    batch: Any = None,
+    loss: LossFunction | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    perturb: bool = True,
+    config: ToDistributedConfig | None = None,
+    timeout: float = 600.0,
+    on_progress: Callable[[str], None] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Report:
+    """Train a model under a plan and on one device, and compare everything that should be equal.
+
+    Both programs run in float64 on processes of this machine: one process with stock torch, then as many as the plan
+    has ranks, over gloo. Compared are, in evaluation, the outputs of modules and the logits; for each batch, at the
+    first weights, the loss, the gradient norm and each parameter's gradient; for each optimizer step (AdamW, clipped)
+    the loss and the norm; and the weights after the last step. A script calls it under
+    ``if __name__ == "__main__":``, since the processes import the script.
+
+    Args:
+        model_factory: a function that returns the model as on one device. It is pickled, so it is defined at the top
+            level of a file. Keep the model small: each process holds it in float64.
+        plan: the parallel plan: a ParallelPlan, the planner's words ("dp2 tp2+sp zero1"), a dict of its fields, or the
+            path of a plan file.
+        batch: a global batch for ``model(**batch)``, or a list of them; by default token batches with what distributed
+            programs get wrong (uneven rows, odd lengths, padding, packed documents, accumulation).
+        loss: a function of the model and a batch that returns the loss; by default the loss that the model returns.
+        steps: optimizer steps.
+        seed: of the weights and the tokens.
+        perturb: add noise to all parameters of one dim: norms of ones and biases of zeros hide errors.
+        config: other options of ``to_distributed``; its plan is replaced.
+        timeout: seconds for each of the two programs.
+        on_progress: is given a few words at each stage.
+        notes: sentences to print below the table.
+
+    Returns:
+        The report. A difference is no exception: ``report.ok`` is false, and ``report.suspect`` names the module or the
+        parameter to look at first.
+
+    Raises:
+        PlanError: for a plan that the model cannot run, for wrong arguments, or for a factory that does not make the
+            same model in each process.
+        VerificationError: a process raised, ended or did not answer in time.
+
+    Example::
+
+        def small_model():
+            return LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=97, ...))
+
+        if __name__ == "__main__":
+            report = mw.verify(small_model, "dp2 tp2+sp zero1")
+            print(report)
+            assert report.ok
+    """
+    started = time.monotonic()
+    tell: Tell = on_progress or (lambda text: None)
+    plan = resolve_plan(plan)
+    _check(model_factory, steps)
+    if batch is not None:
+        given_cases(batch)
+    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, timeout_s=timeout)
+    start_server([getattr(inspect.unwrap(getattr(model_factory, "func", model_factory)), "__module__", "")])
+    with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
+        program = Program(
+            factory=model_factory, plan=plan, config=config, batch=batch, loss=loss, steps=steps, seed=seed,
+            perturb=perturb, folder=Path(folder),
+        )  # fmt: skip
+        (name,) = run_together(run_one_device, 1, program, timeout=timeout, tell=tell)
+
+        def tell_more(text: str) -> None:
+            tell(f"{plan.world_size} process(es): {text}")
+
+        found = run_together(run_rank, plan.world_size, program, timeout=timeout, tell=tell_more)
+    return Report(
+        model=name,
+        plan=plan.label,
+        processes=plan.world_size,
+        rows=summarise(one for rank in found for one in rank),
+        seconds=time.monotonic() - started,
+        notes=notes,
+    )
+
+
+def _check(model_factory: Any, steps: int) -> None:
+    if not callable(model_factory):
+        raise PlanError(
+            f"model_factory is {type(model_factory).__name__}, which cannot be called; pass a function that returns "
+            "the model, since each process makes its own"
+        )
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise PlanError(f"steps={steps!r} must be a positive integer")
+    if "WORLD_SIZE" in os.environ:
+        raise PlanError(
+            f"this program was launched as {os.environ['WORLD_SIZE']} process(es), but verify starts the processes of "
+            "the plan itself; run it with python, without torchrun or meshwright launch"
+        )
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise PlanError(
+            "verify was called while a process that it started imported this script; call it under "
+            'if __name__ == "__main__":'
+        )
+    main = sys.modules.get("__main__")
+    if getattr(model_factory, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
+        raise PlanError(
+            "model_factory is defined in a notebook or an interactive session, which the processes cannot import; put "
+            "it into a .py file beside it and import it"
+        )

@@ -1,0 +1,93 @@
+"""Models that a plan trains wrongly without a word, each in one way; their factories are run in processes of their own.
+
+What is planted is planted in the distributed program only, as a bug of the runtime or a wrong sharding plan would be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.parallel.block import BlockHooks
+from meshwright.parallel.buckets import Bucket
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.heads import HeadLayout
+from meshwright.parallel.layout import RowLayout, record_of
+from meshwright.plans import decoder_roles
+from support.models import build
+
+
+def _is_distributed() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def norm_not_summed() -> nn.Module:
+    """Each rank keeps its own tokens' part of the gradient of one norm."""
+    average: Callable[..., None] = Bucket.average_copies
+
+    def average_the_others(self: Bucket, flat: Tensor, tp: Axis) -> None:
+        own = [
+            (segment, segment.clone())
+            for parameter, segment in self.segments(flat)
+            if record_of(parameter).name == "model.layers.1.input_layernorm.weight"
+        ]
+        average(self, flat, tp)
+        for segment, before in own:
+            segment.copy_(before)
+
+    if _is_distributed():
+        Bucket.average_copies = average_the_others  # type: ignore[method-assign]
+    return build("llama")
+
+
+def bias_added_twice() -> nn.Module:
+    """Rank 0 adds the bias of an output projection to its partial sum too."""
+    lift: Callable[..., None] = BlockHooks._lift_bias
+
+    def lift_elsewhere(self: BlockHooks, module: nn.Module, args: tuple[Any, ...]) -> None:
+        lift(self, module, args)
+        if self.axis.rank == 0:
+            self._row._parameters["bias"] = self._bias
+
+    if _is_distributed():
+        BlockHooks._lift_bias = lift_elsewhere  # type: ignore[method-assign]
+    return build("llama")
+
+
+def wrong_fused_order() -> nn.Module:
+    """A sharding plan that takes rows of all queries, all keys, all values for rows by key head."""
+    if _is_distributed():
+        roles = decoder_roles(
+            attention_roles={"qkv_proj": mw.Role.QKV_BY_GROUP, "o_proj": mw.Role.O},
+            mlp_roles={"gate_up_proj": mw.Role.GATE_UP, "down_proj": mw.Role.DOWN},
+        )
+        mw.register_plan("phi3", mw.ShardingPlan(roles=roles))
+    return build("phi3")
+
+
+def uneven_heads() -> nn.Module:
+    """The border between the ranks goes through a head."""
+
+    def rows(self: HeadLayout) -> RowLayout:
+        size, half = self.heads * self.head_dim, self.head_dim // 2
+        border, last = size // 2 - half, size - half
+        return RowLayout(0, size, (((0, border), (last, size)), ((border, last),)))
+
+    if _is_distributed():
+        HeadLayout.query_rows = rows  # type: ignore[method-assign]
+    return build("llama")
+
+
+def hook_on_a_shard() -> nn.Module:
+    """A hook that norms what an MLP's output projection reads, of which each rank has a part."""
+    model = build("llama")
+
+    def normed(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0] / args[0].norm(dim=-1, keepdim=True), *args[1:])
+
+    model.get_submodule("model.layers.1.mlp.down_proj").register_forward_pre_hook(normed)
+    return model
