@@ -62,7 +62,7 @@ def failing_rank() -> nn.Module:
 
 
 def two_outputs(model: Any, batch: Any) -> torch.Tensor:
-    """A loss of the user's own."""
+    """A loss of the user's own: a mean over the rows of a rank."""
     return model(batch["input_ids"]).logits.pow(2).mean()
 
 
@@ -106,7 +106,7 @@ def test_a_planted_fault_is_named(factory: Callable[[], nn.Module], kind: str, n
 
 def test_a_loss_and_a_batch_of_the_users_own() -> None:
     batch = {"input_ids": torch.arange(24).reshape(4, 6)}
-    report = mw.verify(functools.partial(build, "qwen3"), mw.ParallelPlan(tp=2), batch=batch, loss=two_outputs, steps=1)
+    report = mw.verify(functools.partial(build, "qwen3"), mw.ParallelPlan(dp=2), batch=batch, loss=two_outputs, steps=1)
     assert report.ok, str(report)
     assert {row.worst.kind: row.checked for row in report.rows}["gradient norm"] == 2 * (1 + 1)
 

@@ -17,6 +17,8 @@ from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute import to_distributed
 from meshwright.errors import PlanError
 from meshwright.optim.clip import clip_grad_norm_
+from meshwright.parallel.loss import uses_causal_lm_loss
+from meshwright.plans.adapters import without_wrappers
 from meshwright.verification.cases import Case, given_cases, token_cases
 from meshwright.verification.exact import in_float64
 from meshwright.verification.kinds import kinds_of
@@ -192,6 +194,7 @@ class Distributed(Training):
     """The same under the plan."""
 
     loader: Any
+    has_global_loss: bool  # a loss of the user's own is that of a rank's rows, and its mean over ranks is compared
 
     def batches(self) -> Iterator[tuple[Case, list[Any]]]:
         rows = iter(self.loader)
@@ -201,6 +204,10 @@ class Distributed(Training):
 
     def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
         loss = self.backward(case, batches)
+        if not self.has_global_loss and dist.is_initialized():
+            mean = torch.tensor(loss)
+            dist.all_reduce(mean)
+            loss = mean.item() / dist.get_world_size()
         gradients = full_gradients(self.model) if has_gradients else {}
         norm = clip_grad_norm_(self.model, MAX_NORM)
         return Numbers(loss, norm.item(), gradients)
@@ -254,17 +261,20 @@ def run_rank(program: Program, tell: Tell) -> list[Difference]:
             where = f"after {program.steps} step(s)"
             for name, value in _load(program, "weights").items():
                 if value.is_floating_point():
-                    found.append(Difference("weights after the steps", name, where, _difference(weights[name], value)))
+                    found.append(
+                        Difference("weights after the steps", name, where, _difference(weights.get(name), value))
+                    )
     return found
 
 
 def _distributed(program: Program) -> Distributed:
     model = program.model()
+    has_global_loss = program.loss is None and uses_causal_lm_loss(without_wrappers(model)[1])
     cases = program.cases(model)
     batches = [batch for case in cases for batch in case.batches]
     model, optimizer, loader = to_distributed(model, optimizer_for(model), batches, config=program.config)
     training = Distributed(program, model, optimizer, cases)
-    training.loader = loader
+    training.loader, training.has_global_loss = loader, has_global_loss
     return training
 
 
@@ -319,8 +329,8 @@ def _gradient_differences(
         yield Difference(kind, name, where, _difference(one, other, scale if scale > 1e-12 * largest else largest))
 
 
-def _difference(actual: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    if actual.shape != expected.shape:
+def _difference(actual: Tensor | None, expected: Tensor, scale: float | None = None) -> float:
+    if actual is None or actual.shape != expected.shape:
         return float("inf")
     if not expected.numel():
         return 0.0

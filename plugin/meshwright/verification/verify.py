@@ -86,6 +86,8 @@ def verify(
     if batch is not None:
         given_cases(batch)
     config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, timeout_s=timeout)
+    if batch is None and config.num_items_in_batch == "auto":
+        config = dataclasses.replace(config, num_items_in_batch="global")  # what token_cases counts
     start_server([getattr(inspect.unwrap(getattr(model_factory, "func", model_factory)), "__module__", "")])
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         program = Program(
