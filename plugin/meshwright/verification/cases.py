@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
-from meshwright.parallel.loss import uses_causal_lm_loss
+from meshwright.parallel.head_losses import find_loss
 from meshwright.plans.adapters import without_wrappers
 
 LENGTH = 12
@@ -93,7 +93,8 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
         # With a cache transformers ignores where documents begin.
         options = {"use_cache": False} if "use_cache" in takes else {}
         cases.append(Case("packed documents", (_packed(tokens(rows, even)),), options))
-    if uses_causal_lm_loss(decoder):
+    known = find_loss(decoder)
+    if known is not None and known.is_causal_lm:
         window = tokens(rows, even), tokens(rows, even - 3)
         items = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in window)
         cases.append(Case("accumulation", window, {"num_items_in_batch": items}))

@@ -17,7 +17,7 @@ from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute import to_distributed
 from meshwright.errors import PlanError
 from meshwright.optim.clip import clip_grad_norm_
-from meshwright.parallel.loss import uses_causal_lm_loss
+from meshwright.parallel.head_losses import find_loss
 from meshwright.plans.adapters import without_wrappers
 from meshwright.verification.cases import Case, given_cases, token_cases
 from meshwright.verification.exact import in_float64
@@ -269,7 +269,9 @@ def run_rank(program: Program, tell: Tell) -> list[Difference]:
 
 def _distributed(program: Program) -> Distributed:
     model = program.model()
-    has_global_loss = program.loss is None and uses_causal_lm_loss(without_wrappers(model)[1])
+    has_global_loss = (
+        program.loss is None and find_loss(without_wrappers(model)[1], program.config.loss_averages_over) is not None
+    )
     cases = program.cases(model)
     batches = [batch for case in cases for batch in case.batches]
     model, optimizer, loader = to_distributed(model, optimizer_for(model), batches, config=program.config)
