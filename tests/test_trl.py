@@ -60,6 +60,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("kto", TP2_SP),
         ("kto", ZERO3),
         ("reward", ZERO3),
+        ("reward", TP2_SP),
         ("grpo", ZERO3),
         ("rloo", DP2),
     ],

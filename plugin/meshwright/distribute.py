@@ -298,7 +298,7 @@ def install(
             has_weights=runtime.weights is None and runtime.engine is None,
         )
     is_causal_lm = loss is not None and loss.is_causal_lm
-    runtime.uneven = UnevenBatches(dp)
+    runtime.uneven = UnevenBatches(dp, tp)
     forward = ForwardState(
         decoder,
         streams,

@@ -25,10 +25,11 @@ class UnevenBatches:
 
     Args:
         dp: the axis that averages gradients.
+        tp: the axis whose ranks have the same rows, and of which the first one speaks.
     """
 
-    def __init__(self, dp: Axis):
-        self.dp = dp
+    def __init__(self, dp: Axis, tp: Axis):
+        self.dp, self.tp = dp, tp
         self.is_on = dp.size > 1
         self._batch: Mapping[str, Any] | None = None
         self._earlier: Callable[[], list[list[float]]] | None = None
@@ -48,7 +49,11 @@ class UnevenBatches:
 
     def look(self, inputs: Mapping[str, Any], output: Any) -> None:
         """Compare, once the gradient of a loss comes back to what the model returned."""
-        counted = self._counts(inputs)
+        tensors = [x for x in tensors_of(output) if x.requires_grad]
+        if not tensors:
+            return
+        # Where the group communicates; a batch may still be on the host.
+        counted = self._counts(inputs).to(tensors[0].device, non_blocking=True)
         is_queued = False
 
         def queue(_: Tensor) -> None:
@@ -57,9 +62,8 @@ class UnevenBatches:
                 is_queued = True
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self._compare(counted))
 
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(queue)
+        for tensor in tensors:
+            tensor.register_hook(queue)
 
     def _counts(self, inputs: Mapping[str, Any]) -> Tensor:
         """Rows; labels that count; or, without labels, tokens that are not padding."""
@@ -89,7 +93,7 @@ class UnevenBatches:
         if all(rank == ranks[0] for rank in ranks):
             return
         self.is_on = False
-        if self.dp.rank > 0:
+        if self.dp.rank > 0 or self.tp.rank > 0:
             return
         what = "{:g} rows" if ranks[0][1] < 0 else "{:g} rows with {:g} labels or tokens that count"
         said = "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
