@@ -105,7 +105,6 @@ def complete(
     before, runtime.plan = runtime.plan, plan
     assert before is not None
     if optimizer is not None:
-        runtime.syncs.clear()  # parameters know them weakly: their hooks now do nothing
         install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
     decoder: Any = without_wrappers(model)[1]
     is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None

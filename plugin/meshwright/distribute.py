@@ -312,6 +312,7 @@ def install(
         uneven=runtime.uneven,
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
+        follow=runtime.follow,
     )
     keep_documents_apart(decoder)
     if structure is not None:

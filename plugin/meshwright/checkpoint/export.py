@@ -70,7 +70,7 @@ def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """The gradients of this rank's TP shards, on every data-parallel rank; those of one bucket at a time."""
     sharded_ones: set[int] = set()
     if runtime.zero is not None:
-        runtime.zero.drop_cleared()
+        runtime.zero.settle()
         sharded_ones = {id(parameter) for parameter in runtime.zero.parameters}
         for sharded in runtime.zero.sharded:
             for parameter, gradient in sharded.bucket.segments(sharded.gather_gradients()):

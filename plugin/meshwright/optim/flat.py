@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.buckets import Bucket, flat_dtype
 from meshwright.parallel.collectives import Axis, start_all_gather
-from meshwright.parallel.layout import RowLayout, Span
+from meshwright.parallel.layout import RowLayout, Span, record_of
 from meshwright.parallel.saved import memory
 
 
@@ -75,6 +75,43 @@ class FlatShard:
         self._full = self._wait = None
 
     publish = refresh = release  # after a step, what is gathered is old
+
+    def take_over(self) -> None:
+        """Cut and keep the values that the program assigned by ``parameter.data = ...``, if any.
+
+        Raises:
+            ValueError: for parameters that were cast, or given another shape.
+        """
+        if self.is_lent:
+            return
+        storage, _ = memory(self.stand_in)
+        for index, parameter in enumerate(self.parameters):
+            if memory(parameter)[0] == storage:
+                continue
+            if (parameter.dtype, parameter.shape) != (self.dtype, self.shapes[index]):
+                raise ValueError(
+                    f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)}, and ZeRO stage 3 "
+                    f"keeps it as {self.dtype} {tuple(self.shapes[index])}, in parts: the change would not reach them. "
+                    "Call model.to(...), .double(), .float() or the like before to_distributed"
+                )
+            parameter.data = self.keep(index, parameter.data)
+            self.release()
+
+    def split(self) -> list[FlatShard]:
+        """The same parameters, those that are trained by now apart from those that are not; every rank calls it."""
+        groups: dict[bool, list[int]] = {}
+        for index, parameter in enumerate(self.parameters):
+            groups.setdefault(parameter.requires_grad, []).append(index)
+        segments = [segment for _, segment in self._segments(self.full())]
+        parts = []
+        for indices in groups.values():
+            shapes = [self.shapes[index] for index in indices]
+            part = FlatShard([self.parameters[index] for index in indices], shapes, self.dp, self.master.device)
+            for new, index in enumerate(indices):
+                self.parameters[index].data = part.keep(new, segments[index])
+            parts.append(part)
+        self.release()
+        return parts
 
     def lend(self) -> None:
         """Give the parameters their values."""

@@ -70,6 +70,8 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     optimizer = unwrapped(optimizer)
     runtime = _common_runtime(model, optimizer)
     zero = runtime.zero
+    for one in zero.sharded if zero else ():
+        one.weights.take_over()
     sharded = {id(p): bucket for bucket in (zero.sharded if zero else ()) for p in bucket.bucket.parameters}
     slices = {id(piece.parameter): piece.shard for bucket in (zero.sharded if zero else ()) for piece in bucket.slices}
     groups = zero.groups if zero else [group["params"] for group in optimizer.param_groups]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
 from meshwright.faults.guard import Guard
+from meshwright.optim.trained import FixedParameters, TrainedParameters
 from meshwright.optim.units import ShardedWeights
 from meshwright.optim.zero import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
@@ -45,6 +46,7 @@ class Runtime:
         has_optimizer: whether an optimizer is bound to the parameters.
         loss: the model's loss; None for one that is not known.
         uneven: warns of batches that ranks share unevenly, where a loss is not known.
+        trained: follows which parameters require a gradient.
     """
 
     tp: Axis
@@ -60,6 +62,7 @@ class Runtime:
     has_optimizer: bool = False
     loss: BatchLoss | None = None
     uneven: UnevenBatches | None = None
+    trained: TrainedParameters | FixedParameters | None = None
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
 
@@ -71,6 +74,11 @@ class Runtime:
         """
         if self.engine is not None:
             raise ValueError(f"{what}: {self.engine} keeps this model's gradients and masters; {instead}")
+
+    def follow(self) -> None:
+        """Act on what the program froze and thawed since the last pass."""
+        if self.trained is not None:
+            self.trained.follow()
 
     def meet_over_dp(self) -> None:
         """Compare the data-parallel ranks, all of which have begun to reduce their gradients.
@@ -104,7 +112,7 @@ class Runtime:
         counted: list[tuple[Tensor, Tensor | float]] = []
         held = set()
         if self.zero is not None:
-            self.zero.drop_cleared()
+            self.zero.settle()
             for bucket in self.zero.sharded:
                 held |= {id(p) for p in bucket.bucket.parameters}
                 counted += [
@@ -119,11 +127,13 @@ class Runtime:
         return counted
 
     def check_synced(self, *_: Any) -> None:
-        """Refuse to go on with gradients that were accumulated under no_sync and never synchronised.
+        """Refuse to go on with gradients that were never synchronised: accumulated under no_sync, or thawed too late.
 
         Raises:
             ValueError: on every rank that runs the same program.
         """
+        if self.trained is not None:
+            self.trained.check()
         if any(sync.has_unsynced for sync in self.syncs):
             raise ValueError(
                 "the last backward pass ran under no_sync(), so its gradients are this rank's own and a step would "

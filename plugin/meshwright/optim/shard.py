@@ -12,12 +12,11 @@ from meshwright.launch import world_size
 from meshwright.mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, attach
-from meshwright.optim.zero import ReduceScatter, shard_optimizer_state, shard_whole_weights
-from meshwright.parallel.buckets import make_buckets
+from meshwright.optim.trained import FixedParameters, TrainedParameters
+from meshwright.optim.zero import hook_optimizer
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.copies import sum_copies_in_backward
-from meshwright.parallel.gradients import IN_FLIGHT, AllReduce, GradientSync
-from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+from meshwright.parallel.layout import RowLayout, ShardRecord
 
 
 def install_gradient_sync(
@@ -38,26 +37,19 @@ def install_gradient_sync(
         bucket_bytes: gradients communicate in buckets of this size.
     """
     tp, dp, meet = runtime.tp, runtime.dp, runtime.meet_over_dp
-
-    # Backward finishes parameters roughly in the reverse of their order.
-    trainable = [p for p in reversed(list(model.parameters())) if p.requires_grad]
-    runtime.parameters = trainable
-    runtime.zero = _zero(runtime, trainable, optimizer, zero_stage, bucket_bytes)
-    if runtime.zero is not None:
-        if optimizer is not None:
-            shard_optimizer_state(optimizer, runtime.zero)
-        buckets = [sharded.bucket for sharded in runtime.zero.sharded]
-        # The buckets of stage 3 are whole layers: one on its way is enough to hide it.
-        in_flight = IN_FLIGHT if runtime.weights is None else 1
-        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=runtime.zero, meet=meet, in_flight=in_flight))
-        sharded = {id(p) for p in runtime.zero.parameters}
-        trainable = [p for p in trainable if id(p) not in sharded]
-    # On one data-parallel rank, only partial gradients need anything done to them.
-    reduced = [p for p in trainable if dp.size > 1 or record_of(p).is_grad_partial]
-    unreduced = [p for p in trainable if dp.size == 1 and not record_of(p).is_grad_partial]
-    buckets = make_buckets(reduced, max_bytes=bucket_bytes, multiple=1, accumulate_in_float32=False)
-    if trainable:
-        runtime.syncs.append(GradientSync(buckets, tp=tp, reduction=AllReduce(dp), unreduced=unreduced, meet=meet))
+    runtime.syncs.clear()  # parameters know those of an earlier call weakly: their hooks then do nothing
+    trained = TrainedParameters(
+        model,
+        optimizer,
+        tp=tp,
+        dp=dp,
+        zero_stage=zero_stage,
+        weights=runtime.weights,
+        bucket_bytes=bucket_bytes,
+        meet=meet,
+        syncs=runtime.syncs,
+    )
+    runtime.trained, runtime.parameters, runtime.zero = trained, trained.parameters, trained.zero
     if optimizer is not None:
         runtime.has_optimizer = True
         optimizer.register_step_pre_hook(runtime.check_synced)
@@ -66,6 +58,8 @@ def install_gradient_sync(
         if runtime.zero is not None and runtime.weights is None:
             # Publishing the stepped weights is a collective: one rank that leaves it out would be waited for in vain.
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
+        if runtime.zero is not None:
+            hook_optimizer(optimizer, runtime.zero)
         attach(optimizer, runtime)
 
 
@@ -73,25 +67,8 @@ def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
     """Do what only the runtime can: an engine that sees one rank's parameters knows nothing of their copies over tp."""
     runtime.parameters = [p for p in model.parameters() if p.requires_grad]
     sum_copies_in_backward(runtime.parameters, runtime.tp)
-
-
-def _zero(
-    runtime: Runtime, trainable: list[nn.Parameter], optimizer: Optimizer | None, stage: int, bucket_bytes: int
-) -> ReduceScatter | None:
-    """The reduction of a stage, over the trainable parameters in the order in which backward finishes them."""
-    dp = runtime.dp
-    if runtime.weights is not None:
-        return ReduceScatter(runtime.weights.sharded_buckets(), dp, can_wait=False)
-    stage = stage if dp.size > 1 else min(stage, 1)
-    if stage == 0 or (stage == 1 and optimizer is None):
-        return None
-    groups = []
-    if optimizer is not None:
-        groups = [[p for p in reversed(group["params"]) if p.requires_grad] for group in optimizer.param_groups]
-    if stage > 1:  # the optimizer need not step all: of the others too, each rank keeps its share of the gradients
-        stepped = {id(p) for group in groups for p in group}
-        groups.append([p for p in trainable if id(p) not in stepped])
-    return shard_whole_weights(groups, dp=dp, bucket_bytes=bucket_bytes, can_wait=stage == 1)
+    assert runtime.engine is not None
+    runtime.trained = FixedParameters(model, runtime.engine)
 
 
 def shard_optimizer(

@@ -87,9 +87,19 @@ class ShardedWeights:
             if callable(getattr(part, "generate", None)):
                 _generate_together(part)
 
-    def sharded_buckets(self) -> list[ShardedBucket]:
-        """The trained parameters of each unit, in the order in which backward finishes them."""
-        trained = [flat for flat in reversed(self.flats) if flat.is_trained]
+    def train(self, parameters: list[nn.Parameter]) -> list[ShardedBucket]:
+        """The buckets of these parameters, trained for the first time, in the order in which backward finishes them.
+
+        What was frozen when it was cut is cut anew, by a gather: every rank makes the call.
+        """
+        new = {id(p) for p in parameters}
+        for old in [flat for flat in self.flats if not flat.is_trained and any(id(p) in new for p in flat.parameters)]:
+            parts = old.split()
+            self._place |= {id(p): (part, index) for part in parts for index, p in enumerate(part.parameters)}
+            for flats in (self.flats, *(step.flats for step in self.steps if old in step.flats)):
+                position = flats.index(old)
+                flats[position : position + 1] = parts
+        trained = [flat for flat in reversed(self.flats) if any(id(p) in new for p in flat.parameters)]
         return [ShardedBucket(flat.bucket, self.dp, flat) for flat in trained]
 
     def part(self, parameter: nn.Parameter) -> tuple[Tensor, RowLayout]:
@@ -214,6 +224,8 @@ class _Step:
         if _in_backward():
             self.weights.enter_backward(self)
         else:
+            for flat in self.flats:
+                flat.take_over()
             following = self.weights.steps[self.index + 1 : self.index + 2]
             self.gather([flat for step in following for flat in step.flats])
         for flat in self.flats:

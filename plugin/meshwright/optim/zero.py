@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.optim.whole import WholeWeights
 from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
-from meshwright.parallel.collectives import Axis, all_gather, all_gather_into, start_reduce_scatter
+from meshwright.parallel.collectives import Axis, all_gather, start_reduce_scatter
 from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
-from meshwright.parallel.saved import memory
 
 
 class Weights(Protocol):
@@ -42,37 +42,8 @@ class Weights(Protocol):
     def refresh(self) -> None:
         """Take over values that were set from outside."""
 
-
-class WholeWeights:
-    """Stages 1 and 2: the parameters live in one flat tensor that every rank holds."""
-
-    def __init__(self, bucket: Bucket, dp: Axis):
-        self.bucket, self.dp = bucket, dp
-        first = bucket.parameters[0]
-        self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        for parameter, segment in bucket.segments(self.flat):
-            segment.copy_(parameter.data)
-            parameter.data = segment
-        length = bucket.numel // dp.size
-        self.own = self.flat[dp.rank * length : (dp.rank + 1) * length]
-        self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
-
-    def publish(self) -> None:
-        # Unless somebody moved or cast the parameters, and then no step would reach them.
-        storage, _ = memory(self.flat)
-        for parameter in self.bucket.parameters:
-            if memory(parameter)[0] != storage:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is in other memory than the one that ZeRO steps: "
-                    "model.to(...), .float() or the like came after to_distributed (or shard_optimizer); call it before"
-                )
-        if self.master is not self.own:
-            self.own.copy_(self.master)
-        all_gather_into(self.flat, self.own, self.dp)
-
-    def refresh(self) -> None:
-        if self.master is not self.own:
-            self.master.copy_(self.own)
+    def take_over(self) -> None:
+        """Before a step: take over what the program wrote into the parameters, if anything."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,21 +107,31 @@ class ReduceScatter:
     """The reduction that ZeRO gives GradientSync: gradients go to the slices, ``.grad`` holds a stand-in.
 
     Args:
-        sharded: all buckets.
         dp: the data-parallel axis.
         can_wait: gradients of passes under ``no_sync`` are kept whole (stage 1).
 
     Attributes:
-        groups: the model's parameters of each of the optimizer's groups.
+        sharded: all buckets.
+        groups: the model's parameters of each of the optimizer's groups, frozen ones too.
     """
 
-    def __init__(self, sharded: list[ShardedBucket], dp: Axis, *, can_wait: bool):
-        self.sharded, self.dp, self.can_wait = sharded, dp, can_wait
+    def __init__(self, dp: Axis, *, can_wait: bool):
+        self.sharded: list[ShardedBucket] = []
+        self.dp, self.can_wait = dp, can_wait
         self.groups: list[list[nn.Parameter]] = []
-        self._of = {id(s.bucket): s for s in sharded}
+        self._of: dict[int, ShardedBucket] = {}
+        self._with: dict[int, ShardedBucket] = {}
         self._slices_of: dict[int, list[Slice]] = {}
-        for piece in self.slices:
-            self._slices_of.setdefault(id(piece.parameter), []).append(piece)
+        self._arrived: set[int] = set()  # parameters whose gradients of the pass under way are in their ``.grad``
+
+    def extend(self, sharded: list[ShardedBucket]) -> None:
+        """Reduce these buckets too."""
+        self.sharded += sharded
+        for one in sharded:
+            self._of[id(one.bucket)] = one
+            self._with |= {id(p): one for p in one.bucket.parameters}
+            for piece in one.slices:
+                self._slices_of.setdefault(id(piece.parameter), []).append(piece)
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -163,16 +144,21 @@ class ReduceScatter:
         return (piece for sharded in self.sharded for piece in sharded.slices)
 
     def prepare(self, parameter: nn.Parameter) -> None:
-        if is_cleared(parameter.grad):
+        if not has_gradient(parameter):
+            self._forget([parameter])
+            parameter.grad = None  # autograd must not add into the stand-in
+        elif id(parameter) not in self._arrived:  # set by the program: this pass adds to it
+            gradient = parameter.grad
             self.clear([parameter])
-        parameter.grad = None  # autograd must not add into the stand-in
+            parameter.grad = gradient
+        self._arrived.add(id(parameter))
 
     def hold(self, bucket: Bucket) -> None:
         sharded = self._of[id(bucket)]
         if any(has_gradient(p) for p in bucket.parameters):
             flat = bucket.flatten_gradients(1 / self.dp.size)
             sharded.unsynced = flat if sharded.unsynced is None else sharded.unsynced.add_(flat)
-            _stand_in(bucket)
+            self._stand_in(bucket)
 
     def holds(self, bucket: Bucket) -> bool:
         return self._of[id(bucket)].unsynced is not None
@@ -188,7 +174,8 @@ class ReduceScatter:
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
         wait = start_reduce_scatter(flat, self.dp)
-        _stand_in(bucket)
+        self._forget(p for p in bucket.parameters if not has_gradient(p))  # cleared, and used by another rank perhaps
+        self._stand_in(bucket)
 
         def finish() -> None:
             own = wait()
@@ -217,7 +204,7 @@ class ReduceScatter:
 
     def add(self, gradients: Gradients, factor: Tensor) -> None:
         """Add gradients from :meth:`aside`, times a number, to the model's; they are used up."""
-        self.drop_cleared()
+        self.settle()
         for parameter in self.parameters:
             if id(parameter) in gradients and parameter.grad is None:
                 parameter.grad = HeldGradient.stand_in(parameter)
@@ -239,14 +226,20 @@ class ReduceScatter:
             holder.grad = gradients.pop(id(holder), None)
         return before
 
-    def clear(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Forget every gradient of these parameters, synchronised or not."""
+    def clear(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool = True) -> None:
+        """Forget every gradient of these parameters, synchronised or not; or make those that there are zero."""
         cleared = {id(p): p for p in parameters}
         for parameter in cleared.values():
-            parameter.grad = None
-            for piece in self._slices_of.get(id(parameter), []):
-                piece.shard.grad = None
-        for sharded in self.sharded:
+            shards = [piece.shard for piece in self._slices_of.get(id(parameter), [])]
+            if set_to_none:
+                for holder in (parameter, *shards):
+                    holder.grad = None
+            elif parameter.grad is not None:
+                for holder in (parameter, *shards):
+                    if holder.grad is not None:
+                        holder.grad.zero_()
+                HeldGradient.restore(parameter.grad)
+        for sharded in {id(s): s for key in cleared if (s := self._with.get(key)) is not None}.values():
             if sharded.unsynced is not None:
                 for member, segment in sharded.bucket.segments(sharded.unsynced):
                     if id(member) in cleared:
@@ -254,59 +247,82 @@ class ReduceScatter:
                 if all(id(p) in cleared for p in sharded.bucket.parameters):
                     sharded.unsynced = None
 
-    def drop_cleared(self) -> None:
-        """Forget the gradients that ``model.zero_grad()`` cleared on the model's parameters."""
-        self.clear(parameter for parameter in self.parameters if is_cleared(parameter.grad))
+    def settle(self) -> None:
+        """Do with the gradients in the slices what the program did with those of the model: cleared or set them.
+
+        A gradient that the program set is averaged over the axis. Where all ranks set the same it stays the same.
+        """
+        self._forget(self.parameters)
+        for sharded in self.sharded:
+            if not any(map(has_gradient, sharded.bucket.parameters)):
+                continue
+            given = [p for p in sharded.bucket.parameters if has_gradient(p)]
+            own = start_reduce_scatter(sharded.bucket.flatten_gradients(1 / self.dp.size), self.dp)()
+            self.clear(given)
+            for parameter in given:
+                parameter.grad = HeldGradient.stand_in(parameter)
+                for piece in self._slices_of.get(id(parameter), []):
+                    piece.shard.grad = own[piece.in_shard].as_subclass(LocalGradient)
+
+    def _forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clear what ``model.zero_grad()``, or the program by hand, cleared or zeroed on these parameters."""
+        parameters = list(parameters)
+        if cleared := [p for p in parameters if p.grad is None]:
+            self.clear(cleared)
+        if zeroed := [p for p in parameters if isinstance(p.grad, HeldGradient) and is_cleared(p.grad)]:
+            self.clear(zeroed, set_to_none=False)
+
+    def _stand_in(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            self._arrived.discard(id(parameter))
+            if has_gradient(parameter):
+                parameter.grad = HeldGradient.stand_in(parameter)
 
 
-def _stand_in(bucket: Bucket) -> None:
-    for parameter in bucket.parameters:
-        if has_gradient(parameter):
-            parameter.grad = HeldGradient.stand_in(parameter)
-
-
-def shard_whole_weights(
-    groups: Iterable[Iterable[nn.Parameter]], *, dp: Axis, bucket_bytes: int, can_wait: bool
-) -> ReduceScatter:
+def lay_out(parameters: Iterable[nn.Parameter], dp: Axis, bucket_bytes: int) -> list[ShardedBucket]:
     """Stages 1 and 2: lay parameters that every rank holds into buckets, of each of which it steps a share.
 
     Args:
-        groups: trainable parameters with records, in the order in which backward finishes them; no bucket
-            is in two groups.
+        parameters: of one group of the optimizer, with records, in the order in which backward finishes them.
         dp: the data-parallel axis.
         bucket_bytes: gradients communicate in buckets of this size.
-        can_wait: see ReduceScatter.
     """
-    buckets = [
-        bucket
-        for group in groups
-        for bucket in make_buckets(group, max_bytes=bucket_bytes, multiple=dp.size, accumulate_in_float32=True)
-    ]
-    return ReduceScatter([ShardedBucket(b, dp, WholeWeights(b, dp)) for b in buckets], dp, can_wait=can_wait)
+    buckets = make_buckets(parameters, max_bytes=bucket_bytes, multiple=dp.size, accumulate_in_float32=True)
+    return [ShardedBucket(bucket, dp, WholeWeights(bucket, dp)) for bucket in buckets]
 
 
-def shard_optimizer_state(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Turn the optimizer's parameters into this rank's slices, with the state they already have.
+def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
+    """Empty an optimizer's groups, for :func:`step_slices` to put slices in the place of the parameters.
 
     Args:
-        optimizer: bound to parameters of the reduction; changed in place.
-        reduction: what it is to step.
+        optimizer: changed in place.
+        reduction: told the optimizer's groups.
     """
     reduction.groups = [list(group["params"]) for group in optimizer.param_groups]
-    stepped: list[nn.Parameter] = []
     for group in optimizer.param_groups:
-        trainable = {id(p): p for p in group["params"] if p.requires_grad}
-        slices = [piece for piece in reduction.slices if id(piece.parameter) in trainable]
-        for piece in slices:
-            if piece.parameter in optimizer.state:
-                optimizer.state[piece.shard] = {
-                    key: _slice_state(value, piece) for key, value in optimizer.state[piece.parameter].items()
-                }
-        for parameter in trainable.values():
+        group["params"] = []
+
+
+def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[ShardedBucket]) -> None:
+    """Put this rank's slices of some parameters into the groups of these, with the state that they already have.
+
+    Args:
+        optimizer: bound by :func:`bind_optimizer`; changed in place.
+        reduction: knows the groups.
+        new: buckets of parameters that were not stepped before.
+    """
+    pieces = [piece for sharded in new for piece in sharded.slices]
+    for group, parameters in zip(optimizer.param_groups, reduction.groups, strict=True):
+        members = {id(p) for p in parameters}
+        for piece in pieces:
+            if id(piece.parameter) in members:
+                group["params"].append(piece.shard)
+                if piece.parameter in optimizer.state:
+                    state = optimizer.state[piece.parameter].items()
+                    optimizer.state[piece.shard] = {key: _slice_state(value, piece) for key, value in state}
+    for sharded in new:
+        for parameter in sharded.bucket.parameters:
             optimizer.state.pop(parameter, None)
-        group["params"] = [piece.shard for piece in slices]
-        stepped += trainable.values()
-    _hook_optimizer(optimizer, reduction, stepped)
 
 
 def _slice_state(value: Any, piece: Slice) -> Any:
@@ -316,8 +332,15 @@ def _slice_state(value: Any, piece: Slice) -> Any:
     return value.clone() if torch.is_tensor(value) else value
 
 
-def _hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter, stepped: list[nn.Parameter]) -> None:
-    optimizer.register_step_pre_hook(lambda *_: reduction.drop_cleared())
+def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
+    """Have the steps of a bound optimizer use the reduced gradients, and reach the model."""
+
+    def prepare(*_: Any) -> None:
+        for sharded in reduction.sharded:
+            sharded.weights.take_over()
+        reduction.settle()
+
+    optimizer.register_step_pre_hook(prepare)
 
     def publish(*_: Any) -> None:
         for sharded in reduction.sharded:
@@ -326,7 +349,7 @@ def _hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter, stepped: lis
     optimizer.register_step_post_hook(publish)
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        reduction.clear(stepped)
+        reduction.clear((p for group in reduction.groups for p in group), set_to_none=set_to_none)
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before the call")

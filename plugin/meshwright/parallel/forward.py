@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ForwardState:
         refuses_internals: hidden states and attention maps would be one rank's share, so asking for
             them raises.
         shares_weights: the data-parallel ranks gather the weights from each other, so all of them must run every pass.
+        follow: called with each pass that may train, when the ranks were compared.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class ForwardState:
         uneven: UnevenBatches,
         refuses_internals: bool,
         shares_weights: bool = False,
+        follow: Callable[[], None] = lambda: None,
     ):
-        self.shares_weights = shares_weights
+        self.shares_weights, self._follow = shares_weights, follow
         self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
         self.has_known_loss, self.uneven = has_known_loss, uneven
@@ -84,6 +86,8 @@ class ForwardState:
         trains = module.training and torch.is_grad_enabled()
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
+        if torch.is_grad_enabled():
+            self._follow()
         self._keeps_sharded = module is self._model and self.has_sharded_loss and module.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
 

@@ -77,7 +77,8 @@ class GradientSync:
         meet: Callable[[], None] = lambda: None,
         in_flight: int = IN_FLIGHT,
     ):
-        self.buckets, self.tp, self.reduction, self._meet = buckets, tp, reduction, meet
+        self.buckets: list[Bucket] = []
+        self.tp, self.reduction, self._meet = tp, reduction, meet
         self._in_flight = in_flight
         self._enabled = True
         self._paused = False
@@ -89,13 +90,20 @@ class GradientSync:
         self._unused: set[int] | None = None
         self._next = 0
         self._finish: list[Callable[[], None]] = []
-        self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._bucket_of: dict[int, int] = {}
+        self._copies: dict[int, Tensor | float] = {}
+        self.extend(buckets, unreduced)
+
+    def extend(self, buckets: Iterable[Bucket], unreduced: Iterable[nn.Parameter] = ()) -> None:
+        """Synchronise more parameters, between two backward passes; see the arguments of the class."""
+        for bucket in buckets:
+            self._bucket_of |= {id(p): len(self.buckets) for p in bucket.parameters}
+            self._copies |= {id(p): record_of(p).copies(p) for p in bucket.parameters if record_of(p).is_grad_partial}
+            self.buckets.append(bucket)
+            for parameter in bucket.parameters:
+                _add_hooks(parameter, self)
         for parameter in unreduced:
             parameter.register_post_accumulate_grad_hook(_guard)
-        bucketed = [p for bucket in buckets for p in bucket.parameters]
-        self._copies = {id(p): record_of(p).copies(p) for p in bucketed if record_of(p).is_grad_partial}
-        for parameter in bucketed:
-            _add_hooks(parameter, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copied or pickled model takes none of this along: its parameters have no hooks.
@@ -153,7 +161,7 @@ class GradientSync:
         self._is_nested = False
         self._has_gradients = False
         unused = self._unused or set()
-        self._missing = [{id(p) for p in bucket.parameters} - unused for bucket in self.buckets]
+        self._missing = [{id(p) for p in bucket.parameters if p.requires_grad} - unused for bucket in self.buckets]
         self._next = 0
         self._finish = []
 
@@ -180,7 +188,13 @@ class GradientSync:
             self._start(self.buckets[self._next])
             self._next += 1
 
+    def _is_idle(self, bucket: Bucket) -> bool:
+        """Whether all of a bucket is frozen, with nothing left to synchronise."""
+        return not any(p.requires_grad for p in bucket.parameters) and not self.reduction.holds(bucket)
+
     def _start(self, bucket: Bucket) -> None:
+        if self._is_idle(bucket):
+            return
         flat = self.reduction.take(bucket)
         if bucket.is_grad_partial:
             bucket.average_copies(flat, self.tp)
