@@ -147,3 +147,38 @@ def build_without_memory(plan: dict[str, Any]) -> list[Any]:
 def test_parameters_without_memory_keep_their_identity(plan: dict[str, Any], pool2: Any) -> None:
     """Rows 1 to 4 for a model on the meta device, whose parameters cannot be given memory."""
     assert all(pool2.run(build_without_memory, plan)[0])
+
+
+@pytest.mark.parametrize("plan", ZERO[1:], ids=str)
+def test_a_second_optimizer_under_zero_is_named(plan: dict[str, Any], pool2: Any) -> None:
+    """Row 2: its parameters are in parts, which it would never reach."""
+    with pytest.raises(WorkerError, match=r"OptimizerMismatchError: this AdamW was not distributed with the model"):
+        pool2.run(two_optimizers_one_of_them_passed, plan)
+
+
+def step_in_a_hook(plan: Plan, trains_norms: bool = True) -> dict[str, Tensor]:
+    """The optimizer-in-backward of torch's tutorial."""
+    with Float64():
+        model = build("llama").double()
+        for parameter in model.parameters():
+            parameter.requires_grad_(trains_norms or parameter.ndim > 1)
+        model, _, loader = distribute(plan, model, None, batches(3))
+        optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad}
+
+        def step(parameter: Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(step)
+        for batch in loader:
+            model(**batch).loss.backward()
+    return weights_of(model, plan)
+
+
+def test_a_step_inside_backward(pool2: Any) -> None:
+    """Row 19: an error wherever a gradient is reduced after it; equal where none is."""
+    assert worst(pool2.run(step_in_a_hook, TP2)[0], step_in_a_hook(None)) < 1e-9
+    for plan in (DP2, SP):
+        with pytest.raises(WorkerError, match=r"AdamW\.step\(\) ran inside of a backward pass, on "):
+            pool2.run(step_in_a_hook, plan)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from harness import WorkerError
 from support.exact import Float64
 from support.models import build
 from test_identity import Plan, batches, distribute, weights_of, worst

@@ -29,6 +29,7 @@ from meshwright.optim.rebind import check_ownership, shard_state
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
 from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.units import ShardedWeights
+from meshwright.optim.watch import watch_steps
 from meshwright.parallel.collectives import Axis, agree, all_gather
 from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams, dropout_seed
@@ -333,6 +334,7 @@ def install(
             zero_stage=plan.zero_stage,
             bucket_bytes=int(config.bucket_size_mb * 2**20),
         )
+        watch_steps(runtime, is_trusted=config.optimizer_is_elementwise)
     if loss is not None:
         mean = GlobalMean(dp, config.num_items_in_batch)
         runtime.loss = install_loss(decoder, loss, mean, tp=tp, vocab_size=structure.vocab_size if structure else 0)

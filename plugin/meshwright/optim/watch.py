@@ -1,0 +1,62 @@
+"""Look at every step of every optimizer that reaches a distributed model's parameters, the model's own or not."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshwright.errors import OptimizerMismatchError
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.layout import record_of
+
+
+def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
+    """Refuse steps that would use gradients before they are reduced, or reach nothing.
+
+    By torch's hook on the steps of all optimizers, until the runtime is gone.
+
+    Args:
+        runtime: of a distributed model.
+        is_trusted: see ``check_elementwise``.
+    """
+    # Weakly: torch keeps the hook for as long as the process lives.
+    reference = weakref.ref(runtime)
+
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (of := reference()) is not None and of.trained is not None and of.engine is None:
+            _look(optimizer, of, is_trusted)
+
+    handle = register_optimizer_step_pre_hook(look)
+    weakref.finalize(runtime, handle.remove)
+
+
+def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
+    is_own, is_in_backward = find_runtime(optimizer) is runtime, torch._C._current_graph_task_id() != -1
+    if is_own and not is_in_backward:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if is_in_backward:
+        reduced = [p for sync in runtime.syncs for bucket in sync.buckets for p in bucket.parameters]
+        if names := [record_of(p).name for p in reduced if is_own or id(p) in stepped]:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() ran inside of a backward pass, on {names[0]} and {len(names) - 1} "
+                "more parameter(s) whose gradients are not reduced before it ends, so the replicas would drift apart. "
+                "Take the step out of the hook: loss.backward(); optimizer.step()"
+            )
+    if is_own:
+        return
+    zero = runtime.zero
+    if names := [record_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
+        raise OptimizerMismatchError(
+            f"this {type(optimizer).__name__} was not distributed with the model, and steps {names[0]} and "
+            f"{len(names) - 1} more parameter(s) that ZeRO keeps in parts over the data-parallel ranks: its step would "
+            "reach none of them. Pass one optimizer with a group for each: "
+            "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
+        )
+    if any(id(p) in stepped and record_of(p).is_sharded for p in runtime.parameters):
+        check_elementwise(optimizer, is_trusted=is_trusted)
