@@ -67,7 +67,7 @@ class TrainedParameters:
                 bind_optimizer(optimizer, self.zero)
             # The buckets of stage 3 are whole layers: one on its way is enough to hide it.
             in_flight = IN_FLIGHT if weights is None else 1
-            self._of_zero = GradientSync([], tp=tp, reduction=self.zero, meet=meet, in_flight=in_flight)
+            self._of_zero = GradientSync([], tp=tp, reduction=self.zero, meet=meet, in_flight=in_flight, peers=syncs)
             self.syncs.append(self._of_zero)
         self._take_in(self._new())
 
@@ -128,7 +128,9 @@ class TrainedParameters:
         unreduced = [p for p in parameters if self.dp.size == 1 and not record_of(p).is_grad_partial]
         buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, multiple=1, accumulate_in_float32=False)
         if self._of_others is None:
-            self._of_others = GradientSync([], tp=self.tp, reduction=AllReduce(self.dp), meet=self._meet)
+            self._of_others = GradientSync(
+                [], tp=self.tp, reduction=AllReduce(self.dp), meet=self._meet, peers=self.syncs
+            )
             self.syncs.append(self._of_others)
         self._of_others.extend(buckets, unreduced)
 

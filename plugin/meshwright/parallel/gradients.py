@@ -65,6 +65,8 @@ class GradientSync:
         unreduced: sharded parameters in no bucket, whose gradients are whole as they come.
         meet: called once a synchronised pass, before the gradients are used: compares the ranks.
         in_flight: buckets that are reduced at a time.
+        peers: all that synchronise parameters of the same model, in order. The first overlaps with backward; the
+            others follow at its end, since ranks need not get their gradients in the same order.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class GradientSync:
         unreduced: Iterable[nn.Parameter] = (),
         meet: Callable[[], None] = lambda: None,
         in_flight: int = IN_FLIGHT,
+        peers: list[GradientSync] | None = None,
     ):
         self.buckets: list[Bucket] = []
         self.tp, self.reduction, self._meet = tp, reduction, meet
         self._in_flight = in_flight
+        self._peers = [self] if peers is None else peers
         self._enabled = True
         self._paused = False
         self._end_of_pass: Callable[[], object] = _no_pass
@@ -151,6 +155,10 @@ class GradientSync:
         Passes nested in it (reentrant checkpointing) belong to it. Without this call it is the pass in
         which the first gradient arrives.
         """
+        for sync in self._peers:
+            sync._begin()
+
+    def _begin(self) -> None:
         if self._end_of_pass() is not None:
             return
         end = functools.partial(self._finalize)
@@ -179,7 +187,7 @@ class GradientSync:
         self._missing[index].discard(id(parameter))
         # A gradient from a nested pass may arrive again from the next one: then only the end is safe.
         self._is_nested |= torch._C._current_graph_task_id() != self._task
-        if self._enabled and not self._is_nested:
+        if self._enabled and not self._is_nested and self is self._peers[0]:
             self._start_complete()
 
     def _start_complete(self) -> None:
@@ -205,7 +213,8 @@ class GradientSync:
 
     def _finalize(self) -> None:
         self._end_of_pass = _no_pass
-        if not self._has_gradients:  # torch.autograd.grad
+        # Another rank may have gradients here where this one has some elsewhere only.
+        if not any(sync._has_gradients for sync in self._peers):  # torch.autograd.grad
             return
         self._unused = None
         if not self._enabled:
