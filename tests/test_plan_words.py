@@ -34,6 +34,7 @@ plans = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(plans)
 def test_what_is_printed_is_read_again(fields: dict[str, Any]) -> None:
     plan = mw.ParallelPlan(**fields)
@@ -42,6 +43,7 @@ def test_what_is_printed_is_read_again(fields: dict[str, Any]) -> None:
     assert resolve_plan(json.dumps(fields)) == resolve_plan(fields) == plan
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Candidate,
@@ -168,7 +170,7 @@ def test_a_plan_file_that_is_wrong(content: str, message: str, tmp_path: Path) -
     assert str(path) in str(error.value)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(plans)
 def test_a_saved_plan_reads_back(fields: dict[str, Any]) -> None:
     """Every value that ``meshwright plan --save`` writes keeps its type."""

@@ -200,7 +200,8 @@ class DataParallel(nn.Module):
         size, world = runtime_of(self).dp.size, dist.get_world_size() if dist.is_initialized() else 1
         if size not in (1, world):
             raise ValueError(
-                f"this DataParallel is of {size} of {world} ranks, and a copy would be of all of them; copy ddp.module, and wrap it by DataParallel(copied, group=group)"
+                f"this DataParallel is of {size} of {world} ranks, and a copy would be of all of them; copy "
+                "ddp.module, and wrap it by DataParallel(copied, group=group)"
             )
         return _wrapped_anew, (self.module, self._options)
 
