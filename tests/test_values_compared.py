@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import meshwright as mw
@@ -137,9 +140,150 @@ NAMED = {
 @pytest.mark.parametrize("name, plan", [(name, plan) for name, case in NAMED.items() for plan in case[1]])
 def test_a_fault_on_one_rank_is_named(name: str, plan: dict[str, Any], pool2: Any) -> None:
     """Rows 32 and 33: every rank hears what differs, on which ranks, and since when."""
-    import re
-
     fault, _, steps, message = NAMED[name]
     for step, text in pool2.run(train_until_named, plan, fault, {}):
         assert STEP_OF_FAULT <= step <= STEP_OF_FAULT + steps, text
         assert re.search(message, text.replace("\n", " ")), text
+
+
+def deferred_until_named(plan: dict[str, Any], fault: Callable[[Run], None]) -> tuple[int, str]:
+    """As on a device whose numbers are read a step later."""
+    with (
+        mock.patch("meshwright.parallel.inputs.is_deferred", lambda device: True),
+        mock.patch("meshwright.parallel.comparison.is_deferred", lambda device: True),
+        # Norms without sequence parallelism are compared on a device only where its kernels are deterministic.
+        mock.patch("torch.are_deterministic_algorithms_enabled", lambda: True),
+    ):
+        return train_until_named(plan, fault, {})
+
+
+@pytest.mark.parametrize(
+    "plan, fault, steps, message",
+    [
+        (
+            SP2,
+            other_tokens,
+            1,
+            r"got other values of input_ids, labels in step 6 \(input_ids: rank 0: digest \w+; rank 1",
+        ),
+        (TP2, flipped_norm, EVERY, r"layers.1.input_layernorm.weight: rank\(s\) 0 differ .*since step 4"),
+        (DP2, flipped_matrix, EVERY, r"layers.1.mlp.up_proj.weight: rank\(s\) 0 differ .*since step 4"),
+    ],
+)
+def test_a_device_that_is_not_waited_for(plan: Any, fault: Any, steps: int, message: str, pool2: Any) -> None:
+    for step, text in pool2.run(deferred_until_named, plan, fault):
+        assert STEP_OF_FAULT < step <= STEP_OF_FAULT + steps, text
+        assert re.search(message, text.replace("\n", " ")), text
+
+
+def test_copies_of_key_heads_are_compared_row_by_row(pool4: Any) -> None:
+    """Two key/value heads on four ranks: ranks 2 and 3 hold the second."""
+    results = pool4.run(train_until_named, {"tp": 4}, flipped_key, {"num_key_value_heads": 2})
+    for step, text in results:
+        assert STEP_OF_FAULT <= step <= STEP_OF_FAULT + EVERY
+        assert "layers.0.self_attn.k_proj.weight[4:8]: rank(s) 2 differ from rank(s) 3" in text
+
+
+def saved_after_a_fault(directory: str) -> list[str]:
+    """A weight is edited on one rank after the last comparison, and every way to save it is tried."""
+    run = Run(DP2)
+    run.step(1)
+    if dist.get_rank() == 1:
+        edited(run)
+    said = []
+    for save in (mw.full_state_dict, lambda m: mw.save_weights(m, directory), lambda m: m.save_pretrained(directory)):
+        try:
+            save(run.model)
+            said.append("saved in silence")
+        except DivergenceError as error:
+            said.append(str(error))
+    return said
+
+
+def test_weights_are_compared_before_they_are_saved(pool2: Any, tmp_path: Any) -> None:
+    for said in pool2.run(saved_after_a_fault, str(tmp_path)):
+        assert len(said) == 3 and all("model.norm.weight: rank(s) 0 differ from rank(s) 1" in text for text in said), (
+            said
+        )
+
+
+def sampled(plan: dict[str, Any] | None, has_adapters: bool) -> tuple[Tensor, Tensor]:
+    """Sampled tokens and the random state after them; each rank has a seed of its own, the first that of one device."""
+    model: Any = build("llama")
+    if has_adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    if plan is not None:
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    torch.manual_seed(7 + (0 if plan is None else dist.get_rank()))
+    ids = model.eval().generate(input_ids=tokens(2, 5), do_sample=True, max_new_tokens=10, eos_token_id=None)
+    return ids, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("plan, has_adapters", [(TP2, False), (SP2, False), (TP2, True)])
+def test_sampled_tokens_are_those_of_one_device(plan: dict[str, Any], has_adapters: bool, pool2: Any) -> None:
+    """Row 25: ranks that share rows draw the same tokens, whatever their seeds, and go on from the same state."""
+    expected = sampled(None, has_adapters)
+    for ids, state in pool2.run(sampled, plan, has_adapters):
+        assert torch.equal(ids, expected[0]) and torch.equal(state, expected[1])
+
+
+def neftune(model: Any) -> Tensor:
+    """As TRL and the Trainer do it: a hook after the call adds noise to the embeddings."""
+
+    def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output + torch.empty_like(output).uniform_(-0.5, 0.5)
+
+    model.model.embed_tokens.register_forward_hook(add_noise)
+    return model.train()(input_ids=tokens(2, 12)).logits
+
+
+def monte_carlo(model: Any) -> Tensor:
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train().p = 0.3
+    with torch.no_grad():
+        return model(input_ids=tokens(2, 12)).logits
+
+
+def dropout_after_the_call(model: Any) -> Tensor:
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+    return model.train()(input_ids=tokens(2, 12)).logits
+
+
+def base_by_itself(model: Any) -> Tensor:
+    dropout_after_the_call(model)
+    return model.model(input_ids=tokens(2, 12)).last_hidden_state
+
+
+def drawn(plan: dict[str, Any], program: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor, bool]:
+    """What the program gives, the zeros of attention's dropout, and whether its own random state is as before."""
+    model = build("phi3", attn_implementation="eager")
+    model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    torch.manual_seed(dist.get_rank())
+    state, zeros, dropout = torch.get_rng_state(), [], torch.nn.functional.dropout
+
+    def record(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        out = dropout(x, p, training, inplace)
+        if x.ndim == 4:
+            zeros.append((out == 0) & (x != 0))
+        return out
+
+    with mock.patch.object(torch.nn.functional, "dropout", record):
+        out = program(model).detach().as_subclass(Tensor).clone()
+    return out, torch.stack(zeros), torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("program", [neftune, monte_carlo, dropout_after_the_call, base_by_itself])
+def test_replicated_activations_are_equal_whatever_draws(program: Any, pool2: Any) -> None:
+    """Row 26: the ranks of tp have other seeds and get the same result; dp ranks have other streams."""
+    (first, zeros, is_kept), (second, other_zeros, _) = pool2.run(drawn, TP2, program)
+    assert torch.equal(first, second) and is_kept
+    if zeros.any():  # other heads on each rank: other masks
+        assert not torch.equal(zeros, other_zeros)
+    first, second = pool2.run(drawn, DP2, program)
+    assert not torch.equal(first[0], second[0])

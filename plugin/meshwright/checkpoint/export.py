@@ -25,6 +25,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             torch.save(weights, "model.pt")
     """
+    if (runtime := find_runtime(model)) is not None:
+        runtime.compare_before_save()
     return gather_state(model, model.state_dict(keep_vars=True))
 
 

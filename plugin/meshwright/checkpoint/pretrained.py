@@ -47,6 +47,7 @@ def export_with_full_weights(model: nn.Module) -> None:
         if has_weights:
             _save_given(runtime, lambda: save_pretrained(save_directory, *args, **kwargs))
             return
+        runtime.compare_before_save()
         plan = on_first_rank(lambda: _plan(model, save_pretrained, call)) if _can_stream(model) else None
         if plan is not None:
             _stream(model, runtime, plan)

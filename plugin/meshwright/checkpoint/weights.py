@@ -37,6 +37,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         mw.load_weights(model, "checkpoint")
     """
     runtime = runtime_of(model)
+    runtime.compare_before_save()
     tensors = _tensors(model)
     # Wide dtypes first, so that every tensor lies aligned in its file.
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())

@@ -94,6 +94,15 @@ class Runtime:
         self.guard.meet("gradients", self.dp.group, self.comparison.statement())
         self.comparison.compare_weights(self.dp)
 
+    def compare_before_save(self) -> None:
+        """Compare the weights that several ranks hold; every rank makes the call.
+
+        Raises:
+            DivergenceError: naming those that differ, and the ranks.
+        """
+        if self.comparison is not None:
+            self.comparison.compare_now()
+
     def meet_before_publishing(self, *_: Any) -> None:
         """Compare the data-parallel ranks, all of which step their slices now."""
         if self.guard is not None and self.dp.size > 1:
