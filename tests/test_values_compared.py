@@ -27,10 +27,10 @@ STEP_OF_FAULT = 6
 class Run:
     """A model in training on this rank, and what a planted fault may change."""
 
-    def __init__(self, plan: dict[str, Any], **overrides: Any):
+    def __init__(self, plan: dict[str, Any], every: int = EVERY, **overrides: Any):
         model = build("llama", **overrides)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), check_replicas_every=EVERY)
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), check_replicas_every=every)
         self.model, self.optimizer, _ = mw.to_distributed(model, optimizer, config=config)
         self.skips_step = self.skips_batch = self.keeps_gradients = False
         self.mask: Tensor | None = None
@@ -182,6 +182,12 @@ def test_copies_of_key_heads_are_compared_row_by_row(pool4: Any) -> None:
     for step, text in results:
         assert STEP_OF_FAULT <= step <= STEP_OF_FAULT + EVERY
         assert "layers.0.self_attn.k_proj.weight[4:8]: rank(s) 2 differ from rank(s) 3" in text
+
+
+def test_a_flipped_bit_under_zero_is_named_in_every_step_that_compares(pool2: Any) -> None:
+    """Each step overwrites the copies of a weight by its owner's: only a comparison in that step can find the flip."""
+    for step, text in pool2.run(train_until_named, {"dp": 2, "zero_stage": 1}, flipped_matrix, {"every": 1}):
+        assert step == STEP_OF_FAULT and "layers.1.mlp.up_proj.weight: rank(s) 0 differ" in text, text
 
 
 def saved_after_a_fault(directory: str) -> list[str]:

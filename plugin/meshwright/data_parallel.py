@@ -28,6 +28,7 @@ from meshwright.mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.gradients import AllReduce, GradientSync
 from meshwright.parallel.graph import tensors_in, unused_parameters
 from meshwright.parallel.layout import RowLayout, ShardRecord
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 MB = 2**20
 FUSED_BYTES = 25 * MB
+CHECK_EVERY = 50  # steps between two comparisons of the replicas' weights
 
 
 class DataParallel(nn.Module):
@@ -117,6 +119,11 @@ class DataParallel(nn.Module):
         for name, parameter in model.named_parameters():
             rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
             parameter.meshwright = ShardRecord(name, parameter.shape, rows, 0, False)  # type: ignore[attr-defined]
+        runtime = Runtime(tp=Axis("tp"), dp=axis, parameters=self._trainable, guard=guard)
+        if guard is not None:
+            runtime.comparison = ReplicaComparison(
+                model, tp=runtime.tp, dp=axis, guard=guard, every=CHECK_EVERY, has_weights=True
+            )
         self._sync: GradientSync | None = None
         if axis.size == 1:
             logger.warning("DataParallel in one process passes through; launch more with torchrun --nproc-per-node N")
@@ -133,12 +140,12 @@ class DataParallel(nn.Module):
                 buckets,
                 tp=Axis("tp"),
                 reduction=AllReduce(axis),
-                meet=lambda: guard.meet("gradients", axis.group) if guard is not None else None,
+                meet=runtime.meet_over_dp,
             )
-        syncs = [] if self._sync is None else [self._sync]
+        syncs = runtime.syncs = [] if self._sync is None else [self._sync]
         # The model keeps it alive, so that gradients are averaged also where only the model is kept.
         object.__setattr__(model, "_meshwright_syncs", syncs)
-        attach(self, Runtime(tp=Axis("tp"), dp=axis, parameters=self._trainable, syncs=syncs, guard=guard))
+        attach(self, runtime)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns.
