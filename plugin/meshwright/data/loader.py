@@ -104,9 +104,11 @@ class DistributedLoader:
         self.feeds_causal_lm = False  # whose loss is None without labels
 
     def agree(self) -> DistributedLoader:
-        """Take over the first rank's seed; a collective call, once the loaders of all ranks are made."""
-        if self._reader.seed is not None:
-            (self._reader.seed,) = first_ranks([self._reader.seed], self._everyone)
+        """Take over the first rank's generator; a collective call, once the loaders of all ranks are made."""
+        generator = self._reader.generator if isinstance(self._reader, MapReader) else None
+        if generator is not None:
+            state = first_ranks(generator.get_state().view(torch.int64).tolist(), self._everyone)
+            generator.set_state(torch.tensor(state, dtype=torch.int64).view(torch.uint8))
         return self
 
     def __iter__(self) -> Iterator[Any]:

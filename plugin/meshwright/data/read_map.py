@@ -64,6 +64,11 @@ class MapReader:
         self._sampling.seed = seed
 
     @property
+    def generator(self) -> Generator | None:
+        """What says the orders, unless torch's random state does."""
+        return self._sampling.generator
+
+    @property
     def is_repeatable(self) -> bool:
         return self._sampling.is_repeatable
 
@@ -75,7 +80,7 @@ class MapReader:
             "order": sampling.kind,
             "batch size": str(sampling.batch_size),
             "drop_last": str(sampling.drop_last),
-            "has a seed": str(sampling.seed is not None),
+            "has a generator or seed": str(sampling.generator is not None),
         }
 
     def draw(self) -> list[Any]:

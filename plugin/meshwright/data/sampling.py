@@ -47,6 +47,7 @@ class Sampling:
         if seed is not None and self.kind == "shuffled":
             generator = Generator().manual_seed(seed)
             self._worker_seeds = WorkerSeeds(generator)
+        self.generator = generator
         # Where a generator says the orders:
         self._shuffle = None if generator is None else GeneratorShuffle(self.length, generator, self._worker_seeds)
         self._order_seed: int | None = None  # of the epoch under way, drawn from torch's random state
