@@ -160,12 +160,13 @@ def train_and_export(folder: str, plan: dict[str, Any], weights: str | None) -> 
     prompt = tokens(1, 3 + rank // plan.get("tp", 1), seed=3)  # one data-parallel rank has more to say than another
     text = model.eval().generate(prompt, max_length=12, do_sample=False)
     unreadable = model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(mw.UnreadableTensorError):
+        unreadable.isnan().all()
     return {
         "before": before,
         "after": mw.full_state_dict(model),
         "prompt": prompt,
         "text": text,
-        "is_nan": bool(unreadable.isnan().all()),
         "shape": tuple(unreadable.shape),
     }
 
@@ -187,7 +188,7 @@ def test_in_and_out(plan: dict[str, Any], tmp_path: Path, request: pytest.Fixtur
         for rank in ranks:
             expected = saved.generate(rank["prompt"], max_length=12, do_sample=False)
             assert torch.equal(rank["text"], expected)
-            assert rank["is_nan"] and rank["shape"][1] == SIZES["hidden_size"]
+            assert rank["shape"][1] == SIZES["hidden_size"]
 
 
 def gradients_of_some(plan: dict[str, Any] | None, trained: str) -> dict[str, Tensor]:
@@ -236,26 +237,22 @@ def test_a_model_that_is_frozen_entirely(pool2: Any) -> None:
 
 def use_whole_weights(what: str) -> None:
     model = build("llama")
-    state = model.state_dict()
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2, zero_stage=3))
     model, _, _ = mw.to_distributed(model, None, config=config)
     if what == "state_dict":
         model.model.state_dict()
-    elif what == "load_state_dict":
-        model.load_state_dict(state)
     elif what == "again":
         mw.to_distributed(model, None, config=config)
     else:
         with torch.no_grad():
-            model.lm_head.weight.mul_(2)
+            model.lm_head.weight.sum()
 
 
 def test_whole_weights_are_refused_by_name(pool2: Any) -> None:
     for what, kind, text in [
         ("state_dict", "UnreadableTensorError", "full_state_dict"),
-        ("load_state_dict", "UnreadableTensorError", "load_weights"),
         ("again", "AlreadyDistributedError", "earlier call"),
-        ("write", "RuntimeError", "single memory location"),
+        ("read", "UnreadableTensorError", "full_state_dict"),
     ]:
         for error, message in pool2.run_expecting_error(use_whole_weights, what):
             assert error == kind and text in message, message

@@ -62,4 +62,4 @@ def _gathered(parameter: Tensor, runtime: Runtime) -> Tensor:
     if not record.is_sharded:
         return parameter
     assert record.layout.dim == 0
-    return unsplit_rows(parameter, runtime.tp)[: record.global_shape[0]]
+    return unsplit_rows(parameter.as_subclass(Tensor), runtime.tp)[: record.global_shape[0]]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.layout import record_of
 from meshwright.parallel.outcome import on_first_rank
 
 OPTIMIZER = "meshwright_optimizer"
@@ -94,8 +93,7 @@ def _load_adapter(model: Any, directory: str) -> None:
     read = set()
     for name, parameter in model.named_parameters():
         if (key := name.replace(f".{adapter}", "")) in weights:
-            record = record_of(parameter)
-            parameter.data.copy_(record.layout.take(weights[key], record.rank))
+            parameter.copy_(weights[key])  # of whole values, a shard takes its own
             read.add(key)
     if unused := sorted(weights.keys() - read):
         raise mw.CheckpointError(

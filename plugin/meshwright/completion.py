@@ -17,6 +17,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard import install_gradient_sync
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.recompute import recompute_switch
+from meshwright.parallel.sharded import reading_shards
 from meshwright.plans.adapters import without_wrappers
 
 # Options that took effect, or did not, when the model was distributed.
@@ -105,7 +106,8 @@ def complete(
     before, runtime.plan = runtime.plan, plan
     assert before is not None
     if optimizer is not None:
-        install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
+        with reading_shards():
+            install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
     decoder: Any = without_wrappers(model)[1]
     is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None
     if is_split and before.gradient_accumulation_steps == 1 and before.micro_batch_size is None:

@@ -17,6 +17,7 @@ from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.completion import complete, plan_to_complete
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.construct.weights import InitialWeights, NewTensors
+from meshwright.copying import make_copyable
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import Peers
 from meshwright.errors import PlanError
@@ -28,6 +29,7 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership, shard_state
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime
 from meshwright.optim.shard import install_gradient_sync, leave_gradients_to_engine
+from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.units import ShardedWeights
 from meshwright.optim.watch import watch_steps
 from meshwright.parallel.collectives import Axis, agree, all_gather
@@ -44,10 +46,10 @@ from meshwright.parallel.packed_rows import keep_documents_apart
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.sampling import sample_together
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.parallel.tensor import install_tensor_parallel, shard_shape
+from meshwright.parallel.tensor import guard_shards, install_tensor_parallel, shard_shape
 from meshwright.parallel.uneven import UnevenBatches
 from meshwright.plans import plan_for
-from meshwright.plans.adapters import refuse_merging, refuse_unloading, without_wrappers
+from meshwright.plans.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -233,15 +235,28 @@ def _shard_model(
     model.to(device)
     agreed_seed = int(agree(torch.tensor([dropout_seed()], device=device), runtime.tp, runtime.dp))
     install(model, optimizer, structure, plan, config, runtime, agreed_seed, loss=loss)
+    if runtime.engine is None:
+        _guard_shards(model, structure, runtime)
+    guard_model(model, runtime)
     # With adapters, the model is around the decoder, and a user may save either.
     for part in {id(x): x for x in (model, decoder)}.values():
         export_with_full_weights(part)
         attach(part, runtime)
+        if runtime.engine is None:
+            make_copyable(part, model, runtime)
     if structure is not None:
         refuse_unloading(model)
     if runtime.weights is not None:
         refuse_merging(model)
     refuse_wrapping(model)
+    refuse_resizing(model)
+
+
+def _guard_shards(model: nn.Module, structure: DecoderStructure | None, runtime: Runtime) -> None:
+    if structure is not None:
+        guard_shards(model, structure)
+    if runtime.weights is not None:
+        runtime.weights.guard()
 
 
 def make_weights(
@@ -346,6 +361,7 @@ def install(
                 loss=runtime.loss,
                 micro_batch_size=plan.micro_batch_size,
                 num_micro_batches=plan.gradient_accumulation_steps,
+                keeps_logits=config.gather_logits,
             )
     for part in {id(x): x for x in (model, decoder)}.values():
         sample_together(part, tp, runtime.guard)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshwright.given import config_with, given_plan, plan_in_model
 from meshwright.launch import device_for
 from meshwright.optim.runtime import device_of, find_runtime, no_sync
 from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.method import MethodOverride
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.plans.adapters import without_wrappers
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
@@ -172,6 +173,17 @@ def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
     return result if len(result) != 1 else result[0]
 
 
+class _InAutocast(MethodOverride):
+    """A model's ``forward`` in mixed precision."""
+
+    def __init__(self, forward: Callable[..., Any], context: Any):
+        super().__init__(forward)
+        self.context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_outputs_to_fp32(self.context(self.method))(*args, **kwargs)
+
+
 def _mark(value: Any) -> Any:
     """Have ``accelerator.prepare`` leave it as it is."""
     value._is_accelerate_prepared = True
@@ -185,7 +197,7 @@ def _equip(accelerator: Accelerator, model: Any) -> None:
     if accelerator.native_amp:
         model._original_forward = forward = model.forward
         context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
-        model.forward = convert_outputs_to_fp32(context(forward))
+        model.forward = _InAutocast(forward, context)
 
 
 def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from meshwright.checkpoint.assemble import assemble, is_first
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.layout import RowLayout, record_of
+from meshwright.parallel.sharded import reading_shards
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -93,6 +94,11 @@ def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 
     On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
     """
+    with reading_shards():
+        return _gather_full(value, runtime)
+
+
+def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     if isinstance(value, nn.Parameter):
         if runtime.weights is not None:
             part, cut = runtime.weights.part(value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import json
 import os
@@ -24,6 +22,7 @@ from meshwright.checkpoint.safetensors_file import read_header, read_rows
 from meshwright.checkpoint.stream import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.layout import RowLayout, global_shape
+from meshwright.parallel.method import MethodOverride
 from meshwright.parallel.outcome import on_first_rank
 from meshwright.plans.adapters import wrapped
 
@@ -35,12 +34,19 @@ def export_with_full_weights(model: nn.Module) -> None:
     its own shard. With ``state_dict``, that is what is written. With ``push_to_hub``, or a model whose
     names on disk are not its own, rank 0 collects the whole model first; of PEFT's, the adapters alone.
     """
-    save_pretrained = getattr(model, "save_pretrained", None)
-    if save_pretrained is None:
-        return
+    if (save_pretrained := getattr(model, "save_pretrained", None)) is not None:
+        object.__setattr__(model, "save_pretrained", _FullSave(save_pretrained, model))
 
-    @functools.wraps(save_pretrained)
-    def save_full(save_directory: Any, *args: Any, **kwargs: Any) -> None:
+
+class _FullSave(MethodOverride):
+    """A model's ``save_pretrained`` with whole weights."""
+
+    def __init__(self, method: Callable[..., Any], model: nn.Module):
+        super().__init__(method)
+        self.model = model
+
+    def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        model, save_pretrained = self.model, self.method
         runtime = runtime_of(model)
         call = _bind(save_pretrained, save_directory, *args, **kwargs)
         has_weights = on_first_rank(lambda: call.get("state_dict") is not None)
@@ -55,12 +61,10 @@ def export_with_full_weights(model: nn.Module) -> None:
         state = gather_state(model, _saved_by(model))
         _save_given(runtime, lambda: save_pretrained(save_directory, *args, **{**kwargs, "state_dict": state}))
 
-    object.__setattr__(model, "save_pretrained", save_full)
-
 
 def _save_given(runtime: Runtime, save: Callable[[], object]) -> None:
     """Let rank 0 run a stock save that was given the weights; it may still ask the model's modules for their names."""
-    with contextlib.nullcontext() if runtime.weights is None else runtime.weights.named_only():
+    with runtime.reading_names():
         on_first_rank(save)
 
 

@@ -20,6 +20,7 @@ from meshwright.optim.parts import OptimizerParts, Part, parts_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.outcome import succeed_together
+from meshwright.parallel.sharded import reading_shards
 
 # How a step is computed, not what: these options stay those of the optimizer that is loaded into.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
@@ -52,7 +53,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     names = succeed_together(lambda: files.names_for(model))
 
     def read() -> None:
-        with files.progress as progress:
+        with files.progress as progress, reading_shards():
             progress.start(sum(files.entries[name][1].num_bytes for name in set(names.values())))
             for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
                 if id(tensor) in names:

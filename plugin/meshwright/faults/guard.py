@@ -69,6 +69,9 @@ class Guard:
             on_notice=self._on_notice,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
+        return self  # a process has one
+
     @property
     def is_current(self) -> bool:
         """Whether the process group that it watches is still the one in use, in the process that joined it."""

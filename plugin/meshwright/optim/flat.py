@@ -11,12 +11,14 @@ from meshwright.parallel.buckets import Bucket, flat_dtype
 from meshwright.parallel.collectives import Axis, start_all_gather
 from meshwright.parallel.layout import RowLayout, Span, record_of
 from meshwright.parallel.saved import memory
+from meshwright.parallel.sharded import ShardedParameter, guard
 
 
 class FlatShard:
     """One rank's part of a few parameters (ZeRO-3), and the whole of them while somebody needs it.
 
-    In between, a parameter has its shape and dtype, but no memory: reading it gives NaN, and writing raises.
+    In between, a parameter has its shape and dtype, but no memory: elementwise arithmetic works on this rank's
+    elements, and whatever needs all of them raises (see ``ShardedParameter``).
 
     Args:
         parameters: of one dtype, and all trainable or all frozen; not changed here.
@@ -35,7 +37,7 @@ class FlatShard:
         kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
         self.master = torch.zeros(self.length, dtype=kept, device=device)
         self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
-        self.is_lent = False
+        self.is_lent = self.is_guarded = False
         self._full: Tensor | None = None
         self._wait: Callable[[], Tensor] | None = None
 
@@ -117,6 +119,8 @@ class FlatShard:
         """Give the parameters their values."""
         self.is_lent = True
         for parameter, segment in self._segments(self.full()):
+            if self.is_guarded:
+                parameter.__class__ = nn.Parameter
             parameter.data = segment
 
     def take_back(self) -> None:
@@ -124,6 +128,24 @@ class FlatShard:
         self.is_lent = False
         for parameter, shape in zip(self.parameters, self.shapes, strict=True):
             parameter.data = self.stand_in.expand(shape)
+            if self.is_guarded:
+                guard(parameter)
+
+    def guard(self) -> None:
+        """Let the parameters say, while they are without values, where those are."""
+        for index, parameter in enumerate(self.parameters):
+            guard(parameter, _OwnElements(self, index))
+        self.is_guarded = all(type(parameter) is ShardedParameter for parameter in self.parameters)
+
+    def own(self, index: int) -> Tensor:
+        """This rank's elements of a parameter, as they are stepped; writing into them changes it."""
+        (low, high), begin = self._own(index)
+        return self.master[begin : begin + high - low]
+
+    def own_of(self, index: int, local: Tensor) -> Tensor:
+        """The same elements of a tensor of the shard's shape."""
+        low, high = self._own(index)[0]
+        return local.flatten()[low:high]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in what is gathered now."""
@@ -145,3 +167,19 @@ class FlatShard:
         """This rank's elements of a parameter, and where they begin in its part; no elements begin at 0."""
         low, high = self._cut(index).spans[self.dp.rank][0]
         return (low, high), self.starts[index] + low - self.dp.rank * self.length if low < high else 0
+
+
+class _OwnElements:
+    """Where a parameter's values are; see ``Values``."""
+
+    def __init__(self, flat: FlatShard, index: int):
+        self.flat, self.index = flat, index
+
+    def own(self) -> Tensor:
+        return self.flat.own(self.index)
+
+    def cut(self, local: Tensor) -> Tensor:
+        return self.flat.own_of(self.index, local)
+
+    def changed(self) -> None:
+        self.flat.release()

@@ -85,7 +85,7 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
                 "model and the optimizer that to_distributed returned"
             )
         bucket = sharded.get(id(parameter))
-        cut = bucket.cut(parameter) if bucket else RowLayout.replicated(parameter.numel(), runtime.dp.size)
+        cut = bucket.cut(parameter) if bucket else RowLayout.replicated(parameter.shape.numel(), runtime.dp.size)
         parts[name] = Part(
             record=_record(name, parameter),
             cut=cut,

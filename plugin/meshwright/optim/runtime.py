@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
+from meshwright.errors import AlreadyDistributedError
 from meshwright.faults.guard import Guard
 from meshwright.optim.trained import FixedParameters, TrainedParameters
 from meshwright.optim.units import ShardedWeights
@@ -47,6 +49,7 @@ class Runtime:
         loss: the model's loss; None for one that is not known.
         uneven: warns of batches that ranks share unevenly, where a loss is not known.
         trained: follows which parameters require a gradient.
+        names_only: whether ``state_dict()`` is read for its names now: whoever saves has been given the values.
     """
 
     tp: Axis
@@ -63,8 +66,22 @@ class Runtime:
     loss: BatchLoss | None = None
     uneven: UnevenBatches | None = None
     trained: TrainedParameters | FixedParameters | None = None
+    names_only: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
+
+    def without_gradients(self) -> Runtime:
+        """A runtime for a copy of the model, which has no gradients, optimizer or weights yet."""
+        return dataclasses.replace(
+            self, parameters=[], syncs=[], zero=None, weights=None, streams=None, trained=None, has_optimizer=False
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        raise AlreadyDistributedError(
+            "a module whose gradients are synchronised was copied without the model that they belong to, so that the "
+            "copy would train apart on each rank; copy the model that to_distributed returned, or the plain model: "
+            "copy.deepcopy(ddp.module)"
+        )
 
     def check_own(self, what: str, instead: str) -> None:
         """Refuse what an engine does in the runtime's place.
@@ -115,6 +132,15 @@ class Runtime:
             for sync in self.syncs:
                 stack.enter_context(sync.no_sync())
             yield
+
+    @contextlib.contextmanager
+    def reading_names(self) -> Iterator[None]:
+        """Inside, ``state_dict()`` does not raise where it holds shards."""
+        before, self.names_only = self.names_only, True
+        try:
+            yield
+        finally:
+            self.names_only = before
 
     def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
         """This rank's gradients, each with how many ranks of (dp x tp) hold each of its elements."""

@@ -12,11 +12,13 @@ from meshwright.launch import world_size
 from meshwright.mesh import ProcessMesh
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, attach
+from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.trained import FixedParameters, TrainedParameters
 from meshwright.optim.zero import hook_optimizer
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.copies import sum_copies_in_backward
 from meshwright.parallel.layout import RowLayout, ShardRecord
+from meshwright.parallel.sharded import StepWindow
 
 
 def install_gradient_sync(
@@ -60,6 +62,8 @@ def install_gradient_sync(
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         if runtime.zero is not None:
             hook_optimizer(optimizer, runtime.zero)
+        guard_optimizer(optimizer, runtime)
+        StepWindow().over(optimizer)
         attach(optimizer, runtime)
 
 

@@ -14,6 +14,7 @@ from meshwright.parallel.buckets import make_buckets
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradients import IN_FLIGHT, AllReduce, GradientSync
 from meshwright.parallel.layout import record_of
+from meshwright.parallel.sharded import reading_shards
 
 
 class TrainedParameters:
@@ -74,7 +75,8 @@ class TrainedParameters:
     def follow(self) -> None:
         """Take in what was thawed; every rank makes the call, and thawed the same (see ReplicaComparison)."""
         if self._watch.accept():
-            self._take_in(self._new())
+            with reading_shards():
+                self._take_in(self._new())
 
     def check(self) -> None:
         """Refuse gradients of parameters that were thawed after the last forward pass of the model.

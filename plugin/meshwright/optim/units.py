@@ -17,19 +17,18 @@ masters, clipping and export.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import UnreadableTensorError
 from meshwright.optim.flat import FlatShard
 from meshwright.optim.zero import ShardedBucket
 from meshwright.parallel import saved
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout, record_of
+from meshwright.parallel.method import MethodOverride
 from meshwright.plans.adapters import without_wrappers
 
 
@@ -66,7 +65,6 @@ class ShardedWeights:
         self._task = -1
         self._current: _Step | None = None
         self._lent_again: list[FlatShard] = []
-        self._is_named_only = False
 
     def keep(self, parameter: Tensor, local: Tensor) -> Tensor:
         """Keep this rank's part of a parameter's TP shard; what is to stand in the parameter's place."""
@@ -79,13 +77,19 @@ class ShardedWeights:
         """Begin to gather and release the weights of a model, whose parameters :meth:`keep` left without values."""
         for step in self.steps:
             step.hook()
-        for module in model.modules():
-            if any(id(p) in self._place for p in module.parameters(recurse=False)):
-                module.register_state_dict_pre_hook(self._refuse_state_dict)
-                module.register_load_state_dict_pre_hook(_refuse_load)
-        for part in {id(x): x for x in (model, without_wrappers(model)[1])}.values():
+        parts: dict[int, Any] = {id(x): x for x in (model, without_wrappers(model)[1])}
+        for part in parts.values():
             if callable(getattr(part, "generate", None)):
-                _generate_together(part)
+                object.__setattr__(part, "generate", _GenerateTogether(part.generate))
+
+    def find_places(self) -> None:
+        """Look up where the parameters of the flats are, after those were exchanged."""
+        self._place = {id(p): (flat, index) for flat in self.flats for index, p in enumerate(flat.parameters)}
+
+    def guard(self) -> None:
+        """Let the parameters say where their values are, outside of their layers."""
+        for flat in self.flats:
+            flat.guard()
 
     def train(self, parameters: list[nn.Parameter]) -> list[ShardedBucket]:
         """The buckets of these parameters, trained for the first time, in the order in which backward finishes them.
@@ -105,7 +109,7 @@ class ShardedWeights:
     def part(self, parameter: nn.Parameter) -> tuple[Tensor, RowLayout]:
         """This rank's elements of a parameter's flattened TP shard, and how that is cut over dp."""
         if id(parameter) not in self._place:
-            return parameter.detach().reshape(-1), RowLayout.replicated(parameter.numel(), self.dp.size)
+            return parameter.detach().reshape(-1), RowLayout.replicated(parameter.shape.numel(), self.dp.size)
         flat, index = self._place[id(parameter)]
         return flat.part(index)
 
@@ -114,21 +118,34 @@ class ShardedWeights:
         parameters = [(p, flat) for flat in self.flats for p in flat.parameters]
         return [record_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
 
-    @contextlib.contextmanager
-    def named_only(self) -> Iterator[None]:
-        """Inside, ``state_dict()`` is read for its names: whoever saves has been given the values."""
-        before, self._is_named_only = self._is_named_only, True
-        try:
-            yield
-        finally:
-            self._is_named_only = before
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has its values here, and none of its own outside of its layer."""
+        return id(parameter) in self._place
 
-    def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not (keep_vars or self._is_named_only):
-            raise UnreadableTensorError(
-                "under ZeRO stage 3 no rank has the whole weights, so model.state_dict() would hold none; get them "
-                "with meshwright.full_state_dict(model), or write them with model.save_pretrained(...)"
-            )
+    def lend_memory(self, parameter: nn.Parameter, values: Tensor | None) -> None:
+        """Give a parameter memory to be copied into, until :meth:`take_back_memory`.
+
+        Args:
+            parameter: one that :meth:`holds` knows.
+            values: this rank's TP shard, of which its part is kept; None to keep what there is.
+        """
+        flat, index = self._place[id(parameter)]
+        if values is not None:
+            flat.keep(index, values)
+            flat.release()
+        else:
+            values = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        parameter.data = values
+
+    def take_back_memory(self, parameter: nn.Parameter) -> None:
+        """Undo :meth:`lend_memory`."""
+        if self.holds(parameter):
+            parameter.data = self.place_holder(parameter)
+
+    def place_holder(self, parameter: nn.Parameter) -> Tensor:
+        """What is in a parameter outside of its layer: its shape, and no memory."""
+        flat, index = self._place[id(parameter)]
+        return flat.stand_in.expand(flat.shapes[index])
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:
@@ -206,8 +223,9 @@ class _Step:
         self._pushed: list[bool] = []
 
     def hook(self) -> None:
-        self.module.register_forward_pre_hook(lambda *_: self.enter())
-        self.module.register_forward_hook(lambda *_: self.leave(), always_call=True)
+        # Bound methods, which a copy of the model binds to its own step.
+        self.module.register_forward_pre_hook(self.enter)
+        self.module.register_forward_hook(self.leave, always_call=True)
         for inner in self.module.modules():
             if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
                 inner.register_forward_pre_hook(self._enter_inside)
@@ -219,7 +237,7 @@ class _Step:
         for flat in self.flats:
             flat.full()
 
-    def enter(self) -> None:
+    def enter(self, *_: Any) -> None:
         """Give the parameters their values."""
         if _in_backward():
             self.weights.enter_backward(self)
@@ -239,7 +257,7 @@ class _Step:
         if _in_backward():
             self.weights.lend_again(self)
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """Take the values back; backward gathers them again."""
         if not self._pushed:  # enter failed
             return
@@ -305,19 +323,8 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values())
 
 
-def _refuse_load(module: nn.Module, *_: Any) -> None:
-    raise UnreadableTensorError(
-        "under ZeRO stage 3 no rank has the whole weights, so model.load_state_dict() has nowhere to put them; load "
-        "them with meshwright.load_weights(model, path), or before to_distributed"
-    )
+class _GenerateTogether(MethodOverride):
+    """Lets every rank run as many forward passes as the longest of their texts needs: each is a collective."""
 
-
-def _generate_together(model: Any) -> None:
-    """Let every rank run as many forward passes as the longest of their texts needs: each is a collective."""
-    generate = model.generate
-
-    @functools.wraps(generate)
-    def together(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **{"synced_gpus": True, **kwargs})
-
-    object.__setattr__(model, "generate", together)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.method(*args, **{"synced_gpus": True, **kwargs})

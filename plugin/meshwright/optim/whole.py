@@ -9,6 +9,7 @@ from meshwright.parallel.buckets import Bucket
 from meshwright.parallel.collectives import Axis, all_gather_into
 from meshwright.parallel.layout import record_of
 from meshwright.parallel.saved import memory
+from meshwright.parallel.sharded import reading_shards
 
 
 class WholeWeights:
@@ -51,6 +52,10 @@ class WholeWeights:
         Raises:
             ValueError: for parameters that were cast, moved to another device or given another shape.
         """
+        with reading_shards():
+            self._take_over()
+
+    def _take_over(self) -> None:
         storage, _ = memory(self.flat)
         moved = [p for p in self.bucket.parameters if memory(p)[0] != storage]
         for parameter in moved:
@@ -62,7 +67,7 @@ class WholeWeights:
         given = {id(p) for p in moved}
         for parameter, offset, before, now in members:
             if before != now or id(parameter) in given:
-                low, high = max(offset - self._start, 0), offset + parameter.numel() - self._start
+                low, high = max(offset - self._start, 0), offset + parameter.shape.numel() - self._start
                 own, master = self.own[low : max(high, low)], self.master[low : max(high, low)]
                 # What was not written keeps the bits that only the master has.
                 master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))

@@ -26,8 +26,9 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.whole import WholeWeights
 from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, start_reduce_scatter
-from meshwright.parallel.guarded import HeldGradient, LocalGradient, is_cleared
+from meshwright.parallel.guarded import HeldGradient, is_cleared
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+from meshwright.parallel.sharded import LocalGradient
 
 
 class Weights(Protocol):
@@ -80,7 +81,7 @@ class ShardedBucket:
 
     def _cut(self, start: int, length: int) -> Iterator[Slice]:
         for parameter, offset in zip(self.bucket.parameters, self.bucket.offsets, strict=True):
-            low, high = max(start, offset), min(start + length, offset + parameter.numel())
+            low, high = max(start, offset), min(start + length, offset + parameter.shape.numel())
             if low < high:
                 in_shard = slice(low - start, high - start)
                 shard = nn.Parameter(self.weights.master[in_shard])
@@ -89,14 +90,14 @@ class ShardedBucket:
     def cut(self, parameter: nn.Parameter) -> RowLayout:
         """Which of a parameter's elements, flattened, each data-parallel rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
-        return RowLayout.stretches(offset, parameter.numel(), self.bucket.numel // self.dp.size, self.dp.size)
+        return RowLayout.stretches(offset, parameter.shape.numel(), self.bucket.numel // self.dp.size, self.dp.size)
 
     def gather_gradients(self) -> Tensor:
         """The reduced gradients of the whole bucket, on every rank."""
         own = torch.zeros_like(self.weights.master)
         for piece in self.slices:
             if piece.shard.grad is not None:
-                own[piece.in_shard] = piece.shard.grad
+                own[piece.in_shard] = piece.shard.grad.as_subclass(Tensor)
         return all_gather(own, self.dp)
 
 
@@ -187,9 +188,9 @@ class ReduceScatter:
                         continue
                     piece.parameter.grad = HeldGradient.stand_in(piece.parameter)  # another rank had one
                 if piece.shard.grad is None:
-                    piece.shard.grad = gradient.as_subclass(LocalGradient)
+                    piece.shard.grad = LocalGradient.of(gradient)
                 else:
-                    piece.shard.grad.add_(gradient)
+                    piece.shard.grad.as_subclass(Tensor).add_(gradient)
 
         return finish
 
@@ -216,7 +217,7 @@ class ReduceScatter:
             if piece.shard.grad is None:
                 piece.shard.grad = more
             else:
-                piece.shard.grad.add_(more)
+                piece.shard.grad.as_subclass(Tensor).add_(more)
 
     def _exchange(self, gradients: Gradients) -> Gradients:
         """Put these gradients in the place of all that there are; returns those, without their empty places."""
@@ -262,7 +263,7 @@ class ReduceScatter:
             for parameter in given:
                 parameter.grad = HeldGradient.stand_in(parameter)
                 for piece in self._slices_of.get(id(parameter), []):
-                    piece.shard.grad = own[piece.in_shard].as_subclass(LocalGradient)
+                    piece.shard.grad = LocalGradient.of(own[piece.in_shard])
 
     def _forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Clear what ``model.zero_grad()``, or the program by hand, cleared or zeroed on these parameters."""

@@ -31,7 +31,7 @@ class Bucket:
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes = [p.numel() for p in self.parameters]
+        sizes = [p.shape.numel() for p in self.parameters]
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self.numel = -(-sum(sizes) // self.multiple) * self.multiple
 
@@ -43,12 +43,12 @@ class Bucket:
     def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of ``flat``, in the parameter's shape."""
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
-            yield parameter, flat[offset : offset + parameter.numel()].view(parameter.shape)
+            yield parameter, flat[offset : offset + parameter.shape.numel()].view(parameter.shape)
 
     def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
         """The gradients times ``scale`` in one flat tensor, zeros where there is none, and ``extra`` zeros behind."""
         flat = torch.empty(self.numel + extra, dtype=self.dtype, device=self.parameters[0].device)
-        flat[self.offsets[-1] + self.parameters[-1].numel() :].zero_()
+        flat[self.offsets[-1] + self.parameters[-1].shape.numel() :].zero_()
         for parameter, segment in self.segments(flat):
             if has_gradient(parameter):
                 assert parameter.grad is not None

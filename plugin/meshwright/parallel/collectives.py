@@ -38,6 +38,9 @@ class Axis:
     rank: int = 0
     group: ProcessGroup | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a copied model is on the same ranks
+
 
 Operation = Callable[[Tensor, Axis], Tensor]
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from meshwright.faults.statement import SHOWN, Statement
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.deferred import Gathered, is_deferred
 from meshwright.parallel.layout import ShardRecord
+from meshwright.parallel.sharded import reading_shards
 
 ADVICE = (
     "Each rank steps a replica of the same weights: after another step the replicas part for good, and averaged "
@@ -87,6 +89,18 @@ class ReplicaComparison:
         self._cleared = ""
         self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
         self._gathered: dict[str, tuple[Gathered, list[list[str]]]] = {}
+
+    def for_copy(self) -> ReplicaComparison:
+        """The comparison of a copy of the model, which has no optimizer; :meth:`look_at` tells it the copy."""
+        new = copy.copy(self)
+        new._named, new._optimizer, new._compared, new._gathered = [], None, {}, {}
+        new._steps = new._steps_seen = 0
+        new._cleared = ""
+        return new
+
+    def look_at(self, model: nn.Module) -> None:
+        """Compare the parameters of this model."""
+        self._named = list(model.named_parameters())
 
     def watch(self, optimizer: Optimizer) -> None:
         """Compare an optimizer's settings and steps from now on."""
@@ -167,7 +181,8 @@ class ReplicaComparison:
             return
         shared = self._shared_over(axis)
         keys = [[rows.key for _, rows in theirs] for theirs in shared]
-        own = [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]]
+        with reading_shards():
+            own = [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]]
         most = max(map(len, keys))
         if most == 0:
             return

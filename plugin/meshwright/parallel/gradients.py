@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from meshwright.parallel.buckets import Bucket
 from meshwright.parallel.collectives import Axis, start_all_reduce
-from meshwright.parallel.guarded import LocalGradient
 from meshwright.parallel.layout import record_of
+from meshwright.parallel.sharded import LocalGradient
 
 IN_FLIGHT = 4  # buckets that are reduced at a time
 
@@ -307,4 +307,4 @@ def _no_pass() -> None:
 def _guard(parameter: nn.Parameter) -> None:
     record = getattr(parameter, "meshwright", None)
     if parameter.grad is not None and record is not None and record.is_sharded:
-        parameter.grad = parameter.grad.as_subclass(LocalGradient)
+        parameter.grad = LocalGradient.of(parameter.grad, record)

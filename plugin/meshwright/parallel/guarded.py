@@ -19,6 +19,16 @@ _METADATA: frozenset[Any] = frozenset(
 ) | {Tensor.as_subclass, Tensor.detach, Tensor.register_hook}
 
 
+_SHAPE: frozenset[Any] = frozenset(
+    {Tensor.size, Tensor.numel, Tensor.dim} | {getattr(Tensor, name).__get__ for name in ("shape", "ndim")}
+)
+
+
+def is_metadata(func: Callable[..., Any]) -> bool:
+    """Whether a function of a tensor reads none of its values."""
+    return func in _METADATA or func in _SHAPE
+
+
 class ShardedLogits(Tensor):
     """Logits of this rank's vocabulary rows, in training with labels.
 
@@ -63,42 +73,6 @@ class ShardedLogits(Tensor):
         return "ShardedLogits(not gathered: see ToDistributedConfig.gather_logits)"
 
 
-class LocalGradient(Tensor):
-    """The gradient of a sharded parameter: an ordinary tensor whose norm is not the gradient's norm.
-
-    ``torch.nn.utils.clip_grad_norm_`` on such gradients would clip each rank by another factor, and
-    the replicas would drift apart without a word.
-    """
-
-    _NORMS: ClassVar[set[Any]] = {
-        torch._foreach_norm,
-        torch.linalg.vector_norm,
-        torch.linalg.norm,
-        torch.norm,
-        Tensor.norm,
-        torch.nn.utils.clip_grad_norm_,
-        torch.nn.utils.get_total_norm,
-    }
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in cls._NORMS:
-            raise UnreadableTensorError(
-                "this gradient is one rank's shard, so its norm is not the gradient's norm; clip with "
-                "meshwright.clip_grad_norm_(model, max_norm), which is global under every plan (to look at the "
-                "shard itself: parameter.grad.as_subclass(torch.Tensor))"
-            )
-        # Plain tensors come back: only the gradient itself is guarded, not what is computed from it.
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
 class HeldGradient(Tensor):
     """Stands in ``parameter.grad`` for a gradient that ZeRO has taken to its shards.
 
@@ -106,9 +80,6 @@ class HeldGradient(Tensor):
     """
 
     _CLEARING: ClassVar[set[Any]] = {Tensor.zero_, torch._foreach_zero_, Tensor.requires_grad_, Tensor.detach_}
-    _SHAPE: ClassVar[set[Any]] = {Tensor.size, Tensor.numel, Tensor.dim} | {
-        getattr(Tensor, name).__get__ for name in ("shape", "ndim")
-    }
 
     @classmethod
     def stand_in(cls, parameter: Tensor) -> HeldGradient:
@@ -140,7 +111,7 @@ class HeldGradient(Tensor):
                     else:
                         tensor.zero_()
             return args[0]
-        if func in _METADATA or func in cls._SHAPE:
+        if is_metadata(func):
             return super().__torch_function__(func, types, args, kwargs or {})
         raise UnreadableTensorError(
             "under ZeRO the reduced gradient lives in shards over the data-parallel axis, not in parameter.grad; "

@@ -221,13 +221,12 @@ class OutputLoss:
 
     def watch(self, model: nn.Module) -> None:
         """Replace the loss of all that the model returns from now on."""
-        signature = inspect.signature(model.forward)
+        self._signature = inspect.signature(model.forward)
+        model.register_forward_hook(self._replace, with_kwargs=True)
 
-        def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            was_done, self.is_done = self.is_done, False
-            return output if was_done else self._global(arguments(signature, args, kwargs), output)
-
-        model.register_forward_hook(replace, with_kwargs=True)
+    def _replace(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        was_done, self.is_done = self.is_done, False
+        return output if was_done else self._global(arguments(self._signature, args, kwargs), output)
 
     def counts(self, batch: Batch) -> Tensor:
         """See BatchLoss."""

@@ -10,9 +10,8 @@ and a rank keeps its shard of their sum.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +22,10 @@ from meshwright.parallel.forward import arguments
 from meshwright.parallel.gradients import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean import TARGETS, without_targets
-from meshwright.parallel.outputs import loss_of, with_loss
+from meshwright.parallel.method import MethodOverride
+from meshwright.parallel.outputs import loss_of
+from meshwright.parallel.pieces import Pieces
+from meshwright.parallel.sharded import reading_shards
 
 
 def split_forward(
@@ -34,6 +36,7 @@ def split_forward(
     loss: BatchLoss,
     micro_batch_size: int | None,
     num_micro_batches: int,
+    keeps_logits: bool = False,
 ) -> None:
     """Make ``model.forward`` split training batches along dim 0.
 
@@ -44,26 +47,54 @@ def split_forward(
         loss: the model's loss, told to divide by the counts of the whole batch.
         micro_batch_size: rows of a micro-batch; None: from ``num_micro_batches``.
         num_micro_batches: into how many a rank's rows are split, where ``micro_batch_size`` is None.
+        keeps_logits: whether the outputs of all micro-batches are kept for whoever reads them.
     """
-    forward = model.forward
-    signature = inspect.signature(forward)
+    split: Any = _SplitForward(
+        model,
+        dp=dp,
+        syncs=syncs,
+        loss=loss,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        keeps_logits=keeps_logits,
+    )
+    model.forward = split
 
-    @functools.wraps(forward)
-    def split(*args: Any, **kwargs: Any) -> Any:
-        batch = arguments(signature, args, kwargs)
+
+class _SplitForward(MethodOverride):
+    """The ``forward`` of a model whose plan has micro-batches; see ``split_forward``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        dp: Axis,
+        syncs: list[GradientSync],
+        loss: BatchLoss,
+        micro_batch_size: int | None,
+        num_micro_batches: int,
+        keeps_logits: bool,
+    ):
+        super().__init__(model.forward)
+        self.model, self.dp, self.syncs, self.loss = model, dp, syncs, loss
+        self.micro_batch_size, self.num_micro_batches = micro_batch_size, num_micro_batches
+        self.keeps_logits = keeps_logits
+        self.signature = inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batch = arguments(self.signature, args, kwargs)
         targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
-        if not (model.training and torch.is_grad_enabled() and targets is not None):
-            return forward(*args, **kwargs)
+        if not (self.model.training and torch.is_grad_enabled() and targets is not None):
+            return self.method(*args, **kwargs)
         rows = targets.shape[0]
         # Every rank runs the same number of passes: the loss of each is a collective.
-        count = num_micro_batches if micro_batch_size is None else -(-rows // micro_batch_size)
-        count = int(maximum(torch.tensor(count, device=targets.device), dp))
+        count = self.num_micro_batches if self.micro_batch_size is None else -(-rows // self.micro_batch_size)
+        count = int(maximum(torch.tensor(count, device=targets.device), self.dp))
+        pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
         # A number of items is about the whole batch, so that what it means is settled before the batch is split.
-        divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
-        with loss.mean.divided_by(divisors):
-            return _run(model, forward, syncs, loss, _split(batch, rows, count))
-
-    model.forward = split
+        divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
+        with self.loss.mean.divided_by(divisors):
+            return _run(self.model, self.method, self.syncs, self.loss, _split(batch, rows, count), pieces)
 
 
 def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
@@ -89,19 +120,22 @@ def _run(
     syncs: list[GradientSync],
     loss_over_dp: BatchLoss,
     batches: list[dict[str, Any]],
+    pieces: Pieces,
 ) -> Any:
     *inner, last = batches
     whole = all(sync.reduction.can_wait for sync in syncs)
     gradients = _WholeGradients(model, syncs) if whole else _ReducedGradients(syncs)
     total: Tensor | None = None
     for batch in inner:
-        loss = loss_of(loss_over_dp.of_output(batch, forward(**batch)))
+        output = loss_over_dp.of_output(batch, forward(**batch))
+        pieces.add(output)
+        loss = loss_of(output)
         assert loss is not None
         gradients.add_from(loss)
         total = loss.detach() if total is None else total + loss.detach()
-        del loss
+        del output, loss
     output = loss_over_dp.of_output(last, forward(**last))
-    return output if total is None else with_loss(output, gradients.attach(loss_of(output), total))
+    return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
 
 
 class _WholeGradients:
@@ -116,11 +150,27 @@ class _WholeGradients:
         with contextlib.ExitStack() as stack:
             for sync in self.syncs:
                 stack.enter_context(sync.paused())
+            stack.enter_context(_without_hooks(self.parameters))
+            stack.enter_context(reading_shards())
             new = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.sums = [_add(old, grad) for old, grad in zip(self.sums, new, strict=True)]
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Any:
-        return _AddGradients.apply(loss, other, self.sums, *self.parameters)
+        with reading_shards():
+            return _AddGradients.apply(loss, other, self.sums, *self.parameters)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, hooks on gradients do not run: they run once for the sum, as on one device."""
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
 
 
 class _ReducedGradients:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 
 from meshwright.faults.guard import Guard
 from meshwright.parallel.collectives import Axis, agree
+from meshwright.parallel.method import MethodOverride
 
 
 def sample_together(model: nn.Module, tp: Axis, guard: Guard | None) -> None:
@@ -25,18 +24,22 @@ def sample_together(model: nn.Module, tp: Axis, guard: Guard | None) -> None:
     """
     if tp.size == 1 or not callable(getattr(model, "generate", None)):
         return
-    stock: Any = type(model)
-    inner = vars(model).get("generate")  # ZeRO stage 3 has one of its own
+    override: Any = _SampleTogether(model, tp, guard)
+    object.__setattr__(model, "generate", override)
 
-    @functools.wraps(stock.generate)
-    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if guard is not None:
-            guard.meet("generate", tp.group)
-        _take_first_state(next(self.parameters()).device, tp)
-        return inner(*args, **kwargs) if inner is not None else stock.generate(self, *args, **kwargs)
 
-    # A method rather than a closure over the model: a copy of the model then generates by its own weights.
-    object.__setattr__(model, "generate", types.MethodType(generate, model))
+class _SampleTogether(MethodOverride):
+    """A model's ``generate``; see ``sample_together``."""
+
+    def __init__(self, model: Any, tp: Axis, guard: Guard | None):
+        super().__init__(model.generate)
+        self.model, self.tp, self.guard = model, tp, guard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.guard is not None:
+            self.guard.meet("generate", self.tp.group)
+        _take_first_state(next(self.model.parameters()).device, self.tp)
+        return self.method(*args, **kwargs)
 
 
 def _take_first_state(device: torch.device, tp: Axis) -> None:

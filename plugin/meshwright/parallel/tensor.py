@@ -18,11 +18,11 @@ from meshwright.errors import PlanError
 from meshwright.parallel.block import BlockHooks, hidden_states
 from meshwright.parallel.collectives import Axis, reduce_for_shards
 from meshwright.parallel.dropout import DropoutStreams, Restore
-from meshwright.parallel.guarded import LocalGradient
-from meshwright.parallel.layout import RowLayout, ShardRecord, expanded
+from meshwright.parallel.layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.localise import localise_attributes
 from meshwright.parallel.recompute import in_backward
 from meshwright.parallel.sequence import SequenceSharding
+from meshwright.parallel.sharded import LocalGradient, OnShards, Window, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
 
@@ -83,7 +83,7 @@ def attach_shards(model: nn.Module, shards: Shards) -> None:
         _set_values(parameter, shard)
         parameter.meshwright = record  # type: ignore[attr-defined]
         if gradient is not None and record.is_sharded:
-            gradient = record.layout.take(gradient, record.rank).as_subclass(LocalGradient)
+            gradient = LocalGradient.of(record.layout.take(gradient, record.rank).to(parameter.device), record)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
@@ -129,6 +129,23 @@ def install_tensor_parallel(
             _WideNorm(norm, rows, axis)
     if sequence is not None:
         _SequenceRegion(structure, sequence, streams)
+
+
+def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
+    """Let the sharded parameters say that they are, wherever their own modules do not run."""
+    for parameter in model.parameters():
+        if record_of(parameter).is_sharded:
+            guard(parameter)
+    blocks = [block.module for block in structure.blocks if block.entries == (block.module,)]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for block in blocks:
+        Window(block.parameters()).over(block)
+    for module in model.modules():
+        if id(module) not in inside:
+            Window(module.parameters(recurse=False)).over(module)
+        for name in ("merge_adapter", "unmerge_adapter"):
+            if callable(method := getattr(module, name, None)):
+                object.__setattr__(module, name, OnShards(method))
 
 
 def _whole(parameter: Tensor, axis: Axis) -> RowLayout:

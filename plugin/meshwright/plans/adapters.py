@@ -73,6 +73,20 @@ def refuse_merging(model: nn.Module) -> None:
     )
 
 
+def refuse_resizing(model: nn.Module) -> None:
+    """Make the method that gives a model another vocabulary raise, on the decoder and on what is around it."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PlanError(
+            "resize_token_embeddings after to_distributed would make new parameters that no rank synchronises or "
+            "steps; call model.resize_token_embeddings(...) before to_distributed"
+        )
+
+    for part in model.modules():
+        if hasattr(part, "resize_token_embeddings"):
+            object.__setattr__(part, "resize_token_embeddings", refuse)
+
+
 def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise PlanError(message)

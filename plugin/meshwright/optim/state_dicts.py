@@ -1,0 +1,158 @@
+"""``state_dict`` and ``load_state_dict`` of models and optimizers of which this rank holds a part.
+
+``state_dict()`` raises: one rank alone usually calls it, so that it cannot gather. ``load_state_dict()`` of a model
+takes whole tensors, which every rank has, and each rank keeps its rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.errors import UnreadableTensorError
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.layout import ShardRecord, record_of
+from meshwright.parallel.sharded import Window, reading_shards
+
+
+def guard_model(model: nn.Module, runtime: Runtime) -> None:
+    """Make ``model.state_dict()`` raise where it would hold shards, and ``model.load_state_dict()`` cut whole tensors.
+
+    Args:
+        model: its parameters carry records.
+        runtime: of the model; with an engine of its own nothing changes, since it saves and loads shards itself.
+    """
+    if runtime.engine is not None:
+        return
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            hooks = _ModuleState(module, runtime)
+            module.register_state_dict_pre_hook(hooks.refuse_shards)
+            module.register_load_state_dict_pre_hook(hooks.take_own)
+            module.register_load_state_dict_post_hook(hooks.finish)
+
+
+def guard_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
+    """Make ``state_dict()`` and ``load_state_dict()`` of an optimizer over shards raise."""
+    optimizer.register_state_dict_pre_hook(_OptimizerState(runtime).refuse_shards)
+    optimizer.register_load_state_dict_pre_hook(_OptimizerState(runtime).refuse_loading)
+
+
+class _ModuleState:
+    """The hooks of one module that has parameters of its own."""
+
+    def __init__(self, module: nn.Module, runtime: Runtime):
+        self.module, self.runtime = module, runtime
+        self.window = Window(())
+
+    def refuse_shards(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars or self.runtime.names_only:  # whoever asks wants the names or the objects, not the values
+            return
+        weights = self.runtime.weights
+        for name, parameter in module.named_parameters(recurse=False):
+            if weights is not None and weights.holds(parameter):
+                what = f"under ZeRO stage 3 no rank has the values of {prefix}{name} outside of its layer"
+            elif record_of(parameter).is_sharded:
+                what = (
+                    f"under tensor parallelism this rank holds a shard {list(parameter.shape)} of {prefix}{name} "
+                    f"{list(record_of(parameter).global_shape)}"
+                )
+            else:
+                continue
+            raise UnreadableTensorError(
+                f"{what}, so model.state_dict() would be a part of the model, and every rank that loads it would "
+                "get the weights of the rank that saved it. On all ranks call meshwright.full_state_dict(model), "
+                "model.save_pretrained(folder) or meshwright.save_weights(model, folder)"
+            )
+
+    def take_own(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Put this rank's shard in the place of each whole tensor, before torch copies it."""
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise UnreadableTensorError(
+                "load_state_dict(assign=True) would put new parameters in the place of those that meshwright "
+                "synchronises, which would then train apart on each rank; use load_state_dict(state), which copies"
+            )
+        weights = self.runtime.weights
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            key, record = prefix + name, record_of(parameter)
+            value = state.get(key)
+            is_held = weights is not None and weights.holds(parameter)
+            if not isinstance(value, Tensor) or not (record.is_sharded or is_held):
+                continue
+            if value.shape != record.global_shape:
+                error_msgs.append(_mismatch(key, value, parameter, record))
+                own = None
+            else:
+                own = record.layout.take(value.detach(), record.rank).to(parameter.device, parameter.dtype)
+            if weights is not None and is_held:
+                # torch copies into the parameter, which needs memory for so long.
+                with reading_shards():
+                    weights.lend_memory(parameter, own)
+            with reading_shards():
+                state[key] = parameter.data if own is None else own
+        self.window = Window(module.parameters(recurse=False))
+        self.window.open()
+
+    def finish(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self.window.close()
+        if (weights := self.runtime.weights) is not None:
+            with reading_shards():
+                for parameter in module.parameters(recurse=False):
+                    weights.take_back_memory(parameter)
+
+
+def _mismatch(key: str, value: Tensor, parameter: Tensor, record: ShardRecord) -> str:
+    if value.shape == parameter.shape:
+        return (
+            f"{key} in the state dict is one rank's shard {list(value.shape)}, and the whole tensor "
+            f"{list(record.global_shape)} is needed: save meshwright.full_state_dict(model), which all ranks call"
+        )
+    return (
+        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, the shape in current "
+        f"model is {record.global_shape}."
+    )
+
+
+class _OptimizerState:
+    """The hooks of an optimizer."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+
+    def refuse_shards(self, optimizer: Optimizer) -> None:
+        if (what := self._part_of(optimizer)) is not None:
+            raise UnreadableTensorError(
+                f"{what}, so optimizer.state_dict() would be a part of the state, and every rank that loads it would "
+                "get that of the rank that saved it. On all ranks call meshwright.save_optimizer(model, optimizer, "
+                "folder), and meshwright.load_optimizer(model, optimizer, folder) under any plan"
+            )
+
+    def refuse_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if (what := self._part_of(optimizer)) is not None:
+            raise UnreadableTensorError(
+                f"{what}, so optimizer.load_state_dict() would put whole tensors, or another rank's, where this rank "
+                "has its part. Load a one-device state before to_distributed, which keeps it; or on all ranks call "
+                "meshwright.load_optimizer(model, optimizer, folder) with what meshwright.save_optimizer wrote"
+            )
+
+    def _part_of(self, optimizer: Optimizer) -> str | None:
+        """Why this rank's state is not the whole; None where it is."""
+        if self.runtime.zero is not None:
+            return f"under ZeRO the state is of this rank's elements alone, one of {self.runtime.dp.size} flat slices"
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        records = [getattr(p, "meshwright", None) for p in parameters]
+        if any(isinstance(record, ShardRecord) and record.is_sharded for record in records):
+            return f"under tensor parallelism each of {self.runtime.tp.size} ranks holds the state of its own shards"
+        return None

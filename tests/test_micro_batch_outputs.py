@@ -1,0 +1,81 @@
+"""What a program reads of, and does to, a batch that the plan runs as micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from support.exact import Float64, relative_difference
+from support.models import build, labels_for, tokens
+
+SP2 = {"tp": 2, "sequence_parallel": True}
+
+
+def program(plan: dict[str, Any] | None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    model: Any = build("llama", use_cache=True).double()
+    batch = {"input_ids": tokens(6, 12), "labels": labels_for(tokens(6, 12))}
+    if plan is not None:
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), **options)
+        model, _, loader = mw.to_distributed(model, None, [batch], config=config)
+        (batch,) = loader
+    return model, batch
+
+
+def hooked(plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    with Float64():
+        model, batch = program(plan)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad * 0.5)
+        model(**batch).loss.backward()
+    return mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", [SP2, *({"dp": 2, "zero_stage": stage} for stage in (0, 1, 2, 3))], ids=str)
+def test_hooks_on_gradients_run_once(plan: dict[str, Any], pool2: Any) -> None:
+    """Row 14: a hook that halves the gradient halves all of it."""
+    expected, actual = hooked(None), pool2.run(hooked, {**plan, "gradient_accumulation_steps": 3})[0]
+    for name, value in expected.items():  # 1e-9 in float64: the order of sums; halved twice it would be 0.5
+        assert "k_proj.bias" in name or relative_difference(actual[name], value) < 1e-9, name
+
+
+def read(plan: dict[str, Any] | None, keeps: bool, use: str, **options: Any) -> Any:
+    with Float64():
+        model, batch = program(plan, **({"gather_logits": True} if keeps else {}))
+        output = model(**batch, **options)
+        logits = output[1] if isinstance(output, tuple) else output.logits
+        loss = output[0] if isinstance(output, tuple) else output.loss
+        if use == "second loss":
+            (loss + logits.square().mean()).backward()
+        elif use == "metric":
+            loss.backward()
+            return logits.detach(), (logits.argmax(-1) == batch["input_ids"]).sum().item()
+        loss.backward()
+        gradient = mw.full_gradients(model) if plan is not None else {n: p.grad for n, p in model.named_parameters()}
+        return loss.item(), logits.dtype, gradient.get("model.norm.weight")
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, SP2, {"dp": 2, "zero_stage": 3}], ids=str)
+def test_logits_are_those_of_the_batch_or_say_that_they_are_not(plan: dict[str, Any], pool2: Any) -> None:
+    """Row 13: a metric on ``outputs.logits`` sees all rows; a second loss on it is an error."""
+    plan = {**plan, "micro_batch_size": 2}
+    logits, hits = read(None, False, "metric")
+    ranks = pool2.run(read, plan, True, "metric")
+    rows = [x for x, _ in ranks] if "dp" in plan else [ranks[0][0]]
+    assert relative_difference(torch.cat(rows), logits) < 1e-10
+    assert sum(count for _, count in ranks) == hits * (1 if "dp" in plan else 2)
+    for keeps, use, cure in [(False, "metric", "gather_logits=True"), (True, "second loss", "accumulate in the loop")]:
+        for error, message in pool2.run_expecting_error(read, plan, keeps, use):
+            assert error == "UnreadableTensorError" and cure in message
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, SP2], ids=str)
+def test_outputs_may_be_a_tuple(plan: dict[str, Any], pool2: Any) -> None:
+    """``return_dict=False`` with micro-batches."""
+    expected = read(None, False, "", return_dict=False)
+    loss, dtype, gradient = pool2.run(read, {**plan, "gradient_accumulation_steps": 2}, False, "", return_dict=False)[0]
+    assert abs(loss - expected[0]) < 1e-12 and dtype == expected[1]
+    assert relative_difference(gradient, expected[2]) < 1e-9
