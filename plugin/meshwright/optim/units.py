@@ -29,6 +29,7 @@ from meshwright.parallel import saved
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.method import MethodOverride
+from meshwright.parallel.sharded import reading_shards
 from meshwright.plans.adapters import without_wrappers
 
 
@@ -89,6 +90,7 @@ class ShardedWeights:
     def guard(self) -> None:
         """Let the parameters say where their values are, outside of their layers."""
         for flat in self.flats:
+            flat.take_back()  # a copied parameter's place holder is that of the model it was copied from
             flat.guard()
 
     def train(self, parameters: list[nn.Parameter]) -> list[ShardedBucket]:
@@ -243,7 +245,8 @@ class _Step:
             self.weights.enter_backward(self)
         else:
             for flat in self.flats:
-                flat.take_over()
+                with reading_shards():
+                    flat.take_over()
             following = self.weights.steps[self.index + 1 : self.index + 2]
             self.gather([flat for step in following for flat in step.flats])
         for flat in self.flats:
