@@ -188,7 +188,8 @@ def sometimes_used(plan: dict[str, Any] | None, when: str) -> float:
                     loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return mw.full_state_dict(model)["spare"].sum().item() if rank in (None, 0) else 0.0
+        state = mw.full_state_dict(model)
+        return state["spare"].sum().item() if rank in (None, 0) else 0.0
 
 
 @pytest.mark.parametrize("when", ["in the first pass", "on one rank"])

@@ -58,7 +58,7 @@ def test_assigned_weights_are_cut_under_stage_3(pool2: Any) -> None:
 @pytest.mark.parametrize("plan", ZERO, ids=str)
 def test_a_cast_after_the_call_is_an_error(plan: dict[str, Any], pool2: Any) -> None:
     """Row 28."""
-    with pytest.raises(WorkerError, match=r"Call model\.to\(\.\.\.\), \.double\(\), \.float\(\) or the like before"):
+    with pytest.raises(WorkerError, match=r"[Cc]all model\.to\(\.\.\.\), \.double\(\), \.float\(\) or the like before"):
         pool2.run(edit, plan, "double", "float32")
 
 

@@ -11,7 +11,7 @@ from meshwright.parallel.buckets import Bucket, flat_dtype
 from meshwright.parallel.collectives import Axis, start_all_gather
 from meshwright.parallel.layout import RowLayout, Span, record_of
 from meshwright.parallel.saved import memory
-from meshwright.parallel.sharded import ShardedParameter, guard
+from meshwright.parallel.sharded import ShardedParameter, guard, reading_shards
 
 
 class FlatShard:
@@ -96,7 +96,8 @@ class FlatShard:
                     f"keeps it as {self.dtype} {tuple(self.shapes[index])}, in parts: the change would not reach them. "
                     "Call model.to(...), .double(), .float() or the like before to_distributed"
                 )
-            parameter.data = self.keep(index, parameter.data)
+            with reading_shards():
+                parameter.data = self.keep(index, parameter.data)
             self.release()
 
     def split(self) -> list[FlatShard]:
@@ -111,6 +112,8 @@ class FlatShard:
             part = FlatShard([self.parameters[index] for index in indices], shapes, self.dp, self.master.device)
             for new, index in enumerate(indices):
                 self.parameters[index].data = part.keep(new, segments[index])
+            if self.is_guarded:
+                part.guard()
             parts.append(part)
         self.release()
         return parts

@@ -217,7 +217,7 @@ class ReduceScatter:
             if piece.shard.grad is None:
                 piece.shard.grad = more
             else:
-                piece.shard.grad.as_subclass(Tensor).add_(more)
+                piece.shard.grad.as_subclass(Tensor).add_(more.as_subclass(Tensor))
 
     def _exchange(self, gradients: Gradients) -> Gradients:
         """Put these gradients in the place of all that there are; returns those, without their empty places."""

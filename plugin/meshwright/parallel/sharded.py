@@ -179,7 +179,8 @@ _METADATA = """
     size dim ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size is_contiguous
     is_floating_point is_complex is_signed get_device register_hook register_post_accumulate_grad_hook requires_grad_
     retain_grad as_subclass is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor result_type
-    is_same_size is_set_to _is_view record_stream __hash__ __len__ __format__ _amp_foreach_non_finite_check_and_unscale_
+    is_same_size is_set_to _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__ __format__
+    _amp_foreach_non_finite_check_and_unscale_
 """
 
 # Each element of the result depends on the elements in the same place alone. Without their underscores: in place and
@@ -240,7 +241,7 @@ def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args[1].shape != owner.shape:
             raise _error("assigning another shape to .data", owner)
         if is_shard(args[1]) and _values(args[1]) is not None:
-            raise _error("assigning .data", owner)
+            raise _error("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
     with reading_shards():
         result = func(*args, **kwargs)
         if name != "data" or not isinstance(result, Tensor):
@@ -386,14 +387,19 @@ def _describe(x: Tensor) -> str:
     return f"{type(x).__name__}({what}, {dtype})"
 
 
-def _error(name: str, x: Tensor, *, into: Tensor | None = None, other: Tensor | None = None) -> UnreadableTensorError:
+def _error(
+    name: str, x: Tensor, *, into: Tensor | None = None, other: Tensor | None = None, is_cast: bool = False
+) -> UnreadableTensorError:
     with reading_shards():
         record, plain = _record(x), name.strip("_").removeprefix("foreach_")
         what = "the gradient" if isinstance(x, LocalGradient) else "a tensor"
         if record is not None:
             what = f"{'the gradient of ' if isinstance(x, LocalGradient) else ''}{record.name} {[*record.global_shape]}"
         held = f"this rank holds {'a part' if _values(x) is not None else [*x.shape]} of {what}"
-        if into is not None:
+        if is_cast:
+            why = "a cast would not reach the parts that ZeRO stage 3 keeps"
+            cure = "call model.to(...), .double(), .float() or the like before to_distributed"
+        elif into is not None:
             why = f"{name}() would write it into a tensor {list(into.shape)} that is no shard"
             cure = (
                 "make an average of weights after to_distributed (AveragedModel(model), copy.deepcopy(model)), or "
