@@ -1,0 +1,97 @@
+"""What became of a random program under its plan: equal, told apart from one device by an error or a warning, or silent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from benchmarks.random_programs.draw import Program
+from benchmarks.random_programs.run import Numbers, run
+from tests.harness import WorkerError, WorkerHang
+from tests.support.exact import relative_difference
+
+# float64: sums in another order differ by 1e-16 each, which four steps of AdamW at small moments make 1e-11 at worst.
+TOLERANCE = 1e-9
+
+Verdict = Literal["equal", "refused", "warned", "crashed", "SILENT", "illegal"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The verdict on a program, and why: a difference, or the error's last line."""
+
+    program: Program
+    verdict: Verdict
+    why: str
+
+
+def judge(program: Program, pool: Any) -> Outcome:
+    """Run a program on one process and under its plan, and compare.
+
+    Args:
+        pool: of as many ranks as the plan has.
+    """
+    try:
+        expected = run(program, distributed=False)
+    except Exception as error:  # what one device refuses is no legal program
+        return Outcome(program, "illegal", f"{type(error).__name__}: {error}".splitlines()[0])
+    try:
+        ranks = pool.run(run, program, distributed=True, timeout=180)
+    except WorkerHang as hang:
+        return Outcome(program, "crashed", f"hang: {str(hang).splitlines()[0]}")
+    except WorkerError as failure:
+        return _of_error(program, str(failure))
+    difference, what = largest_difference(ranks, expected)
+    if difference <= TOLERANCE:
+        return Outcome(program, "equal", f"{difference:.0e}")
+    warnings = [text for rank in ranks for text in rank.warnings if "different weights" not in text]
+    if warnings:
+        return Outcome(program, "warned", f"{what} off by {difference:.0e}; {warnings[0]}")
+    return Outcome(program, "SILENT", f"{what} off by {difference:.0e}")
+
+
+def largest_difference(ranks: list[Numbers], expected: Numbers) -> tuple[float, str]:
+    """The largest relative difference of any rank's numbers, and of what."""
+    found = [(0.0, "nothing")]
+    for number, rank in enumerate(ranks):
+        for name in ("losses", "norms", "said"):
+            pairs = _pairs(getattr(rank, name), getattr(expected, name))
+            found += [(_relative(ours, theirs), f"{name} of rank {number}") for ours, theirs in pairs]
+    for name in ("weights", "average"):
+        ours, theirs = getattr(ranks[0], name), getattr(expected, name)
+        if ours.keys() != theirs.keys():
+            found.append((math.inf, f"the names of {name}: {sorted(ours.keys() ^ theirs.keys())[:2]}"))
+        found += [(_of_tensors(ours[key], theirs[key]), f"{name} {key}") for key in ours.keys() & theirs.keys()]
+    return max(found)
+
+
+def _of_tensors(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape:
+        return math.inf
+    difference = relative_difference(actual, expected)
+    return math.inf if math.isnan(difference) else difference
+
+
+def _pairs(ours: list[Any], theirs: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else [(ours, theirs)]
+
+
+def _relative(actual: Any, expected: Any) -> float:
+    if not isinstance(actual, int | float) or not isinstance(expected, int | float):
+        return 0.0 if actual == expected else math.inf
+    difference = abs(actual - expected) / max(abs(expected), 1e-12)
+    return 0.0 if actual == expected else math.inf if math.isnan(difference) else difference
+
+
+def _of_error(program: Program, text: str) -> Outcome:
+    lines = [line for line in text.splitlines() if line.strip()]
+    raised = [line for line in lines if line and not line.startswith((" ", "-")) and "Error" in line.split(":")[0]]
+    why = raised[0] if raised else lines[-1]
+    is_ours = "meshwright" in "".join(raised).lower() or any(word in why for word in _CURES)
+    return Outcome(program, "refused" if is_ours else "crashed", why[:300])
+
+
+_CURES = ("to_distributed", "ToDistributedConfig", "ParallelPlan", "no_sync", "full_state_dict", "clip_grad_norm_")
