@@ -1,4 +1,4 @@
-"""What became of a random program under its plan: equal, told apart from one device by an error or a warning, or silent."""
+"""What became of a random program under its plan: equal, told apart by an error or a warning, or silently different."""
 
 from __future__ import annotations
 
