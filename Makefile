@@ -34,6 +34,7 @@ help:
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
+	@echo 'make programs      500 random training programs and plans against one process; half an hour'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make clean         delete .venv, caches and runs/'
 	@echo
@@ -77,6 +78,9 @@ verify: $(INSTALLED)
 families: $(INSTALLED)
 	$(BIN)/python -m benchmarks.families.static
 	$(BIN)/python -m benchmarks.families
+
+programs: $(INSTALLED)
+	$(BIN)/python -m benchmarks.random_programs
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks

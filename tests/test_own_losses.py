@@ -159,3 +159,43 @@ def test_options_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"takes a scalar loss.*a tensor of shape \(2,\): pass loss.mean\(\)"):
         mw.global_mean(model, torch.ones(2), 1)
     assert mw.global_mean(model, loss := torch.ones(()), 3) is loss  # one process: nothing changes
+
+
+def warnings_beside_the_models_loss(uses_own: bool) -> list[str]:
+    """A program that passes labels, and trains on a loss that it computes from the logits."""
+    import torch.distributed as dist
+
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2))
+    model = mw.to_distributed(build("llama"), config=config)[0]
+    ids = tokens(1 + dist.get_rank(), LENGTH)
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        for _ in range(2):
+            outputs = model(input_ids=ids, labels=ids)
+            (smoothed(outputs.logits, ids) if uses_own else outputs.loss).backward()
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
+    return [text for text in found if "rows" in text]
+
+
+@pytest.mark.parametrize("uses_own", [True, False])
+def test_a_loss_beside_the_models_own_is_named(uses_own: bool, pool2: Any) -> None:
+    """Row 17: the labels were passed, so the model computed a loss too, which the program left aside."""
+    first, second = pool2.run(warnings_beside_the_models_loss, uses_own)
+    assert len(first) == int(uses_own) and not second
+
+
+def gradient_of_a_parameter(plan: dict[str, Any]) -> None:
+    model = mw.to_distributed(build("llama"), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    ids = tokens(2, LENGTH)
+    torch.autograd.grad(model(input_ids=ids, labels=ids).loss, [model.model.norm.weight])
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero_stage": 2}])
+def test_gradients_that_nothing_reduces_are_refused(plan: dict[str, Any], pool2: Any) -> None:
+    """Row 20."""
+    for _, message in pool2.run_expecting_error(gradient_of_a_parameter, plan):
+        assert "torch.autograd.grad would give this rank's own gradient of model.norm.weight" in message

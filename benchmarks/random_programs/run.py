@@ -128,6 +128,9 @@ class _Run:
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         program = self.program
         self.activations.clear()
+        if program.batch == "packed" and not self.distributed:
+            # With a cache, transformers on one device lets packed documents see each other.
+            batch = {**batch, "use_cache": False}
         if program.loss == "own counts":
             count = (batch["labels"][:, 1:] != -100).sum()
             loss = self.model(**batch, num_items_in_batch=count).loss

@@ -113,8 +113,9 @@ class ForwardState:
             self._restore()
             self._restore = None
         is_trained = module.training and torch.is_grad_enabled()
-        if self.uneven.is_on and is_trained and not (self.has_known_loss and loss_of(output) is not None):
-            self.uneven.look(arguments(self._signatures[module], args, kwargs), output)
+        if self.uneven.is_on and is_trained:
+            known = loss_of(output) if self.has_known_loss else None
+            self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None
 
 

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.buckets import Bucket
 from meshwright.parallel.collectives import Axis, start_all_reduce
 from meshwright.parallel.layout import record_of
-from meshwright.parallel.sharded import LocalGradient
+from meshwright.parallel.sharded import LocalGradient, reading_shards
 
 IN_FLIGHT = 4  # buckets that are reduced at a time
 
@@ -86,6 +87,7 @@ class GradientSync:
         self._peers = [self] if peers is None else peers
         self._enabled = True
         self._paused = False
+        self._checked_task = -1
         self._end_of_pass: Callable[[], object] = _no_pass
         self._task = -1
         self._is_nested = False
@@ -140,9 +142,27 @@ class GradientSync:
         """Called with a gradient that is about to be added to ``parameter.grad``."""
         if self._paused:
             return None
+        self._check_pass(parameter)
         self.reduction.prepare(parameter)
         copies = self._copies.get(id(parameter))
         return None if copies is None else grad * copies
+
+    def _check_pass(self, parameter: nn.Parameter) -> None:
+        """Refuse ``torch.autograd.grad``, whose gradients no reduction would take; once for each pass."""
+        task = torch._C._current_graph_task_id()
+        if task == self._checked_task:
+            return
+        self._checked_task = task
+        try:
+            with reading_shards():
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+            torch._C._will_engine_execute_node(node)
+        except RuntimeError as error:  # torch's answer about a leaf whose gradient is handed out, not accumulated
+            raise UnreadableTensorError(
+                f"torch.autograd.grad would give this rank's own gradient of {record_of(parameter).name}: no reduction "
+                "takes what does not arrive in parameter.grad, so it differs between the ranks. Instead call "
+                "loss.backward(), and on all ranks meshwright.full_gradients(model)"
+            ) from error
 
     def expect_none(self, parameters: Iterable[nn.Parameter]) -> None:
         """Do not wait in the next pass for these parameters; of several calls before it, those named by all."""

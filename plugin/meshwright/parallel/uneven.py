@@ -47,37 +47,40 @@ class UnevenBatches:
         finally:
             self._batch = None
 
-    def look(self, inputs: Mapping[str, Any], output: Any) -> None:
-        """Compare, once the gradient of a loss comes back to what the model returned."""
-        tensors = [x for x in tensors_of(output) if x.requires_grad]
+    def look(self, inputs: Mapping[str, Any], output: Any, known: Tensor | None = None) -> None:
+        """Compare, once the gradient of a loss comes back to what the model returned.
+
+        Args:
+            inputs: of the pass.
+            output: what the model returned.
+            known: the loss in it, where that is the global batch's; a pass whose gradient comes back through it is left
+                alone.
+        """
+        tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known]
         if not tensors:
             return
-        # Where the group communicates; a batch may still be on the host.
-        counted = self._counts(inputs).to(tensors[0].device, non_blocking=True)
-        is_queued = False
+        batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
+        is_queued = is_known = False
+
+        def compare() -> None:
+            if not is_known:
+                # Where the group communicates; a batch may still be on the host.
+                self._compare(_counts(batch, with_mask=is_pass).to(tensors[0].device, non_blocking=True))
 
         def queue(_: Tensor) -> None:
             nonlocal is_queued
             if not is_queued:
                 is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._compare(counted))
+                torch.autograd.Variable._execution_engine.queue_callback(compare)
+
+        def is_used(_: Tensor) -> None:
+            nonlocal is_known
+            is_known = True
 
         for tensor in tensors:
             tensor.register_hook(queue)
-
-    def _counts(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Rows; labels that count; or, without labels, tokens that are not padding."""
-        batch = self._batch if self._batch is not None else inputs
-        tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.ndim > 0]
-        labels, mask = batch.get("labels"), batch.get("attention_mask")
-        rows = tensors[0].shape[0] if tensors else 0
-        count: Tensor | int = -1
-        if isinstance(labels, Tensor):
-            count = valid_labels(labels)
-        elif self._batch is None and isinstance(mask, Tensor) and mask.ndim == 2:
-            count = mask.sum()
-        device = tensors[0].device if tensors else torch.device("cpu")
-        return torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64) for x in (rows, count)])
+        if known is not None and known.requires_grad:
+            known.register_hook(is_used)
 
     def _compare(self, counted: Tensor) -> None:
         if not self.is_on:
@@ -106,6 +109,20 @@ class UnevenBatches:
             "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch",
             said,
         )
+
+
+def _counts(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
+    """Rows; labels that count; or, without labels, tokens that are not padding."""
+    tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.ndim > 0]
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    rows = tensors[0].shape[0] if tensors else 0
+    count: Tensor | int = -1
+    if isinstance(labels, Tensor):
+        count = valid_labels(labels)
+    elif with_mask and isinstance(mask, Tensor) and mask.ndim == 2:
+        count = mask.sum()
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return torch.stack([torch.as_tensor(x, device=device, dtype=torch.float64) for x in (rows, count)])
 
 
 def _read_later(x: Tensor) -> Callable[[], list[list[float]]]:
