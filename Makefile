@@ -20,7 +20,7 @@ OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_save_pretra
 	$(wildcard tests/test_hf_[bd]*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
 	tests/test_doctor.py
 
-.PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice families verify clean
+.PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
