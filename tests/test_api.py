@@ -36,6 +36,7 @@ PUBLIC = {
     "UncoveredParameterError",
     "UninitialisedParameterError",
     "UnreadableTensorError",
+    "VerificationError",
     "clip_grad_norm_",
     "decoder_roles",
     "deferred_init",
@@ -56,6 +57,7 @@ PUBLIC = {
     "shard_optimizer",
     "shard_tensor",
     "to_distributed",
+    "verify",
 }
 
 
