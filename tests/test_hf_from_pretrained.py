@@ -27,6 +27,7 @@ from meshwright.parallel.buckets import Bucket
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 from support.reference import LENGTH, ROWS, Result, dataset, make_optimizer
+from support.replicas import uncompared
 from support.traffic import Traffic
 
 TOLERANCE = 1e-10
@@ -72,7 +73,7 @@ def train(
     if not sums_copies:
         Bucket.average_copies = lambda *_: None  # type: ignore[method-assign]
     try:
-        with Float64(), registered():
+        with Float64(), registered(), contextlib.nullcontext() if sums_copies else uncompared():
             options = {} if asked is None else {"distributed_config": DistributedConfig(**asked)}
             model = AutoModelForCausalLM.from_pretrained(path, **options).train()
             optimizer = make_optimizer(model)

@@ -229,7 +229,7 @@ def bfloat16_run(plan: dict[str, Any], folder: Path, action: str) -> dict[str, T
     masters = {}
     for name, part in parts_of(training.model, training.optimizer).parts.items():
         if part.has_master and part.key is not None:
-            parameter = training.model.get_parameter(name)
+            parameter = training.model.get_parameter(name).detach().as_subclass(torch.Tensor)
             masters[name] = (part.key.detach().bfloat16() == parameter.flatten()[slice(*part.own)]).all()
     assert all(masters.values()) and bool(masters) == bool(plan.get("zero_stage"))
     return {key: x for file in (folder / "optimizer").glob("*.safetensors") for key, x in load_file(file).items()}

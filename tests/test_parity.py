@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from meshwright.parallel import mean
 from meshwright.parallel.buckets import Bucket
 from support.exact import relative_difference
 from support.models import FAMILIES
 from support.reference import Result, run_distributed, run_reference
+from support.replicas import uncompared
 
 TOLERANCE = 1e-10
 
@@ -101,12 +104,8 @@ def run_without_summing_copies(
     family: str, plan: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any
 ) -> Result:
     """The classic mistake: each rank keeps its own part of the norms' gradients."""
-    original = Bucket.average_copies
-    Bucket.average_copies = lambda *_: None  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Bucket, "average_copies", lambda *_: None), uncompared():
         return run_distributed(family, dtype, plan, **options)
-    finally:
-        Bucket.average_copies = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -124,14 +123,8 @@ def test_forgetting_to_sum_norm_gradients_would_be_caught(family: str, pool2: An
 
 def run_with_mean_of_means(family: str) -> Result:
     """Another classic: each rank divides by its own count of tokens."""
-    from meshwright.parallel import loss
-
-    original = loss.all_gather
-    loss.all_gather = lambda x, axis: x.repeat(axis.size, 1)
-    try:
+    with mock.patch.object(mean, "all_gather", lambda x, axis: x.repeat(axis.size, 1)):
         return run_distributed(family, torch.float64, {"dp": 2})
-    finally:
-        loss.all_gather = original
 
 
 def test_a_mean_of_means_would_be_caught(pool2: Any) -> None:

@@ -56,7 +56,8 @@ class UnevenBatches:
             known: the loss in it, where that is the global batch's; a pass whose gradient comes back through it is left
                 alone.
         """
-        tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known]
+        # Sharded logits are the known loss's alone, which overwrites them.
+        tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) is Tensor]
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)

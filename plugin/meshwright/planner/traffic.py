@@ -98,7 +98,7 @@ def _tensor(
 
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
-    phases["forward"]["dp"].add("all-gather", plan.accumulation, 24 * plan.dp)  # the numbers of tokens
+    phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.dp)  # the sum and the count of tokens
     if plan.accumulation > 1:
         phases["forward"]["dp"].add("all-reduce", 2, 8)  # of the batch's tokens, and of micro-batches
     members = list(parameters(shape, plan))
