@@ -207,6 +207,9 @@ _NAMES = {
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``__torch_function__`` does where one of the arguments is a shard."""
+    if isinstance(func, torch._ops.OpOverload):  # called again by a dispatch mode (a profiler's), not by the program
+        with reading_shards():
+            return func(*args, **kwargs)
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         return _property(func, args, kwargs)
