@@ -34,7 +34,7 @@ help:
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
-	@echo 'make programs      500 random training programs and plans against one process; half an hour'
+	@echo 'make programs      500 random training programs and plans against one process'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
 	@echo 'make clean         delete .venv, caches and runs/'
 	@echo

@@ -5,9 +5,7 @@ Tolerance 1e-10 relative to a tensor's largest value: only the order of sums dif
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +17,7 @@ from benchmarks.families.models import DENSE, build, tiny_config
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.plans import Role, plan_for
 from meshwright.plans.projection import is_transposed
-from tests.support.exact import Float64, relative_difference
+from meshwright.verification.exact import in_float64, relative_difference
 
 TOLERANCE = 1e-10
 PLAN = mw.ParallelPlan(tp=2, sequence_parallel=True)
@@ -58,18 +56,6 @@ def numbers(model: nn.Module, inputs: dict[str, Tensor], *, distributed: bool) -
     if distributed:
         return Numbers(logits, loss.item(), mw.full_gradients(model))
     return Numbers(logits, loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-
-
-@contextlib.contextmanager
-def in_float64() -> Iterator[None]:
-    """float64 wherever a model would otherwise choose float32 itself."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Float64():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def differences(
