@@ -26,7 +26,7 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.whole import WholeWeights
 from meshwright.parallel.buckets import Bucket, has_gradient, make_buckets
 from meshwright.parallel.collectives import Axis, all_gather, start_reduce_scatter
-from meshwright.parallel.guarded import HeldGradient, is_cleared
+from meshwright.parallel.guarded import HeldGradient, is_cleared, is_stand_in
 from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
 from meshwright.parallel.sharded import LocalGradient
 
@@ -270,7 +270,7 @@ class ReduceScatter:
         parameters = list(parameters)
         if cleared := [p for p in parameters if p.grad is None]:
             self.clear(cleared)
-        if zeroed := [p for p in parameters if isinstance(p.grad, HeldGradient) and is_cleared(p.grad)]:
+        if zeroed := [p for p in parameters if is_stand_in(p.grad) and is_cleared(p.grad)]:
             self.clear(zeroed, set_to_none=False)
 
     def _stand_in(self, bucket: Bucket) -> None:

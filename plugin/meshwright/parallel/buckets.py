@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axis, all_reduce
-from meshwright.parallel.guarded import HeldGradient
+from meshwright.parallel.guarded import is_stand_in
 from meshwright.parallel.layout import record_of
 
 
@@ -80,7 +80,7 @@ class Bucket:
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Whether ``.grad`` is a gradient that nobody has taken yet."""
-    return parameter.grad is not None and not isinstance(parameter.grad, HeldGradient)
+    return parameter.grad is not None and not is_stand_in(parameter.grad)
 
 
 def make_buckets(

@@ -91,7 +91,7 @@ class HeldGradient(Tensor):
     @staticmethod
     def restore(grad: Tensor) -> None:
         """Note that what a stand-in stands for is zero as well, by now."""
-        if isinstance(grad, HeldGradient):
+        if is_stand_in(grad):
             grad.__dict__["is_cleared"] = False
 
     @classmethod
@@ -138,6 +138,11 @@ def refuse_wrapping(model: nn.Module) -> None:
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())
 
 
+def is_stand_in(grad: Tensor | None) -> bool:
+    """Whether this stands for a gradient that ZeRO has taken: by its note, since a traced one has a fake's class."""
+    return grad is not None and "is_cleared" in grad.__dict__
+
+
 def is_cleared(grad: Tensor | None) -> bool:
     """Whether a parameter's gradient was zeroed since ZeRO took it."""
-    return grad is None or (isinstance(grad, HeldGradient) and grad.__dict__.get("is_cleared", False))
+    return grad is None or grad.__dict__.get("is_cleared", False)

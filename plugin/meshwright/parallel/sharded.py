@@ -228,7 +228,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return _on_elements(func, name, args, kwargs, is_in_place)
     first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
     assert first is not None
+    if plain in _NAMES["modules"] and isinstance(first, ShardedParameter) and _in_backward():
+        with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
+            return func(*args, **kwargs)
     raise _error(name, first)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_shard(x: Any) -> bool:

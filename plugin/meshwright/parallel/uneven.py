@@ -61,12 +61,13 @@ class UnevenBatches:
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
+        device = tensors[0].device  # a hook that held its own tensor would keep it for ever
         is_queued = is_known = False
 
         def compare() -> None:
             if not is_known:
                 # Where the group communicates; a batch may still be on the host.
-                self._compare(_counts(batch, with_mask=is_pass).to(tensors[0].device, non_blocking=True))
+                self._compare(_counts(batch, with_mask=is_pass).to(device, non_blocking=True))
 
         def queue(_: Tensor) -> None:
             nonlocal is_queued

@@ -100,7 +100,8 @@ def _tensor(
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
     phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.dp)  # the sum and the count of tokens
     if plan.accumulation > 1:
-        phases["forward"]["dp"].add("all-reduce", 2, 8)  # of the batch's tokens, and of micro-batches
+        phases["forward"]["dp"].add("all-gather", 1, 8 * plan.dp)  # the count of the batch's tokens
+        phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
     members = list(parameters(shape, plan))
     if plan.zero_stage == 3:
         _gathered_weights(members, shape, plan, b, gloo, phases)

@@ -23,7 +23,6 @@ from meshwright.construct.weights import NewTensors
 from meshwright.distribute import install, make_weights
 from meshwright.launch import build_axes
 from meshwright.optim.runtime import Runtime
-from meshwright.optim.zero import ReduceScatter
 from meshwright.parallel import cross_entropy
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.head_losses import find_loss
@@ -203,8 +202,6 @@ def _traceable() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
         patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
-        # A fake stand-in is of no class of its own, and would be taken for a gradient that the program set.
-        patches.enter_context(mock.patch.object(ReduceScatter, "settle", lambda zero: zero._forget(zero.parameters)))
         # transformers looks whether rows are packed, which fake positions cannot say, and builds a mask if in doubt.
         masking = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices"):
