@@ -344,14 +344,14 @@ def drop_layers(block: nn.Module) -> None:
     ("change", "says"),
     [
         (use_uncalled_projection, "blocks.0.ff ran without calling its output projection as a module"),
-        (use_uncalled_block, "output projection of blocks.0.attn ran before the block was called as a module"),
+        (use_uncalled_block, "call the module that owns the weight"),
         (add_residual, "blocks.0.ff adds to its output what it was given"),
         (drop_layers, "blocks.0 skips layers at random (layerdrop=0.1)"),
     ],
 )
 def test_what_would_miss_a_reduction_is_refused(change: Any, says: str, pool2: Any) -> None:
     for kind, message in pool2.run_expecting_error(run_small, change):
-        assert kind == "PlanError" and says in message
+        assert kind in ("PlanError", "UnreadableTensorError") and says in message
 
 
 def test_what_shows_only_when_it_runs_is_refused_then(pool2: Any) -> None:

@@ -21,10 +21,16 @@ def test_a_random_program_is_equal_or_told(seed: int, request: pytest.FixtureReq
 
 
 def run_with_a_wrong_gradient(program: Program) -> Numbers:
-    """Each data-parallel rank keeps its own gradient."""
+    """Half of each bucket turns its sign; on all ranks, since replicas that part are found without comparing."""
     from meshwright.parallel.gradients import AllReduce
 
-    with mock.patch.object(AllReduce, "start", lambda self, bucket, flat: lambda: None):
+    start = AllReduce.start
+
+    def start_wrong(self: AllReduce, bucket: Any, flat: Any) -> Any:
+        flat[: len(flat) // 2].neg_()
+        return start(self, bucket, flat)
+
+    with mock.patch.object(AllReduce, "start", start_wrong):
         return run(program, distributed=True)
 
 

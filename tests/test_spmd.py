@@ -139,13 +139,13 @@ def test_a_planted_fault_is_named(fault: str) -> None:
 
 def test_a_parameter_in_no_reduction_is_named() -> None:
     """A gradient that stays one data-parallel rank's own."""
-    from meshwright.optim import shard
+    from meshwright.optim import trained
 
     def all_but_one(parameters: Any, **options: Any) -> list[Bucket]:
         return original([p for p in parameters if "lm_head" not in p.meshwright.name], **options)
 
-    original = shard.make_buckets
-    with mock.patch.object(shard, "make_buckets", all_but_one):
+    original = trained.make_buckets
+    with mock.patch.object(trained, "make_buckets", all_but_one):
         findings = check_plan(llama, mw.ParallelPlan(dp=2))
     assert [finding.module for finding in findings] == ["lm_head.weight"]
 

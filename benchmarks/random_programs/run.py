@@ -71,6 +71,9 @@ class _Run:
         self.activations: list[Tensor] = []
         self.is_first = not distributed or dist.get_rank() == 0
         self.model: Any = build(program)
+        if program.batch == "packed" and not distributed:
+            # With a cache, transformers on one device lets packed documents see each other.
+            self.model.config.use_cache = False
         if program.freezing in ("before", "thaw"):
             self._train_only_last_layer()
         self.before = list(self.model.parameters())
@@ -128,9 +131,6 @@ class _Run:
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         program = self.program
         self.activations.clear()
-        if program.batch == "packed" and not self.distributed:
-            # With a cache, transformers on one device lets packed documents see each other.
-            batch = {**batch, "use_cache": False}
         if program.loss == "own counts":
             count = (batch["labels"][:, 1:] != -100).sum()
             loss = self.model(**batch, num_items_in_batch=count).loss
