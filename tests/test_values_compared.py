@@ -27,7 +27,7 @@ STEP_OF_FAULT = 6
 class Run:
     """A model in training on this rank, and what a planted fault may change."""
 
-    def __init__(self, plan: dict[str, Any], every: int = EVERY, **overrides: Any):
+    def __init__(self, plan: dict[str, Any], every: int | None = EVERY, **overrides: Any):
         model = build("llama", **overrides)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), check_replicas_every=every)
@@ -50,7 +50,7 @@ class Run:
 
 def flip(parameter: Tensor, element: int, bit: int) -> None:
     """Flip a bit of a weight in memory, as a fault of the hardware does: torch's version counter does not see it."""
-    word = parameter.detach().view(-1)[element : element + 1].view(torch.int32)
+    word = parameter.detach().as_subclass(Tensor).view(-1)[element : element + 1].view(torch.int32)
     word.data.bitwise_xor_(torch.tensor(1 << bit).to(torch.int32))
 
 
@@ -184,10 +184,18 @@ def test_copies_of_key_heads_are_compared_row_by_row(pool4: Any) -> None:
         assert "layers.0.self_attn.k_proj.weight[4:8]: rank(s) 2 differ from rank(s) 3" in text
 
 
-def test_a_flipped_bit_under_zero_is_named_in_every_step_that_compares(pool2: Any) -> None:
-    """Each step overwrites the copies of a weight by its owner's: only a comparison in that step can find the flip."""
-    for step, text in pool2.run(train_until_named, {"dp": 2, "zero_stage": 1}, flipped_matrix, {"every": 1}):
-        assert step == STEP_OF_FAULT and "layers.1.mlp.up_proj.weight: rank(s) 0 differ" in text, text
+def flipped_ends(run: Run) -> None:
+    """One weight that the first rank steps and one that the last steps."""
+    flip(run.model.model.embed_tokens.weight, 5, 31)
+    flip(run.model.lm_head.weight, 5, 31)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_flipped_bit_under_zero_is_named_in_its_step(stage: int, pool2: Any) -> None:
+    """Each step overwrites the copies of a weight by its owner's: only a comparison in every step can find the flip."""
+    plan = {"dp": 2, "zero_stage": stage}
+    for step, text in pool2.run(train_until_named, plan, flipped_ends, {"every": None}):
+        assert step == STEP_OF_FAULT and all(f"{name}.weight: rank" in text for name in ("embed_tokens", "lm_head"))
 
 
 def saved_after_a_fault(directory: str) -> list[str]:

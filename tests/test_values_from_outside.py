@@ -29,6 +29,9 @@ def edit(plan: Plan, way: str, dtype: str = "float64") -> dict[str, Tensor]:
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.clamp_(-0.01, 0.01)
+            elif i == 1 and way == "data.clamp_":
+                for parameter in model.parameters():
+                    parameter.data.clamp_(-0.01, 0.01)
             elif i == 1 and way == "load_state_dict":
                 model.load_state_dict(other)
             elif i == 1 and way == "data":
@@ -42,7 +45,7 @@ def edit(plan: Plan, way: str, dtype: str = "float64") -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("plan", ZERO[:2], ids=str)
-@pytest.mark.parametrize("way", ["clamp_", "load_state_dict", "data"])
+@pytest.mark.parametrize("way", ["clamp_", "data.clamp_", "load_state_dict", "data"])
 def test_written_weights_are_stepped(way: str, plan: dict[str, Any], pool2: Any) -> None:
     """Rows 11 and 28. 1e-9 in float64; in bfloat16 a master that was not told is off by the weights themselves."""
     assert worst(pool2.run(edit, plan, way)[0], edit(None, way)) < 1e-9

@@ -197,7 +197,8 @@ class ToDistributedConfig:
             place, by name; set by an integration (meshwright_hf.deepspeed). The runtime then keeps to tp.
         loader: how the returned loader reads.
         check_replicas_every: steps between two comparisons of the weights that several ranks hold; 0 turns them off.
-            They are also compared before every save. Tokens and the optimizer's settings are compared in every step.
+            None: 1 under ZeRO stages 1 and 2, where each step spreads what one rank has to all, otherwise 50. They are
+            also compared before every save. Tokens and the optimizer's settings are compared in every step.
         timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
             that names it; the timeout of every process group.
     """
@@ -217,7 +218,7 @@ class ToDistributedConfig:
     bucket_size_mb: float = 25.0
     engine: str | None = None
     loader: LoaderOptions = LoaderOptions()
-    check_replicas_every: int = 50
+    check_replicas_every: int | None = None
     timeout_s: float = 120.0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -257,6 +258,6 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "bucket_size_mb": check_number,
     "engine": partial(check_type, kinds=str, what="the name of an engine"),
     "loader": partial(check_type, kinds=LoaderOptions, what="a meshwright.LoaderOptions"),
-    "check_replicas_every": partial(check_int, least=0),
+    "check_replicas_every": partial(check_int, least=0, optional=True),
     "timeout_s": check_number,
 }

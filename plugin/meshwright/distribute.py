@@ -310,7 +310,7 @@ def install(
             tp=tp,
             dp=dp,
             guard=runtime.guard,
-            every=config.check_replicas_every,
+            every=_steps_between_comparisons(plan, config),
             has_weights=runtime.weights is None and runtime.engine is None,
         )
     is_causal_lm = loss is not None and loss.is_causal_lm
@@ -367,6 +367,13 @@ def install(
         sample_together(part, tp, runtime.guard)
     if plan.recompute == "full":
         recompute_switch(decoder)({"use_reentrant": False})
+
+
+def _steps_between_comparisons(plan: ParallelPlan, config: ToDistributedConfig) -> int:
+    if config.check_replicas_every is not None:
+        return config.check_replicas_every
+    # Under ZeRO's stages 1 and 2 the next step overwrites all copies of a weight by its owner's, a faulty one too.
+    return 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
 
 
 def _callable_alone(decoder: Any, structure: DecoderStructure | None) -> list[nn.Module]:

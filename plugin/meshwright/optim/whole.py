@@ -7,6 +7,7 @@ from torch import nn
 
 from meshwright.parallel.buckets import Bucket
 from meshwright.parallel.collectives import Axis, all_gather_into
+from meshwright.parallel.deferred import is_deferred
 from meshwright.parallel.layout import record_of
 from meshwright.parallel.saved import memory
 from meshwright.parallel.sharded import reading_shards
@@ -32,7 +33,6 @@ class WholeWeights:
         self._start = dp.rank * length
         self.own = self.flat[self._start : self._start + length]
         self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
-        self._versions = self._read_versions()
 
     def publish(self) -> None:
         """Give every rank the values that were stepped."""
@@ -44,7 +44,6 @@ class WholeWeights:
         """Take over values that were set from outside, all of them."""
         if self.master is not self.own:
             self.master.copy_(self.own)
-            self._versions = self._read_versions()
 
     def take_over(self) -> None:
         """Take over what the program wrote into the parameters since the last step, if anything.
@@ -57,21 +56,16 @@ class WholeWeights:
 
     def _take_over(self) -> None:
         storage, _ = memory(self.flat)
-        moved = [p for p in self.bucket.parameters if memory(p)[0] != storage]
-        for parameter in moved:
-            self._move_back(parameter)
+        for parameter in self.bucket.parameters:
+            if memory(parameter)[0] != storage:
+                self._move_back(parameter)
         if self.master is self.own:
             return
-        versions = self._read_versions()
-        members = zip(self.bucket.parameters, self.bucket.offsets, self._versions, versions, strict=True)
-        given = {id(p) for p in moved}
-        for parameter, offset, before, now in members:
-            if before != now or id(parameter) in given:
-                low, high = max(offset - self._start, 0), offset + parameter.shape.numel() - self._start
-                own, master = self.own[low : max(high, low)], self.master[low : max(high, low)]
-                # What was not written keeps the bits that only the master has.
-                master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
-        self._versions = versions
+        # By the values: torch does not count writes through ``parameter.data``. What was not written keeps the bits
+        # that only the master has. To ask a GPU whether anything was written would take longer than the copy.
+        if is_deferred(self.own.device) or not torch.equal(self.own, self.master.to(self.own.dtype)):
+            is_kept = self.own == self.master.to(self.own.dtype)
+            self.master.copy_(torch.where(is_kept, self.master, self.own.to(self.master.dtype)))
 
     def _move_back(self, parameter: nn.Parameter) -> None:
         """Copy values that were assigned by ``parameter.data = ...`` to where they are stepped."""
@@ -86,7 +80,3 @@ class WholeWeights:
         segment = self.flat[offset : offset + shape.numel()].view(shape)
         segment.copy_(parameter.data)
         parameter.data = segment
-
-    def _read_versions(self) -> list[int]:
-        """How often each parameter was written in place; a write through ``parameter.data`` is not counted."""
-        return [p._version for p in self.bucket.parameters] if self.master is not self.own else []
