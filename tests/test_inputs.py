@@ -8,8 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from support.exact import relative_difference
+import meshwright as mw
+from support.exact import Float64, relative_difference
+from support.models import build, labels_for, tokens
 from support.scenarios import SCENARIOS, Step, one_step
 
 TOLERANCE = 1e-10
@@ -94,3 +99,39 @@ def test_replicated_kv_heads_over_four_ranks(option: str, pool4: Any) -> None:
 def test_micro_batches_within_the_call(plan: dict[str, Any], split: dict[str, int], pool2: Any) -> None:
     ranks = pool2.run(one_step, "qwen3", "plain", {**plan, **split})
     assert_equal_steps(ranks[0], one_step("qwen3", "plain"))
+
+
+def gradient_of_inputs(plan: dict[str, Any], is_returned: bool) -> Tensor:
+    """Of embeddings that the program passes: of all rows in one process, of this rank's under a plan."""
+    with Float64():
+        model: Any = build("llama").double().train()
+        draws = torch.Generator().manual_seed(1)
+        rows = torch.randn(4, 12, model.config.hidden_size, generator=draws, dtype=torch.float64)
+        labels = labels_for(tokens(4, 12))
+        labels[0, :7] = -100
+        if plan:
+            model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+        dp = plan.get("dp", 1)
+        rank = dist.get_rank() % dp if plan else 0
+        own = slice(rank * 4 // dp, (rank + 1) * 4 // dp)
+        embeds = rows[own].clone().requires_grad_()
+        loss = model(inputs_embeds=embeds, labels=labels[own]).loss
+        if is_returned:
+            return torch.autograd.grad(loss, embeds)[0]
+        loss.backward()
+        assert embeds.grad is not None
+        return embeds.grad
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+@pytest.mark.parametrize("plan", [{"tp": 2}, SP, {"dp": 2}, {"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 3}])
+def test_gradients_of_inputs(plan: dict[str, Any], is_returned: bool, pool2: Any) -> None:
+    """Row 21, e.g. for a saliency: without the averaging over dp they are twice those of one device."""
+    ranks = pool2.run(gradient_of_inputs, plan, is_returned)
+    actual = torch.cat(ranks) if "dp" in plan else ranks[0]
+    assert relative_difference(actual, gradient_of_inputs({}, is_returned)) < 1e-12
+
+
+def test_gradients_of_inputs_with_micro_batches(pool2: Any) -> None:
+    for kind, message in pool2.run_expecting_error(gradient_of_inputs, {"dp": 2, "micro_batch_size": 1}, False):
+        assert kind == "ValueError" and "inputs_embeds requires a gradient" in message and "micro_batch" in message

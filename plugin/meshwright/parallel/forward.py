@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.faults.guard import Guard
 from meshwright.parallel.collectives import Axis
@@ -75,9 +75,9 @@ class ForwardState:
         """Whether the pass under way computes a training loss from sharded logits."""
         return self._keeps_sharded
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._outermost not in (None, module):
-            return  # part of a pass that was entered already
+            return None  # part of a pass that was entered already
         self._outermost = module
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
@@ -90,6 +90,18 @@ class ForwardState:
             self._follow()
         self._keeps_sharded = module is self._model and self.has_sharded_loss and module.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
+        if self.dp.size == 1 or not torch.is_grad_enabled():
+            return None
+        return tuple(self._averaged(x) for x in args), {name: self._averaged(x) for name, x in kwargs.items()}
+
+    def _averaged(self, x: Any) -> Any:
+        """An input of which the program wants the gradient, e.g. a saliency: of the mean over dp, as parameters get it.
+
+        What was computed from parameters is not one: their gradients are averaged when they arrive.
+        """
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
+            return _ScaleGradient.apply(x, 1 / self.dp.size)
+        return x
 
     def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
         if trains:
@@ -117,6 +129,19 @@ class ForwardState:
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
 
 
 def _without_graph(output: Any) -> Any:

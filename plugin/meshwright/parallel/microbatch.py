@@ -86,6 +86,13 @@ class _SplitForward(MethodOverride):
         targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
         if not (self.model.training and torch.is_grad_enabled() and targets is not None):
             return self.method(*args, **kwargs)
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and a plan with micro-batches gives those of the model's parameters "
+                    "alone: set ParallelPlan.gradient_accumulation_steps=1 and micro_batch_size=None, or pass "
+                    f"{name}.detach()"
+                )
         rows = targets.shape[0]
         # Every rank runs the same number of passes: the loss of each is a collective.
         count = self.num_micro_batches if self.micro_batch_size is None else -(-rows // self.micro_batch_size)
