@@ -1,4 +1,4 @@
-"""Losses of the user's own: exact by one call or one option, and a warning without."""
+"""Losses of the user's own, and penalties beside a loss: exact by one call or one option, and a warning without."""
 
 from __future__ import annotations
 
@@ -199,3 +199,38 @@ def test_gradients_that_nothing_reduces_are_refused(plan: dict[str, Any], pool2:
     """Row 20."""
     for _, message in pool2.run_expecting_error(gradient_of_a_parameter, plan):
         assert "torch.autograd.grad would give this rank's own gradient of model.norm.weight" in message
+
+
+def with_a_penalty(plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Whole gradients of two accumulated batches, with a penalty on the norms' weights in the loss."""
+    with Float64():
+        model: Any = build("qwen3").double().train()
+        batches: Any = make_batches("labels")
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+            model, _, batches = mw.to_distributed(model, None, batches, config=config)
+        norms = [p for name, p in model.named_parameters() if "norm" in name]
+        assert len({hash(p) for p in norms}) == len(norms)
+        for batch in batches:
+            penalty = sum(((p - 0.5) ** 2).sum() for p in norms) + torch.stack([p.T.norm() for p in norms]).sum()
+            (model(**batch).loss + 0.1 * penalty).backward()
+    return {n: p.grad for n, p in model.named_parameters()} if plan is None else mw.full_gradients(model)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True},
+        {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+        {"tp": 2, "sequence_parallel": True, "micro_batch_size": 2},
+        {"dp": 2, "zero_stage": 1},
+    ],
+    ids=str,
+)
+def test_a_penalty_on_norms(plan: dict[str, Any], pool2: Any) -> None:
+    """Row 15: each rank of tp computes the whole penalty, whose gradient counts once nevertheless."""
+    gradients = with_a_penalty(None)
+    actual = pool2.run(with_a_penalty, plan)[0]
+    # float64: only the order of sums differs. Counted twice, the gradients of the norms are off by more than 10 %.
+    assert max(relative_difference(actual[name], gradient) for name, gradient in gradients.items()) < 1e-10

@@ -17,7 +17,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard import install_gradient_sync
 from meshwright.parallel.microbatch import split_forward
 from meshwright.parallel.recompute import recompute_switch
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 from meshwright.plans.adapters import without_wrappers
 
 # Options that took effect, or did not, when the model was distributed.

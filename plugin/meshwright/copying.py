@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard import install_gradient_sync
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 
 _BUCKET_BYTES = 25 * 2**20
 

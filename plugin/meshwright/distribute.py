@@ -46,7 +46,7 @@ from meshwright.parallel.packed_rows import keep_documents_apart
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.sampling import sample_together
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.parallel.tensor import guard_shards, install_tensor_parallel, shard_shape
+from meshwright.parallel.tensor import divide_partial_gradients, guard_shards, install_tensor_parallel, shard_shape
 from meshwright.parallel.uneven import UnevenBatches
 from meshwright.plans import plan_for
 from meshwright.plans.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
@@ -236,7 +236,7 @@ def _shard_model(
     agreed_seed = int(agree(torch.tensor([dropout_seed()], device=device), runtime.tp, runtime.dp))
     install(model, optimizer, structure, plan, config, runtime, agreed_seed, loss=loss)
     if runtime.engine is None:
-        _guard_shards(model, structure, runtime)
+        _guard_shards(model, decoder, structure, runtime)
     guard_model(model, runtime)
     # With adapters, the model is around the decoder, and a user may save either.
     for part in {id(x): x for x in (model, decoder)}.values():
@@ -252,11 +252,13 @@ def _shard_model(
     refuse_resizing(model)
 
 
-def _guard_shards(model: nn.Module, structure: DecoderStructure | None, runtime: Runtime) -> None:
+def _guard_shards(model: nn.Module, decoder: nn.Module, structure: DecoderStructure | None, runtime: Runtime) -> None:
     if structure is not None:
         guard_shards(model, structure)
     if runtime.weights is not None:
         runtime.weights.guard()
+    elif structure is not None:
+        divide_partial_gradients(model, decoder, structure)
 
 
 def make_weights(

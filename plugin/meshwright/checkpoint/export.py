@@ -11,7 +11,7 @@ from meshwright.checkpoint.assemble import assemble, is_first
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.layout import RowLayout, record_of
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

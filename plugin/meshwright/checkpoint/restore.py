@@ -20,7 +20,7 @@ from meshwright.optim.parts import OptimizerParts, Part, parts_of
 from meshwright.optim.runtime import find_runtime
 from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.outcome import succeed_together
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 
 # How a step is computed, not what: these options stay those of the optimizer that is loaded into.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}

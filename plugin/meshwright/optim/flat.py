@@ -11,7 +11,8 @@ from meshwright.parallel.buckets import Bucket, flat_dtype
 from meshwright.parallel.collectives import Axis, start_all_gather
 from meshwright.parallel.layout import RowLayout, Span, record_of
 from meshwright.parallel.saved import memory
-from meshwright.parallel.sharded import ShardedParameter, guard, reading_shards
+from meshwright.parallel.sharded import ShardedParameter, guard
+from meshwright.parallel.unreadable import reading_shards
 
 
 class FlatShard:

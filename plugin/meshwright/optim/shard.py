@@ -18,7 +18,7 @@ from meshwright.optim.zero import hook_optimizer
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.copies import sum_copies_in_backward
 from meshwright.parallel.layout import RowLayout, ShardRecord
-from meshwright.parallel.sharded import StepWindow
+from meshwright.parallel.windows import StepWindow
 
 
 def install_gradient_sync(

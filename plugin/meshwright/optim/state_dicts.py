@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from meshwright.errors import UnreadableTensorError
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.layout import ShardRecord, record_of
-from meshwright.parallel.sharded import Window, reading_shards
+from meshwright.parallel.unreadable import reading_shards
+from meshwright.parallel.windows import Window
 
 
 def guard_model(model: nn.Module, runtime: Runtime) -> None:

@@ -14,7 +14,7 @@ from meshwright.parallel.buckets import make_buckets
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradients import IN_FLIGHT, AllReduce, GradientSync
 from meshwright.parallel.layout import record_of
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 
 
 class TrainedParameters:

@@ -29,7 +29,7 @@ from meshwright.parallel import saved
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.method import MethodOverride
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 from meshwright.plans.adapters import without_wrappers
 
 

@@ -10,7 +10,7 @@ from meshwright.parallel.collectives import Axis, all_gather_into
 from meshwright.parallel.deferred import is_deferred
 from meshwright.parallel.layout import record_of
 from meshwright.parallel.saved import memory
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 
 
 class WholeWeights:

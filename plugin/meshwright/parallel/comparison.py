@@ -29,7 +29,7 @@ from meshwright.faults.statement import SHOWN, Statement
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.deferred import Gathered, is_deferred
 from meshwright.parallel.layout import ShardRecord
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 
 ADVICE = (
     "Each rank steps a replica of the same weights: after another step the replicas part for good, and averaged "

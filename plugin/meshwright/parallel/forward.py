@@ -13,6 +13,7 @@ from meshwright.faults.guard import Guard
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams, Restore
+from meshwright.parallel.graph import scale_gradient
 from meshwright.parallel.guarded import ShardedLogits
 from meshwright.parallel.inputs import ComparedInputs
 from meshwright.parallel.outputs import loss_of
@@ -100,7 +101,7 @@ class ForwardState:
         What was computed from parameters is not one: their gradients are averaged when they arrive.
         """
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
-            return _ScaleGradient.apply(x, 1 / self.dp.size)
+            return scale_gradient(x, 1 / self.dp.size)
         return x
 
     def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
@@ -129,19 +130,6 @@ class ForwardState:
             known = loss_of(output) if self.has_known_loss else None
             self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
 
 
 def _without_graph(output: Any) -> Any:

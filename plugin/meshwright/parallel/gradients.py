@@ -22,7 +22,8 @@ from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.buckets import Bucket
 from meshwright.parallel.collectives import Axis, start_all_reduce
 from meshwright.parallel.layout import record_of
-from meshwright.parallel.sharded import LocalGradient, reading_shards
+from meshwright.parallel.sharded import LocalGradient
+from meshwright.parallel.unreadable import reading_shards
 
 IN_FLIGHT = 4  # buckets that are reduced at a time
 

@@ -1,4 +1,4 @@
-"""What a forward pass returned, and the parameters it depends on."""
+"""Autograd's graph: what a forward pass returned, the parameters it depends on, and gradients on their way back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -63,3 +64,19 @@ def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> 
         unused.pop(id(getattr(node, "variable", None)), None)
         nodes += [following for following, _ in node.next_functions]
     return list(unused.values())
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """The same values; the gradient that comes back through them is multiplied by a number."""
+    return _ScaleGradient.apply(x, factor)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None

@@ -25,7 +25,7 @@ from meshwright.parallel.mean import TARGETS, without_targets
 from meshwright.parallel.method import MethodOverride
 from meshwright.parallel.outputs import loss_of
 from meshwright.parallel.pieces import Pieces
-from meshwright.parallel.sharded import reading_shards
+from meshwright.parallel.unreadable import reading_shards
 
 
 def split_forward(

@@ -1,42 +1,35 @@
 """Parameters and gradients of which this rank holds a part say so: what would read a part as the whole raises.
 
 A sharded parameter is of the class :class:`ShardedParameter` wherever the user may see it, and a plain
-``nn.Parameter`` while its own module runs or its optimizer steps (:class:`Window`), so that neither pays for it.
-Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
+``nn.Parameter`` while its own module runs or its optimizer steps (see :mod:`meshwright.parallel.windows`), so that
+neither pays for it. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.layout import ShardRecord
-from meshwright.parallel.method import MethodOverride
-
-reading_shards = torch._C.DisableTorchFunctionSubclass
-"""A context in which shards are plain tensors: for code that knows they are shards."""
-
-
-class Values(Protocol):
-    """Where the values of a parameter are that has no memory of its own (ZeRO stage 3)."""
-
-    def own(self) -> Tensor:
-        """This rank's elements, 1-d; writing into them changes the parameter."""
-
-    def cut(self, local: Tensor) -> Tensor:
-        """This rank's elements of a tensor of the shard's shape."""
-
-    def changed(self) -> None:
-        """Called after they were written."""
+from meshwright.parallel.unreadable import (
+    MODULES,
+    Values,
+    describe,
+    plain_name,
+    reading_shards,
+    record_if_any,
+    unreadable,
+    values_of,
+)
 
 
 class Shard(Tensor):
     """This rank's part of a tensor that is no parameter: a parameter's ``.data``, or arithmetic with one."""
+
+    is_gradient: ClassVar[bool] = False
 
     @classmethod
     def __torch_function__(
@@ -48,10 +41,10 @@ class Shard(Tensor):
         return memo.setdefault(id(self), self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _error("pickling", self)
+        raise unreadable("pickling", self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return _describe(self)
+        return describe(self)
 
 
 class ShardedParameter(nn.Parameter):
@@ -65,8 +58,8 @@ class ShardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            if _values(self) is not None:
-                raise _error("copying (without its model)", self)
+            if values_of(self) is not None:
+                raise unreadable("copying (without its model)", self)
             with reading_shards():
                 new = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
             new.meshwright = self.meshwright  # type: ignore[attr-defined]
@@ -74,10 +67,10 @@ class ShardedParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _error("pickling", self)
+        raise unreadable("pickling", self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Parameter containing:\n{_describe(self)}"
+        return f"Parameter containing:\n{describe(self)}"
 
 
 class LocalGradient(Shard):
@@ -86,6 +79,8 @@ class LocalGradient(Shard):
     ``torch.nn.utils.clip_grad_norm_`` on such gradients would clip each rank by another factor, and
     the replicas would drift apart without a word.
     """
+
+    is_gradient = True
 
     @staticmethod
     def of(gradient: Tensor, record: ShardRecord | None = None) -> Tensor:
@@ -106,103 +101,35 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
     if values is not None:
         parameter.__dict__["_meshwright_values"] = values
     if type(parameter) is nn.Parameter:
-        _become(parameter, ShardedParameter)
+        become(parameter, ShardedParameter)
     return parameter
 
 
-def _become(tensor: Any, kind: type) -> None:
+def become(tensor: Any, kind: type) -> None:
+    """Change the class of a tensor, which stays the object that it is."""
     tensor.__class__ = kind
 
 
-class Window:
-    """Some sharded parameters, which are plain ones from :meth:`open` to :meth:`close`: module or optimizer hooks."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]):
-        self.parameters = [p for p in parameters if type(p) is ShardedParameter]
-
-    def open(self, *_: Any) -> None:
-        for parameter in self.parameters:
-            _become(parameter, nn.Parameter)
-
-    def close(self, *_: Any) -> None:
-        for parameter in self.parameters:
-            _become(parameter, ShardedParameter)
-
-    def over(self, module: nn.Module) -> None:
-        """Open it while a module runs."""
-        if self.parameters:
-            module.register_forward_pre_hook(self.open, prepend=True)
-            module.register_forward_hook(self.close, always_call=True)
-
-
-class OnShards(MethodOverride):
-    """A method that is exact on shards as they are: merging a low-rank adapter, each rank its rows."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with reading_shards():
-            return self.method(*args, **kwargs)
-
-
-class StepWindow:
-    """The parameters of an optimizer and their gradients are plain tensors while it steps them.
-
-    torch's optimizers choose their kernels by the class of a parameter.
-    """
-
-    def __init__(self) -> None:
-        self._parameters: list[nn.Parameter] = []
-        self._gradients: list[tuple[Tensor, type]] = []
-
-    def over(self, optimizer: Optimizer) -> None:
-        optimizer.register_step_pre_hook(self.open)
-        optimizer.register_step_post_hook(self.close)
-
-    def open(self, optimizer: Optimizer, *_: Any) -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if type(parameter) is ShardedParameter:
-                _become(parameter, nn.Parameter)
-                self._parameters.append(parameter)
-            gradient = parameter.grad
-            if isinstance(gradient, Shard):
-                self._gradients.append((gradient, type(gradient)))
-                _become(gradient, Tensor)
-
-    def close(self, *_: Any) -> None:
-        for parameter in self._parameters:
-            _become(parameter, ShardedParameter)
-        for gradient, kind in self._gradients:
-            _become(gradient, kind)
-        self._parameters, self._gradients = [], []
-
-
-_METADATA = """
-    size dim ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size is_contiguous
-    is_floating_point is_complex is_signed get_device register_hook register_post_accumulate_grad_hook requires_grad_
-    retain_grad as_subclass is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor result_type
-    is_same_size is_set_to _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__ __format__
-    _amp_foreach_non_finite_check_and_unscale_
+_METADATA_NAMES = """
+    size dim ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size
+    is_contiguous is_floating_point is_complex is_signed get_device register_hook register_post_accumulate_grad_hook
+    requires_grad_ retain_grad as_subclass is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor
+    result_type is_same_size is_set_to _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__
+    __format__ _amp_foreach_non_finite_check_and_unscale_
 """
+METADATA = frozenset(_METADATA_NAMES.split())
 
 # Each element of the result depends on the elements in the same place alone. Without their underscores: in place and
 # on lists (torch._foreach_*) too.
-_ELEMENTWISE = """
-    detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like copy
-    fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
-    true_divide neg negative pos abs absolute sign sgn sqrt rsqrt square pow ipow rpow float_power exp expm1 log log1p
-    tanh sigmoid erf reciprocal clamp clamp_min clamp_max clip minimum maximum lerp addcmul addcdiv where round floor
-    ceil trunc nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_not logical_and logical_or masked_fill
+_ELEMENTWISE_NAMES = """
+    detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like
+    copy fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
+    true_divide neg negative pos abs absolute sign sgn sqrt rsqrt square pow ipow rpow float_power exp expm1 log
+    log1p tanh sigmoid erf reciprocal clamp clamp_min clamp_max clip minimum maximum lerp addcmul addcdiv where
+    round floor ceil trunc nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_not logical_and logical_or
+    masked_fill
 """
-_MODULES = "linear bilinear embedding embedding_bag matmul rmatmul mm addmm bmm einsum mv dot t"
-_DRAWS = "normal uniform bernoulli random exponential trunc_normal rand_like randn_like dropout"
-_NAMES = {
-    name: frozenset(names.split())
-    for name, names in {
-        "metadata": _METADATA,
-        "elementwise": _ELEMENTWISE,
-        "modules": _MODULES,
-        "draws": _DRAWS,
-    }.items()
-}
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,11 +142,11 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return _property(func, args, kwargs)
     if name in ("numel", "nelement"):
         return _global_numel(args[0])
-    if name in _NAMES["metadata"]:
+    if name in METADATA:
         with reading_shards():
             return func(*args, **kwargs)
-    plain = name.strip("_").removeprefix("foreach_")
-    if plain in _NAMES["elementwise"] and "out" not in kwargs:
+    plain = plain_name(name)
+    if plain in _ELEMENTWISE and "out" not in kwargs:
         is_in_place = (name.endswith("_") and not name.endswith("__")) or (
             name.startswith("__i") and name not in ("__invert__",)
         )
@@ -228,13 +155,14 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return _on_elements(func, name, args, kwargs, is_in_place)
     first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
     assert first is not None
-    if plain in _NAMES["modules"] and isinstance(first, ShardedParameter) and _in_backward():
+    if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
         with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
             return func(*args, **kwargs)
-    raise _error(name, first)
+    raise unreadable(name, first)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -246,17 +174,17 @@ def is_shard(x: Any) -> bool:
 def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name, owner = func.__self__.__name__, args[0]
     if name in ("T", "mT", "H", "mH", "real", "imag"):
-        raise _error(f".{name}", owner)
+        raise unreadable(f".{name}", owner)
     if name == "data" and func.__name__ == "__set__" and isinstance(owner, ShardedParameter):
         if args[1].shape != owner.shape:
-            raise _error("assigning another shape to .data", owner)
-        if is_shard(args[1]) and _values(args[1]) is not None:
-            raise _error("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
+            raise unreadable("assigning another shape to .data", owner)
+        if is_shard(args[1]) and values_of(args[1]) is not None:
+            raise unreadable("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
     with reading_shards():
         result = func(*args, **kwargs)
         if name != "data" or not isinstance(result, Tensor):
             return result
-        return _marked(result if (values := _values(owner)) is None else values.own(), owner)
+        return _marked(result if (values := values_of(owner)) is None else values.own(), owner)
 
 
 def _on_elements(
@@ -264,13 +192,13 @@ def _on_elements(
 ) -> Any:
     like = next(x for x in _flat(args, kwargs) if is_shard(x))
     if is_in_place and not is_shard(args[0]):
-        raise _error(name, like, into=args[0])
+        raise unreadable(name, like, into=args[0])
     with reading_shards():
         new_args = [_operand(x, like, name) for x in args]
         new_kwargs = {key: _operand(x, like, name) for key, x in kwargs.items()}
         result = func(*new_args, **new_kwargs)
     if is_in_place:
-        if (values := _values(args[0])) is not None:
+        if (values := values_of(args[0])) is not None:
             values.changed()
         return args[0]
     return _marked(result, like)
@@ -283,7 +211,7 @@ def _on_lists(
     likes = [next((x for x in (arg[i] for arg in args if _is_list(arg)) if is_shard(x)), None) for i in range(count)]
     for target, like in zip(args[0], likes, strict=True):
         if is_in_place and like is not None and not is_shard(target):
-            raise _error(name, like, into=target)
+            raise unreadable(name, like, into=target)
     with reading_shards():
         new_args = [
             [x if like is None else _operand(x, like, name) for x, like in zip(arg, likes, strict=True)]
@@ -297,7 +225,7 @@ def _on_lists(
             result if like is None else _marked(result, like) for result, like in zip(results, likes, strict=True)
         )
     for target in args[0]:
-        if (values := _values(target)) is not None:
+        if (values := values_of(target)) is not None:
             values.changed()
     return results
 
@@ -315,9 +243,9 @@ def _operand(x: Any, like: Tensor, name: str) -> Any:
     """An argument of an elementwise operation, as the elements that this rank has of it; called with reading_shards."""
     if not isinstance(x, Tensor) or x.ndim == 0:
         return x
-    values, record = _values(like), _record(like)
+    values, record = values_of(like), record_if_any(like)
     if is_shard(x):
-        other = _record(x)
+        other = record_if_any(x)
         is_same = (
             record is None
             or other is None
@@ -327,18 +255,18 @@ def _operand(x: Any, like: Tensor, name: str) -> Any:
                 record.global_shape,
             )
         )
-        if x.shape != like.shape or not is_same or (_values(x) is None) != (values is None):
-            raise _error(name, like, other=x)
-        return x if values is None else _values(x).own()  # type: ignore[union-attr]
+        if x.shape != like.shape or not is_same or (values_of(x) is None) != (values is None):
+            raise unreadable(name, like, other=x)
+        return x if values is None else values_of(x).own()  # type: ignore[union-attr]
     if record is None:
-        raise _error(name, like, other=x)
+        raise unreadable(name, like, other=x)
     if x.shape == record.global_shape:
         own = record.layout.take(x, record.rank) if record.is_sharded else x
         return own if values is None else values.cut(own)
     place = x.ndim - like.ndim + record.layout.dim
     if values is None and (place < 0 or x.shape[place] == 1):
         return x  # broadcast along the rows
-    raise _error(name, like, other=x)
+    raise unreadable(name, like, other=x)
 
 
 class _OwnValues:
@@ -362,80 +290,19 @@ def _marked(result: Any, like: Tensor) -> Any:
     """The result of an operation on shards, as a shard."""
     if not isinstance(result, Tensor):
         return result
-    values, kind = _values(like), LocalGradient if isinstance(like, LocalGradient) else Shard
+    values, kind = values_of(like), LocalGradient if isinstance(like, LocalGradient) else Shard
     with reading_shards():
         if values is None:
             shard = result.as_subclass(kind) if type(result) is Tensor else result.detach().as_subclass(kind)
         else:
             shard = torch.empty((), dtype=result.dtype, device=result.device).expand(like.shape).as_subclass(kind)
             shard.__dict__["_meshwright_values"] = _OwnValues(result, values)
-    if (record := _record(like)) is not None:
+    if (record := record_if_any(like)) is not None:
         shard.__dict__["meshwright"] = record
     return shard
 
 
-def _values(x: Any) -> Values | None:
-    return getattr(x, "__dict__", {}).get("_meshwright_values")
-
-
-def _record(x: Any) -> ShardRecord | None:
-    return getattr(x, "__dict__", {}).get("meshwright")
-
-
 def _global_numel(x: Tensor) -> int:
-    record = _record(x)
+    record = record_if_any(x)
     with reading_shards():
         return x.numel() if record is None else record.global_shape.numel()
-
-
-def _describe(x: Tensor) -> str:
-    with reading_shards():
-        record, shape, dtype = _record(x), list(x.shape), x.dtype
-    what = (
-        f"this rank's {shape}" if record is None else f"this rank's {shape} of {record.name} {[*record.global_shape]}"
-    )
-    return f"{type(x).__name__}({what}, {dtype})"
-
-
-def _error(
-    name: str, x: Tensor, *, into: Tensor | None = None, other: Tensor | None = None, is_cast: bool = False
-) -> UnreadableTensorError:
-    with reading_shards():
-        record, plain = _record(x), name.strip("_").removeprefix("foreach_")
-        what = "the gradient" if isinstance(x, LocalGradient) else "a tensor"
-        if record is not None:
-            what = f"{'the gradient of ' if isinstance(x, LocalGradient) else ''}{record.name} {[*record.global_shape]}"
-        held = f"this rank holds {'a part' if _values(x) is not None else [*x.shape]} of {what}"
-        if is_cast:
-            why = "a cast would not reach the parts that ZeRO stage 3 keeps"
-            cure = "call model.to(...), .double(), .float() or the like before to_distributed"
-        elif into is not None:
-            why = f"{name}() would write it into a tensor {list(into.shape)} that is no shard"
-            cure = (
-                "make an average of weights after to_distributed (AveragedModel(model), copy.deepcopy(model)), or "
-                "distribute it too: mw.to_distributed(ema.module, config=config)"
-            )
-        elif other is not None:
-            why = f"{name}() with a tensor {list(other.shape)} would not be the part of what one device computes"
-            cure = "combine it with whole tensors of its one-device shape, or with tensors that are cut like it"
-        elif plain in _NAMES["modules"]:
-            why = f"{name}() would multiply by this part alone"
-            cure = "call the module that owns the weight, e.g. model.lm_head(hidden), which communicates"
-        elif plain in _NAMES["draws"] or plain.endswith(("normal", "uniform")):
-            why = f"{name}() would draw other numbers than one device"
-            cure = "initialise before to_distributed, or load whole values: model.load_state_dict(state)"
-        elif isinstance(x, LocalGradient):
-            why = f"{name}() of it differs between the ranks, and from one device"
-            cure = (
-                "clip with meshwright.clip_grad_norm_(model, max_norm), which also gives the norm, or on all ranks "
-                "call meshwright.full_gradients(model) and read the whole there"
-            )
-        else:
-            why = f"{name}() of it differs between the ranks, and from one device"
-            cure = (
-                "on all ranks call meshwright.full_state_dict(model) and read the whole there; a penalty on weights "
-                "is the optimizer's weight_decay"
-            )
-    return UnreadableTensorError(
-        f"{held}, and {why}. Instead, {cure}. (This rank's part is tensor.as_subclass(torch.Tensor).)"
-    )

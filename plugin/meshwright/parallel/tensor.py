@@ -20,11 +20,13 @@ from meshwright.parallel.collectives import Axis, reduce_for_shards
 from meshwright.parallel.dropout import DropoutStreams, Restore
 from meshwright.parallel.layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.localise import localise_attributes
+from meshwright.parallel.partial import ModelWindow
 from meshwright.parallel.recompute import in_backward
 from meshwright.parallel.sequence import SequenceSharding
-from meshwright.parallel.sharded import LocalGradient, OnShards, Window, guard
+from meshwright.parallel.sharded import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab import VocabParallelEmbedding, VocabParallelHead
+from meshwright.parallel.windows import OnShards, Window
 
 # Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
@@ -146,6 +148,20 @@ def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
         for name in ("merge_adapter", "unmerge_adapter"):
             if callable(method := getattr(module, name, None)):
                 object.__setattr__(module, name, OnShards(method))
+
+
+def divide_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
+    """Count once what the program computes, on every rank, from parameters whose gradients are added up over tp.
+
+    Args:
+        model: whose parameters have records.
+        decoder: the model, or what is inside the wrappers of adapters.
+        structure: of the decoder.
+    """
+    records = [(p, record_of(p)) for p in model.parameters()]
+    window = ModelWindow(p for p, record in records if record.is_grad_partial and not record.is_sharded)
+    for module in {id(x): x for x in (model, decoder, structure.model, *structure.layers)}.values():
+        window.over(module)
 
 
 def _whole(parameter: Tensor, axis: Axis) -> RowLayout:
