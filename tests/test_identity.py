@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -182,3 +183,36 @@ def test_a_step_inside_backward(pool2: Any) -> None:
     for plan in (DP2, SP):
         with pytest.raises(WorkerError, match=r"AdamW\.step\(\) ran inside of a backward pass, on "):
             pool2.run(step_in_a_hook, plan)
+
+
+def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:
+    """A soft prompt that is no part of the model, in an optimizer of its own."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**DP2))
+        model: Any = build("llama")
+        prompt: Any = nn.Embedding(2, model.config.hidden_size)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = mw.to_distributed(model, optimizer, batches(3), config=config)
+        prompt = mw.DataParallel(prompt) if is_wrapped else prompt
+        own = torch.optim.AdamW(prompt.parameters())
+        for batch in loader:
+            embeds = model.get_input_embeddings()(batch["input_ids"]) + prompt(batch["input_ids"] % 2)
+            model(inputs_embeds=embeds, labels=batch["labels"]).loss.backward()
+            for one in (own, optimizer):
+                one.step()
+                one.zero_grad()
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
+    return [text for text in said if "in no distributed model" in text]
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_trained_parameter_outside_of_the_model_is_named(is_wrapped: bool, pool2: Any) -> None:
+    """Row 22: once, and not if it is distributed by itself."""
+    for said in pool2.run(warnings_of_a_stranger, is_wrapped):
+        assert len(said) == (0 if is_wrapped else 1)
+        assert is_wrapped or "the first of shape [2, 32]" in said[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -13,6 +15,8 @@ from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.layout import record_of
+
+logger = logging.getLogger(__name__)
 
 
 def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
@@ -27,9 +31,15 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
     # Weakly: torch keeps the hook for as long as the process lives.
     reference = weakref.ref(runtime)
 
+    has_warned = False
+
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (of := reference()) is not None and of.trained is not None and of.engine is None:
-            _look(optimizer, of, is_trusted)
+        nonlocal has_warned
+        if (of := reference()) is None or of.trained is None or of.engine is not None:
+            return
+        _look(optimizer, of, is_trusted)
+        if not has_warned and of.dp.size > 1 and find_runtime(optimizer) is None:
+            has_warned = _warn_of_strangers(optimizer)
 
     handle = register_optimizer_step_pre_hook(look)
     weakref.finalize(runtime, handle.remove)
@@ -60,3 +70,19 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
         )
     if any(id(p) in stepped and record_of(p).is_sharded for p in runtime.parameters):
         check_elementwise(optimizer, is_trusted=is_trusted)
+
+
+def _warn_of_strangers(optimizer: Optimizer) -> bool:
+    """Warn of trained parameters that are in no distributed model; returns whether there are any."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
+    if strangers:
+        logger.warning(
+            "%s.step() trains %d parameter(s), the first of shape %s, that are in no distributed model: each "
+            "data-parallel rank steps them by its own rows' gradients, so the ranks' values part. Make them a part of "
+            "the model before to_distributed, or wrap the module that has them: meshwright.DataParallel(module)",
+            type(optimizer).__name__,
+            len(strangers),
+            list(strangers[0].shape),
+        )
+    return bool(strangers)
