@@ -3,40 +3,124 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+import numpy as np
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.data.tree import digest
+from meshwright.data.tree import digest, is_plain
 
 ROWS_READ = 16
 
+_first_seen = WeakIdKeyDictionary()  # what each dataset held
 
-def fingerprint(dataset: Any) -> str:
+
+def outline(dataset: Any) -> str:
+    """The class of a dataset and, if it has one, its length."""
+    try:
+        return f"{type(dataset).__name__} of {len(dataset)}"
+    except Exception:  # it has none, or none yet
+        return type(dataset).__name__
+
+
+def fingerprint(dataset: Any, *, has_numbers: bool = False) -> str:
     """What tells a dataset from others, from as little of it as can be had without running the user's code.
 
     A dataset with a ``fingerprint`` of its own says it itself. Of one of Hugging Face the columns and some rows
     are read: its own fingerprint changes with the files' dates and, after some transforms, at random. Of a subset
-    the indices count, of tensors some rows; of anything else the class and the length.
+    the indices count, of a list some items. Of any other class the attributes count that hold data (tensors, arrays,
+    lists, data frames, other datasets and dicts of them), by some of their rows. No sample is asked for.
+
+    Args:
+        dataset: of any class.
+        has_numbers: the attributes that are whole numbers count as well. The ranks of a run have the same, unless each
+            has a part of the data; another run may have others, such as an epoch.
 
     Example:
-        >>> fingerprint([5, 6, 7])
-        'list of 3'
+        >>> fingerprint(range(3)) == fingerprint(range(3)) != fingerprint(range(1, 4))
+        True
     """
     if isinstance(said := getattr(dataset, "fingerprint", None), str):
         return said
-    name = type(dataset).__name__
-    text = f"{name} of {len(dataset)}" if hasattr(dataset, "__len__") else name
+    text = outline(dataset)
     if isinstance(dataset, Subset):
-        return f"{text}, indices {_short(list(dataset.indices))} of ({fingerprint(dataset.dataset)})"
+        inner = fingerprint(dataset.dataset, has_numbers=has_numbers)
+        return f"{text}, indices {_short(list(dataset.indices))} of ({inner})"
     if isinstance(dataset, ConcatDataset):
-        return f"{text}: {_short([fingerprint(part) for part in dataset.datasets])}"
-    if isinstance(dataset, TensorDataset):
-        return f"{text}, rows {digest([x[_some(len(x))] for x in dataset.tensors]):08x}"
-    if hasattr(dataset, "_fingerprint") and hasattr(dataset, "with_format"):
+        return f"{text}: {_short([fingerprint(part, has_numbers=has_numbers) for part in dataset.datasets])}"
+    if _is_of_hugging_face(dataset):
         rows = dataset.with_format("arrow")[_some(len(dataset))] if len(dataset) else None
         return f"{text}, columns {dataset.column_names}, rows {_short(rows and rows.to_pydict())}"
-    return text
+    if isinstance(dataset, list | tuple | range):
+        return f"{text}, rows {_code(dataset)}"
+    held = {name: value for name, value in _held(dataset).items() if has_numbers or isinstance(value, str)}
+    return ", ".join([text, *(f"{name}={value}" for name, value in held.items())])
+
+
+def _held(dataset: Any) -> dict[str, Any]:
+    """The attributes that hold data, as digests, and those that are whole numbers.
+
+    They are those of the first time that the dataset is seen: it may keep what is read, and count it.
+    """
+    try:
+        if dataset in _first_seen:
+            return _first_seen[dataset]
+        held = _first_seen[dataset] = {}  # already now: a dataset may hold one that holds it
+    except TypeError:  # an object without weak references
+        held = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, int):
+            held[name] = value
+        elif (data := _data_of(value)) is not None:
+            held[name] = _code(data)
+    return held
+
+
+def _data_of(value: Any) -> Any:
+    """An attribute that is data; of a dict the columns, without what else it holds, such as settings; or None."""
+    if isinstance(value, Mapping):
+        columns = {key: _data_of(column) for key, column in value.items()}
+        return {key: column for key, column in columns.items() if column is not None} or None
+    return value if _is_data(value) else None
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0
+    is_frame = hasattr(type(value), "iloc")
+    return is_frame or isinstance(value, list | tuple | range | Dataset) or _is_of_hugging_face(value)
+
+
+def _is_of_hugging_face(value: Any) -> bool:
+    return hasattr(type(value), "with_format") and hasattr(value, "_fingerprint")
+
+
+def _code(value: Any) -> str:
+    return f"{digest(_sampled(value)):08x}"
+
+
+def _sampled(value: Any) -> Any:
+    """The size and some rows of a value, and so on for what these hold."""
+    if isinstance(value, Tensor) and (not is_plain(value) or value.is_meta):
+        return str(value.layout), str(value.dtype)
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        rows = value[_some(len(value))]
+        has_texts = isinstance(rows, np.ndarray) and (rows.dtype.hasobject or rows.dtype.kind == "U")
+        return list(value.shape), _sampled(rows.tolist()) if has_texts else rows
+    if hasattr(type(value), "iloc"):
+        return list(value.shape), _sampled(value.iloc[_some(len(value))].to_numpy())
+    if isinstance(value, list | tuple | range):
+        return len(value), [_sampled(value[index]) for index in _some(len(value))]
+    if isinstance(value, Mapping):
+        keys = list(value)
+        return len(keys), {keys[index]: _sampled(value[keys[index]]) for index in _some(len(keys))}
+    if isinstance(value, str | os.PathLike):
+        return os.path.basename(value)  # files lie in another directory on another machine
+    return fingerprint(value) if _is_data(value) else value
 
 
 def _some(size: int) -> list[int]:

@@ -34,6 +34,10 @@ from meshwright.resharding.agreement import Claim, agreed
 logger = logging.getLogger(__name__)
 
 PLACES = 2**31  # more than there are ranks
+DATASET = (
+    "dataset (if each rank has a part of it, set shard_dataloader(..., is_dataset_splitted=True); if not, name it by "
+    "LoaderOptions(fingerprint='a name'))"
+)
 
 
 class DistributedLoader:
@@ -216,6 +220,14 @@ class DistributedLoader:
         """What must be the same on all ranks, by name."""
         return self._reader.describe()
 
+    def claim(self) -> Claim[DistributedLoader]:
+        """What must be the same on all ranks, and of the dataset on those that read it by index."""
+        reads = not self._is_led or self._peers.is_leader
+        if not reads or not isinstance(self._reader, MapReader):
+            return Claim(self, self.describe())
+        identity = self._reader.identity
+        return Claim(self, self.describe(), {DATASET: identity}, number=zlib.crc32(identity.encode()))
+
     def _portions(self) -> Iterator[Portion]:
         """What there is to read, by this rank or by its leader."""
         draws = self._agreed_draws()
@@ -382,9 +394,5 @@ def without_labels(batch: Any) -> Any:
 def made_together(make: Callable[[], DistributedLoader]) -> DistributedLoader:
     """Make a loader on every rank; an error on all of them where it fails on one, or where their datasets differ."""
 
-    def claim() -> Claim[DistributedLoader]:
-        loader = make()
-        return Claim(loader, loader.describe())
-
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    return claim().result if is_alone else agreed(claim)[0].agree()
+    return make() if is_alone else agreed(lambda: make().claim())[0].agree()

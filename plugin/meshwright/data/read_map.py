@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from meshwright.data.batches import Portion, Sharing
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.order import InOrder, Order
-from meshwright.data.reading import VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.reading import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.sampling import Batches, Sampling
 from meshwright.parallel.collectives import Axis
 
@@ -42,6 +42,7 @@ class MapReader:
         self.dropped = 0
         self._sampling = Sampling(loader, seed)
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
+        self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
         self._user_loader, self._dp, self._share = loader, dp, share
         self._indices = _RankIndices(dp, share, self._sampling.exhaust)
         self._generator = Generator()
@@ -75,7 +76,6 @@ class MapReader:
     def describe(self) -> dict[str, str]:
         sampling = self._sampling
         return {
-            "dataset (if each rank has a part of it: is_dataset_splitted=True)": self._fingerprint,
             "samples": str(sampling.length),
             "order": sampling.kind,
             "batch size": str(sampling.batch_size),
@@ -141,7 +141,7 @@ class MapReader:
             "order": self._sampling.kind,
             "seed": self._sampling.seed,
         }
-        check_state(state, expected, "sample k would be another one")
+        check_state(state, expected, f"sample k would be another one. {NAMED}")
         self.position.load(state, self._sampling.length if self._sampling.kind != "listed" else None)
         self._sampling.load(state)
         self._order = state.get("drawn")

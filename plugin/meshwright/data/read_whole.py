@@ -11,9 +11,9 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.data.batches import Portion, Sharing
-from meshwright.data.fingerprint import fingerprint
+from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.reading import VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.reading import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.shuffling import WorkerSeeds
 from meshwright.data.tree import digest, leaves, map_tensors
 from meshwright.parallel.collectives import Axis
@@ -41,6 +41,7 @@ class WholeReader:
         self.dropped = 0
         self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
         self._dataset: Any = getattr(loader, "dataset", loader)
+        self._name = name
         self._fingerprint = fingerprint(self._dataset) if name is None else name
         self._batches = 0  # given out in this epoch
         self._told: int | None = getattr(self._dataset, "epoch", None)  # the dataset's own epoch
@@ -70,7 +71,8 @@ class WholeReader:
         return True
 
     def describe(self) -> dict[str, str]:
-        settings = {"batch size": self.batch_size, "num_workers": self._num_workers, "dataset": self._fingerprint}
+        dataset = outline(self._dataset) if self._name is None else self._name
+        settings = {"batch size": self.batch_size, "num_workers": self._num_workers, "dataset": dataset}
         return {name: str(value) for name, value in settings.items()}
 
     @property
@@ -121,7 +123,7 @@ class WholeReader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "whole", "dataset": self._fingerprint}
-        check_state(state, expected, "it is of another dataset")
+        check_state(state, expected, f"it is of another dataset. {NAMED}")
         check_state(state, self._settings(), "the order of a dataset without numbered shards depends on it")
         self.position.load(state)
         self._batches = state["batches"]

@@ -12,6 +12,7 @@ from meshwright.data.batches import Portion
 
 VERSION = 2
 WORKER_SEEDS = 2**62  # workers add their numbers to a seed
+NAMED = "If the dataset is the same, name it alike in both runs: LoaderOptions(fingerprint='a name')"
 
 
 @dataclass

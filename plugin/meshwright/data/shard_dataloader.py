@@ -122,7 +122,7 @@ def shard_dataloader(
 
     def make() -> Claim[DistributedLoader]:
         _check_outsiders(loader, flat(targets), is_dataset_splitted)
-        made = DistributedLoader(
+        return DistributedLoader(
             loader,
             dp=dp,
             peers=peers,
@@ -133,8 +133,7 @@ def shard_dataloader(
             is_dataset_splitted=is_dataset_splitted,
             masks_blanks=False,
             options=options,
-        )
-        return Claim(made, made.describe())
+        ).claim()
 
     return _on_all_ranks(make).agree()
 

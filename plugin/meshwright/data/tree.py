@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,7 +78,9 @@ def digest(value: Any) -> int:
                 code = bytes_digest(leaf, code)
         elif isinstance(leaf, str | bytes | int | float | bool | None):
             what = leaf
-        elif hasattr(leaf, "tobytes"):  # an array of numpy's
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:  # its bytes are pointers
+            what = digest(leaf.tolist())
+        elif hasattr(type(leaf), "tobytes"):  # another array, or an image
             code = zlib.crc32(leaf.tobytes(), code)
         code = zlib.crc32(repr((name, what)).encode(), code)
     return code

@@ -1,0 +1,180 @@
+"""Datasets that look alike and are not: an error on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset as HubDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+from meshwright.config import LoaderOptions
+from meshwright.data.fingerprint import fingerprint
+from meshwright.data.loader import DistributedLoader, made_together
+from meshwright.data.peers import Peers
+from meshwright.data.tree import digest
+from meshwright.parallel.collectives import Axis
+from support.loading import as_list, ranks_of
+from test_loader import axes
+
+
+class Documents(Dataset[torch.Tensor]):
+    """Rows of whatever it is given, which it counts and keeps; with noise, other ones each time."""
+
+    def __init__(self, noise: float = 0.0, **held: Any):
+        self.__dict__.update(held)
+        self.noise, self.reads = noise, 0
+        self.cache: list[Any] = [None] * 8
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        self.cache[index] = torch.rand(1)
+        return torch.tensor([float(index)]) + self.noise * self.cache[index]
+
+
+def holding(kind: str, first: int) -> Dataset[Any]:
+    """Eight rows from ``first`` on, held in one way or another."""
+    rows = list(range(first, first + 8))
+    if kind == "subset":
+        return Subset(Documents(rows=rows), range(8))
+    if kind == "joined":
+        return ConcatDataset([Documents(rows=rows[:4])])
+    held: dict[str, dict[str, Any]] = {
+        "list": {"rows": rows},
+        "texts": {"rows": [{"text": f"document {row}"} for row in rows]},
+        "files": {"files": tuple(f"/data/{row}.txt" for row in rows)},
+        "tensor": {"tokens": torch.tensor(rows)},
+        "array": {"tokens": np.array(rows)},
+        "array of texts": {"texts": np.array([f"document {row}" for row in rows], dtype=object)},
+        "columns": {"encodings": {"inputs": {"input_ids": rows}, "name": "all"}},
+        "frame": {"frame": pd.DataFrame({"x": rows, "text": [f"document {row}" for row in rows]})},
+        "dataset": {"inner": HubDataset.from_dict({"x": rows})},
+        "nested": {"inner": Documents(rows=rows)},
+        "number": {"first": first},
+    }
+    return Documents(**held[kind])
+
+
+KINDS = ["list", "texts", "files", "tensor", "array", "array of texts", "columns", "frame", "dataset", "nested"]
+
+
+def made(dataset: Any, tp: int = 1, **options: Any) -> DistributedLoader:
+    tp_axis, dp_axis = axes(tp)
+    user, chosen = DataLoader(dataset, batch_size=4), LoaderOptions(**options)
+    return made_together(
+        lambda: DistributedLoader(user, dp=dp_axis, peers=Peers((tp_axis,)), masks_blanks=False, options=chosen)
+    )
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """What a call raises, as text: the other rank is asked too."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def split(kinds: list[str], **options: Any) -> dict[str, str]:
+    first = 8 * dist.get_rank()
+    return {kind: outcome(lambda kind=kind: made(holding(kind, first), **options)) for kind in kinds}
+
+
+def test_an_undeclared_split_is_refused_before_a_row_is_read(pool2: Any) -> None:
+    """Row 40: each rank has its part, of the same class and length."""
+    kinds = [*KINDS, "number", "subset", "joined"]
+    ranks = pool2.run(split, kinds)
+    assert ranks[0] == ranks[1]
+    for kind, message in ranks[0].items():
+        assert "is_dataset_splitted=True" in message and "fingerprint='a name'" in message, (kind, message)
+    assert "Documents of 8, first=0, " in ranks[0]["number"] and "first=8, " in ranks[0]["number"]
+    assert pool2.run(split, kinds, fingerprint="mine") == [dict.fromkeys(kinds, "nothing")] * 2
+
+
+def noisy() -> tuple[str, list[bool]]:
+    """Nothing is read to compare, whatever a dataset draws, counts or keeps on one rank alone."""
+    rank = dist.get_rank()
+    message = outcome(lambda: made(Documents(noise=1.0, rows=[rank] * 8)))
+    torch.manual_seed(rank)
+    dataset = Documents(noise=1.0, rows=[1] * 8)
+    before = torch.get_rng_state()
+    loader = made(dataset)
+    is_untouched = [dataset.reads == 0, torch.equal(before, torch.get_rng_state())]
+    rows = [list(loader), list(made(dataset)), list(made(Subset(dataset, range(8))))]
+    return message, [*is_untouched, *(len(batches) == 2 for batches in rows)]
+
+
+def test_a_dataset_that_draws_counts_and_keeps_is_not_taken_for_another(pool2: Any) -> None:
+    """Row 40: a split is refused, and the same dataset, which every rank has read in part since, is not."""
+    for message, facts in pool2.run(noisy):
+        assert "is_dataset_splitted=True" in message
+        assert all(facts), facts
+
+
+def led(tp: int) -> str:
+    rank = dist.get_rank()
+    return outcome(lambda: list(made(Documents(rows=[rank] * 8), tp, source="leader")))
+
+
+def test_only_ranks_that_read_must_have_the_same_data(pool2: Any) -> None:
+    """Row 40: what the others hold is never used."""
+    assert pool2.run(led, 2) == ["nothing"] * 2
+    assert all("is_dataset_splitted=True" in message for message in pool2.run(led, 1))
+
+
+def resumed(before: Any, after: Any, **options: Any) -> list[Any]:
+    def make(dataset: Any) -> DistributedLoader:
+        return ranks_of(1, lambda: DataLoader(dataset, batch_size=2, collate_fn=as_list), LoaderOptions(**options))[0]
+
+    loader = make(before)
+    next(iter(loader))
+    other = make(after)
+    other.load_state_dict(loader.state_dict())
+    return list(other)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "subset", "joined", "bare list", "batches"])
+def test_a_state_of_other_data_is_refused(kind: str) -> None:
+    """Row 41: of the same class and length."""
+
+    def make(first: int) -> Any:
+        return list(range(first, first + 8)) if kind == "bare list" else holding(kind, first)
+
+    if kind == "batches":  # a loader of the program's own
+        first, second = (DistributedLoader([torch.ones(4) * k] * 2, dp=Axis("dp")) for k in range(2))
+        with pytest.raises(ValueError, match="it is of another dataset"):
+            second.load_state_dict(first.state_dict())
+        return
+    with pytest.raises(ValueError, match=r"sample k would be another one.*fingerprint='a name'"):
+        resumed(make(0), make(100))
+    assert len(resumed(make(0), make(0))) == 3
+    assert len(resumed(make(0), make(100), fingerprint="mine")) == 3
+
+
+def test_a_state_holds_where_files_were_moved_and_numbers_changed() -> None:
+    """Row 41: other rows are refused; the same ones in another directory, or in another epoch, are not."""
+    paths = [f"{k}.txt" for k in range(8)]
+    before = Documents(files=[f"/job1/{path}" for path in paths], epoch=0)
+    assert len(resumed(before, Documents(files=[f"/job2/{path}" for path in paths], epoch=3))) == 3
+    with pytest.raises(ValueError, match="files="):
+        resumed(before, Documents(files=[f"/job1/new-{path}" for path in paths], epoch=0))
+
+
+def test_a_dataset_may_hold_one_that_holds_it_and_what_is_no_data() -> None:
+    outer = Documents(transforms=[len], options={"device": "cuda:1"}, sparse=torch.eye(8).to_sparse(), rows=[1])
+    outer.inner = Documents(outer=outer)  # type: ignore[attr-defined]
+    assert "rows=" in fingerprint(outer) and "inner=" in fingerprint(outer) and "options" not in fingerprint(outer)
+
+
+def test_arrays_of_objects_are_compared_by_value() -> None:
+    """A digest of the pointers would differ between ranks that have the same rows."""
+    first, second = (np.array(["".join(["do", "cument"]), [1, 2]], dtype=object) for _ in range(2))
+    assert digest({"x": first}) == digest({"x": second}) != digest({"x": second[:1]})
