@@ -1,7 +1,8 @@
-"""Datasets that look alike and are not: an error on every rank alike."""
+"""Datasets that look alike and are not, and batches that a mesh cannot take: an error on every rank alike."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset as HubDataset
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
+import meshwright as mw
 from meshwright.config import LoaderOptions
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.loader import DistributedLoader, made_together
@@ -178,3 +180,81 @@ def test_arrays_of_objects_are_compared_by_value() -> None:
     """A digest of the pointers would differ between ranks that have the same rows."""
     first, second = (np.array(["".join(["do", "cument"]), [1, 2]], dtype=object) for _ in range(2))
     assert digest({"x": first}) == digest({"x": second}) != digest({"x": second[:1]})
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def tuples() -> tuple[str, list[int], list[str]]:
+    rows = torch.arange(5.0).reshape(5, 1)
+    tp_axis, dp_axis = axes(1)
+    seen: list[int] = []
+    records = Records()
+    logging.getLogger("meshwright.data.loader").addHandler(records)
+
+    def run() -> None:
+        user = DataLoader(TensorDataset(rows, rows), batch_size=4)
+        for x, _ in DistributedLoader(user, dp=dp_axis, peers=Peers((tp_axis,))):
+            seen.append(len(x))
+
+    message = outcome(run)
+    logging.getLogger("meshwright.data.loader").removeHandler(records)
+    return message, seen, records.messages
+
+
+def test_a_last_tuple_batch_of_fewer_rows_than_ranks_is_an_error_on_all(pool2: Any) -> None:
+    """It was an error on rank 0 alone, at the end of the epoch; the first step says that it will come."""
+    ranks = pool2.run(tuples)
+    assert ranks[0] == ranks[1]
+    message, seen, warnings = ranks[0]
+    assert "the last batch has 1 rows, fewer than the 2 data-parallel ranks" in message and seen == [2]
+    assert warnings == [f"this epoch will end in an error: {message}"]
+
+
+def sparse(kind: str) -> Any:
+    """A batch with a graph, sparse, beside the rows."""
+    graph = torch.eye(7 if kind == "other rows" else 4)
+    made: dict[str, Callable[[], torch.Tensor]] = {
+        "csr": graph.to_sparse_csr,
+        "bsr": lambda: graph.to_sparse_bsr((2, 2)),
+    }
+    batch = {"x": torch.arange(12.0).reshape(4, 3), "graph": made.get(kind, graph.to_sparse)()}
+    keys = ["x"] if kind == "left out" else None
+    output: Any = "dtensor" if kind in ("left out", "dtensor") else "local"
+    result: list[Any] = []
+
+    def run() -> None:
+        mesh = mw.ProcessMesh([0, 1], dim_names=["dp"])
+        (placed,) = mw.shard_dataloader([batch], mesh, keys, "dp", output=output)
+        x = placed["x"].to_local() if output == "dtensor" else placed["x"]
+        result.extend([x[:, 0].tolist(), placed["graph"].layout, placed["graph"].to_dense().tolist()])
+
+    message = outcome(run)
+    return result or message
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "other rows", "left out"])
+def test_sparse_tensors_are_cut_by_rows(kind: str, pool2: Any) -> None:
+    whole = torch.eye(7 if kind == "other rows" else 4)
+    for rank, (x, layout, graph) in enumerate(pool2.run(sparse, kind)):
+        assert x == [[0.0, 3.0], [6.0, 9.0]][rank]
+        assert layout == (torch.sparse_csr if kind == "csr" else torch.sparse_coo)
+        assert graph == (whole if kind == "other rows" else whole[2 * rank : 2 * rank + 2]).tolist()
+
+
+@pytest.mark.parametrize(("kind", "named"), [("dtensor", "sparse_coo"), ("bsr", "sparse_bsr")])
+def test_sparse_tensors_that_cannot_be_cut_are_named(kind: str, named: str, pool2: Any) -> None:
+    first, second = pool2.run(sparse, kind)
+    assert first == second and f"a {named} tensor" in first and "x.to_dense()" in first
+
+
+def test_other_values_of_a_sparse_tensor_are_other_rows() -> None:
+    one, two = torch.eye(4), 2 * torch.eye(4)
+    assert digest(one.to_sparse()) == digest(one.to_sparse().coalesce()) != digest(two.to_sparse())
+    assert digest(one.to_sparse_csr()) != digest(two.to_sparse_csr())

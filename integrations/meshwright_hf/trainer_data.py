@@ -58,7 +58,14 @@ def mesh_loader(
         elif has_seedable_sampler:
             order_by_seed_and_epoch(batches, data_seed)
         kind = DistributedLoader if is_training else EvaluationLoader
-        return kind(batches, dp=runtime.dp, peers=Peers((runtime.tp,)), device=device, options=options)
+        return kind(
+            batches,
+            dp=runtime.dp,
+            peers=Peers((runtime.tp,)),
+            device=device,
+            may_hold_blanks=not is_training,
+            options=options,
+        )
 
     return made_together(make)
 

@@ -44,6 +44,11 @@ class EqualBatches:
         last = self.num_samples - self.dropped(samples)
         return (Batch(start, min(self.batch_size, last - start)) for start in range(samples, last, self.batch_size))
 
+    def least(self, samples: int) -> int:
+        """Rows of the smallest of them."""
+        rest = self.num_samples - samples - self.dropped(samples)
+        return rest % self.batch_size or self.batch_size
+
     def dropped(self, samples: int = 0) -> int:
         """How many samples are left out at the end, if batches begin after ``samples``."""
         return (self.num_samples - samples) % self.batch_size if self.drop_last else 0
@@ -70,6 +75,10 @@ class ListedBatches:
             raise ValueError(f"sample {samples} is inside a batch of the batch sampler, whose batches cannot be cut")
         first = self._starts.index(samples)
         return (Batch(start, rows) for start, rows in zip(self._starts[first:], self._sizes[first:], strict=False))
+
+    def least(self, samples: int) -> int:
+        """Rows of the smallest of them."""
+        return min((batch.rows for batch in self.after(samples)), default=0)
 
     def dropped(self, samples: int = 0) -> int:
         return 0

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from meshwright.data.batches import Portion, Sharing
-from meshwright.data.tree import map_tensors
+from meshwright.data.tree import is_dense, kind_of, map_tensors, take_rows
 from meshwright.mesh import ProcessMesh
 from meshwright.parallel.collectives import Axis
 from meshwright.resharding.layouts import process_mesh
@@ -174,6 +174,12 @@ class Placer:
             return type(batch)(*inputs) if hasattr(batch, "_fields") else type(batch)(inputs)
         raise AssertionError(f"no batch: {type(batch).__name__}")
 
+    def inputs_of(self, batch: Any) -> Any:
+        """What of a batch the meshes speak of."""
+        if self._input_keys is None or not isinstance(batch, Mapping):
+            return batch
+        return {key: batch[key] for key in self._input_keys if key in batch}
+
     def _targets_for(self, count: int, what: str) -> list[Targets]:
         if len(self._targets) == 1:
             return self._targets * count
@@ -193,6 +199,12 @@ class Placer:
 
     def _on(self, target: Target, portion: Portion) -> Callable[[Tensor], Any]:
         def place(x: Tensor) -> Any:
+            if self.as_dtensors and not is_dense(x):
+                raise ValueError(
+                    f"an input of the batch is a {kind_of(x)} tensor, which cannot be the rows of a DTensor; return "
+                    "x.to_dense() from collate_fn, set output='local', or name the other inputs in input_keys, which "
+                    "leaves this one as it is"
+                )
             has_rows = x.ndim > 0 and x.shape[0] == portion.held
             is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_replicated
             is_sharded &= target.axis is not None
@@ -204,7 +216,7 @@ class Placer:
                         "for it; use output='dtensor', or set drop_last=True"
                     )
                 share = self._share(portion.total, self._axis_of(target))
-                x = x[share.low : share.high]
+                x = take_rows(x, slice(share.low, share.high))
             if not self.as_dtensors:
                 return x if self._rank in target.mesh else None
             mesh = target.mesh

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from meshwright.data.read_map import MapReader
 from meshwright.data.read_split import SplitReader
 from meshwright.data.readers import make_reader
 from meshwright.data.reading import Position
+from meshwright.data.same_inputs import check_replicated, check_sizes
 from meshwright.data.shuffling import decoded, encoded
-from meshwright.data.stream import gather_objects
-from meshwright.data.tree import digest, is_batch, leaves, signature, to_device
+from meshwright.data.tree import digest, is_batch, signature, to_device
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.mean import TARGETS, without_targets
 from meshwright.resharding.agreement import Claim, agreed
@@ -298,6 +299,8 @@ class DistributedLoader:
         """Compare the sizes of the inputs of a DTensor over all ranks."""
         if not self._has_dtensors or self._dp.group is None:
             return
+        assert self._placer is not None
+        portion = replace(portion, batch=self._placer.inputs_of(portion.batch))
         own = signature(portion.batch)
         if self._is_time_to_check() or self._sizes is None:
             check_sizes(own, self._dp, self._where())
@@ -321,13 +324,20 @@ class DistributedLoader:
         if self.feeds_causal_lm:
             self.feeds_causal_lm = False
             warn_without_labels(batch)
+        self._warn_of_the_last_batch(batch)
         if portion.total % self._dp.size and not self._has_dtensors:
             batch = self._in_step(portion)
         batch = to_device(batch, self._device)
         return self._placer.place(batch, portion) if self._placer else batch
 
     def _in_step(self, portion: Portion) -> Any:
-        """The rows of a batch that does not divide over the ranks."""
+        """The rows of a batch that does not divide over the ranks.
+
+        Raises:
+            ValueError: on all ranks, where one of them would get a row that nothing can take out of the loss.
+        """
+        if self._cannot_share(portion.batch, portion.total):
+            raise ValueError(self._too_few(portion.total))
         if not self._has_warned and not (self._masks_blanks and _has_labels(portion.batch)):
             self._has_warned = True
             logger.warning(
@@ -336,50 +346,24 @@ class DistributedLoader:
                 portion.total,
                 self._dp.size,
             )
-        if not portion.is_blank or not self._masks_blanks:
-            return portion.batch
-        if not _has_labels(portion.batch):
-            if self._may_hold_blanks:
-                return portion.batch
-            raise ValueError(
-                f"the last batch has {portion.total} rows, fewer than the {self._dp.size} data-parallel ranks, and "
-                "a batch without 'labels' cannot be padded with a row that does not count; set drop_last=True on the "
-                "loader"
-            )
-        return without_labels(portion.batch)
+        is_masked = portion.is_blank and self._masks_blanks and _has_labels(portion.batch)
+        return without_labels(portion.batch) if is_masked else portion.batch
 
+    def _cannot_share(self, batch: Any, rows: int) -> bool:
+        needs_labels = self._masks_blanks and not self._may_hold_blanks
+        return rows < self._dp.size and needs_labels and not _has_labels(batch)
 
-def check_sizes(own: str, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis alike unless their inputs look the same.
-
-    Raises:
-        ValueError: with what each rank has.
-    """
-    if len(set(map(tuple, Peers((dp,)).gather(zlib.crc32(own.encode()))))) > 1:
-        signatures = gather_objects(own, dp)
-        said = "; ".join(f"{{{text}}} on rank {rank} of {dp.name}" for rank, text in enumerate(signatures))
-        raise ValueError(
-            f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must be equally "
-            "long: pad all batches to one length, or use output='local'"
+    def _too_few(self, rows: int) -> str:
+        return (
+            f"the last batch has {rows} rows, fewer than the {self._dp.size} data-parallel ranks, and a batch without "
+            "'labels' cannot be padded with a row that does not count; set drop_last=True on the loader"
         )
 
-
-def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis alike unless tensors that are not cut by rows are the same on all of them.
-
-    Raises:
-        ValueError: naming such tensors.
-    """
-    if portion.is_whole:
-        return
-    kept = {name: x for name, x in leaves(portion.batch) if isinstance(x, Tensor)}
-    kept = {name: x for name, x in kept.items() if not x.ndim or x.shape[0] != portion.held}
-    if len(set(map(tuple, Peers((dp,)).gather(digest(kept))))) > 1:
-        raise ValueError(
-            f"{where}: the ranks have other values of {', '.join(kept)}, which cannot be sharded by rows since the "
-            f"first dim is not the number of rows ({portion.held} on this rank), and as a DTensor must be the same on "
-            "all ranks; leave them out of the batch, or use output='local'"
-        )
+    def _warn_of_the_last_batch(self, batch: Any) -> None:
+        """Say at an epoch's first step what will be an error at its last one."""
+        least = getattr(self._reader, "least", None)
+        if self._steps == 0 and least is not None and self._cannot_share(batch, least):
+            logger.warning("this epoch will end in an error: %s", self._too_few(least))
 
 
 def _has_labels(batch: Any) -> bool:

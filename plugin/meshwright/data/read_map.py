@@ -40,6 +40,7 @@ class MapReader:
             raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
         self.position = Position()
         self.dropped = 0
+        self.least: int | None = None  # rows of the smallest batch of the epoch under way
         self._sampling = Sampling(loader, seed)
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
@@ -96,7 +97,7 @@ class MapReader:
         self._check_order(draws)
         self._indices.begin(order, batches, position.samples)
         self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
-        self.dropped = batches.dropped(position.samples)
+        self.dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         rest = batches.after(position.samples)
         for (start, rows), batch in zip(rest, self._loader(), strict=True):
             share = self._share(rows, self._dp)

@@ -15,7 +15,7 @@ from meshwright.data.fingerprint import fingerprint, outline
 from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.reading import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.shuffling import WorkerSeeds
-from meshwright.data.tree import digest, leaves, map_tensors
+from meshwright.data.tree import digest, is_dense, leaves, map_tensors, take_rows
 from meshwright.parallel.collectives import Axis
 
 ENDED = -1
@@ -216,7 +216,9 @@ def _num_rows(batch: Any) -> int:
     Raises:
         ValueError: they do not, or there are none.
     """
-    rows = {name: leaf.shape[0] for name, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    tensors = {name: leaf for name, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    dense = {name: x for name, x in tensors.items() if is_dense(x)}  # a sparse one may be of the batch as a whole
+    rows = {name: x.shape[0] for name, x in (dense or tensors).items()}
     if not rows:
         raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
     if len(set(rows.values())) > 1:
@@ -236,4 +238,6 @@ def _rows_of(value: Any, rows: int, own: slice) -> Any:
             return value[own]
         items = [_rows_of(item, rows, own) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value[own] if isinstance(value, Tensor) and value.ndim else value
+    if isinstance(value, Tensor) and value.ndim and (is_dense(value) or value.shape[0] == rows):
+        return take_rows(value, own)
+    return value

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from meshwright.faults.digest import bytes_digest, is_plain
 
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 def fill(value: Any, function: Callable[[Any], Any]) -> Any:
     """The same structure, of the same types, with ``function`` applied to all that is no container."""
@@ -67,15 +69,43 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda x: x.to(device, non_blocking=True))
 
 
+def take_rows(x: Tensor, own: slice) -> Tensor:
+    """Some rows of a tensor, also of a sparse one, which has no slices.
+
+    Raises:
+        ValueError: a layout whose rows cannot be taken.
+    """
+    if is_dense(x):
+        return x[own]
+    if x.is_nested or x.layout not in SPARSE[:3]:
+        raise ValueError(
+            f"a batch holds a {kind_of(x)} tensor, whose rows cannot be split over data-parallel ranks; return "
+            "x.to_dense() from the collate function, or x.to_sparse_csr()"
+        )
+    rows = torch.arange(x.shape[0], device=x.device)[own]
+    taken = x.to_sparse_coo().index_select(0, rows)
+    return taken if x.layout is torch.sparse_coo else taken.to_sparse(layout=x.layout)
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor has rows in memory, as slices need them."""
+    return x.layout is torch.strided and not x.is_nested
+
+
+def kind_of(x: Tensor) -> str:
+    """How a tensor is stored, in one word."""
+    return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+
+
 def digest(value: Any) -> int:
     """A number from 0 to 2**32 - 1 that two structures with other contents do not share, but by chance."""
     code = 0
     for name, leaf in leaves(value):
         what: Any = type(leaf).__name__
         if isinstance(leaf, Tensor):
-            what = (leaf.dtype, tuple(leaf.shape))
-            if is_plain(leaf):
-                code = bytes_digest(leaf, code)
+            what = (leaf.dtype, None if leaf.is_nested else tuple(leaf.shape))
+            for part in _stored(leaf):
+                code = bytes_digest(part, code)
         elif isinstance(leaf, str | bytes | int | float | bool | None):
             what = leaf
         elif isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:  # its bytes are pointers
@@ -86,11 +116,21 @@ def digest(value: Any) -> int:
     return code
 
 
+def _stored(x: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that hold a tensor's values; none for kinds that are not known."""
+    if is_plain(x):
+        return (x,)
+    if x.is_nested or x.layout not in SPARSE:
+        return ()
+    x = x.to_sparse_coo().coalesce()
+    return x.indices(), x.values()
+
+
 def signature(value: Any) -> str:
     """The tensors of a structure: where they are in it, their dtypes and their sizes beyond the first dim."""
     found = []
     for name, leaf in leaves(value):
         if isinstance(leaf, Tensor):
-            sizes = ["*", *map(str, leaf.shape[1:])][: leaf.ndim]
+            sizes = ["nested"] if leaf.is_nested else ["*", *map(str, leaf.shape[1:])][: leaf.ndim]
             found.append(f"{name}: {str(leaf.dtype).removeprefix('torch.')}[{', '.join(sizes)}]")
     return ", ".join(found)
