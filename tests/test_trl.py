@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from support.preference import columns, make, run
+from support.preference import columns, evaluate, make, run
 from support.trainers import fresh_accelerate
 
 pytest.importorskip("trl", reason="the environment of the oldest versions has no TRL")
@@ -77,6 +77,23 @@ def test_a_trainer_equals_one_process(
         for actual, wanted in zip(logs, expected, strict=True):
             for key in COMPARED[kind]:
                 assert actual[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
+
+
+EVALUATED = {
+    "sft": ("loss", "entropy", "mean_token_accuracy"),
+    "dpo": ("loss", "entropy", "mean_token_accuracy"),
+    "kto": ("loss", "entropy"),
+    "reward": ("loss", "min_reward", "max_reward", "mean_reward"),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_a_last_batch_of_unlike_ranks_is_evaluated_as_on_one_process(kind: str, pool2: Any, tmp_path: Path) -> None:
+    """7 rows in batches of 4: at last 2 rows on one rank and 1 on the other, each of another length."""
+    expected = evaluate(kind, tmp_path / "one", None, **OPTIONS[kind])
+    for found in pool2.run(evaluate, kind, tmp_path, DP2, **OPTIONS[kind], timeout=200):
+        for key in EVALUATED[kind]:
+            assert found[f"eval_{key}"] == pytest.approx(expected[f"eval_{key}"], rel=1e-5), key
 
 
 def build(kind: str, output_dir: Path, plan: dict[str, Any] | None, **options: Any) -> None:

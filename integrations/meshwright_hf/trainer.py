@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import Trainer
 import meshwright as mw
 from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
+from meshwright.data.tree import tensors_of
 from meshwright.launch import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.collectives import all_gather
@@ -25,6 +27,7 @@ from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.compiling import compile_decoder, left_to_us
 from meshwright_hf.fused_head import gather_for_fused_head
+from meshwright_hf.gathering import has_only_tensors
 from meshwright_hf.trainer_checkpoints import CheckpointMixin
 from meshwright_hf.trainer_checks import (
     arguments_of,
@@ -35,7 +38,7 @@ from meshwright_hf.trainer_checks import (
     config_of,
 )
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
-from meshwright_hf.trl_trainers import check_trl, whole_loader, with_global_batch
+from meshwright_hf.trl_trainers import check_trl, evaluated_over, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
 
 logger = logging.getLogger(__name__)
@@ -97,6 +100,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         accelerator.prepare_model = prepare
         accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
         accelerator.prepare_data_loader = self._prepare_data_loader
+        accelerator.gather = functools.partial(self._gather, accelerator.gather)
         accelerator.gather_for_metrics = self._gather_for_metrics
         self.gather_function = functools.partial(
             self._gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
@@ -199,6 +203,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             data_seed=self.args.data_seed,
         )
 
+    def _gather(self, stock: Callable[[Any], Any], tensor: Any) -> Any:
+        runtime = find_runtime(self.model)
+        if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
+            return stock(tensor)
+        return gather_rows(tensor, runtime.dp, is_cut=False)  # the last batch's rows are not equally many
+
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if find_runtime(self.model) is None:
             return input_data  # of whole_loader
@@ -251,12 +261,19 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         """The Trainer's own, with the loss of the global batch on every rank."""
+        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+        count = evaluated_over(self, inputs)  # before: a trainer may take something out of its inputs
         loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-        return None if loss is None else self._global_loss(loss), logits, labels
+        return None if loss is None else self._global_loss(loss, count), logits, labels
 
-    def _global_loss(self, loss: Tensor) -> Tensor:
+    def _global_loss(self, loss: Tensor, count: Tensor | None) -> Tensor:
         """Ranks differ where the loss is not the model's causal-LM loss: a label smoother's, or the user's own."""
-        return all_gather(loss.reshape(1), self._runtime.dp).mean()
+        dp = self._runtime.dp
+        if count is None:
+            return all_gather(loss.reshape(1), dp).mean()
+        counts = all_gather(count.reshape(1).to(loss), dp)
+        losses = all_gather(loss.reshape(1), dp)
+        return (losses.where(counts > 0, 0) * counts).sum() / counts.sum().clamp(min=1)
 
 
 class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):

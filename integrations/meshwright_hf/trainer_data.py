@@ -95,16 +95,24 @@ class EvaluationLoader(DistributedLoader):
         return without_labels(portion.batch) if portion.is_blank else portion.batch
 
 
-def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False) -> Any:
+def evaluated_rows() -> int | None:
+    """How many rows of this rank's evaluation batch count; None outside of an evaluation."""
+    active = GradientState().active_dataloader
+    return active.rows if isinstance(active, EvaluationLoader) else None
+
+
+def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False, is_cut: bool = True) -> Any:
     """What ``gather_for_metrics`` returns: the rows of all data-parallel ranks in order, each once.
 
     Args:
         data: tensors with as many rows as this rank's batch, or numbers; nested as one likes.
         dp: only over this axis do ranks have different rows.
         as_objects: send Python objects, e.g. because the other dims differ between ranks.
+        is_cut: whether tensors have a row for each of the batch's; ``gather`` is given others too, which stay whole.
     """
-    active = GradientState().active_dataloader
-    rows = active.rows if isinstance(active, EvaluationLoader) else None
+    rows = evaluated_rows()
+    if not is_cut:
+        return gather_tensors(data, dp, is_blank=rows == 0)
     if as_objects or not has_only_tensors(data):
         own = data[:rows] if hasattr(data, "__getitem__") and not isinstance(data, dict) else [data]
         return gather_values(own, dp)

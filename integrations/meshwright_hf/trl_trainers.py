@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from meshwright.config import ToDistributedConfig
@@ -13,6 +15,10 @@ from meshwright.errors import PlanError
 from meshwright.given import given_plan
 from meshwright.launch import world_size
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.mean import valid_labels
+from meshwright_hf.trainer_data import evaluated_rows
+
+_MEANS_OVER_ROWS = {"dpo_trainer", "kto_trainer", "reward_trainer"}
 
 
 def check_trl(trainer: Any, runtime: Runtime) -> None:
@@ -41,6 +47,21 @@ def check_trl(trainer: Any, runtime: Runtime) -> None:
             f"use_vllm=True sends the model's parameters to vLLM, and with {why} a rank holds a part of them; set "
             "use_vllm=False, or ParallelPlan(tp=1, zero_stage=2)"
         )
+
+
+def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
+    """How many labels or rows this rank's evaluation loss is the mean of, for TRL's trainers that do not divide it by
+    the count of all ranks, as the Trainer does; None for others.
+
+    Args:
+        trainer: any.
+        inputs: this rank's batch.
+    """
+    modules = {kind.__module__.removeprefix("trl.trainer.") for kind in type(trainer).__mro__}
+    if "sft_trainer" in modules:
+        return valid_labels(inputs["labels"][..., 1:]) if "labels" in inputs else None
+    rows = evaluated_rows()
+    return None if rows is None or not modules & _MEANS_OVER_ROWS else torch.tensor(rows)
 
 
 def _generates(kind: type) -> bool:

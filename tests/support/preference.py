@@ -46,8 +46,15 @@ def classes(kind: str) -> tuple[type, type]:
     return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
 
 
-def make(kind: str, output_dir: Path, plan: dict[str, Any] | None, folder: Path | None = None, **options: Any) -> Any:
-    """A trainer of TRL, of a dataset in a folder or in memory; options are its config's."""
+def make(
+    kind: str,
+    output_dir: Path,
+    plan: dict[str, Any] | None,
+    folder: Path | None = None,
+    evaluated: int | None = None,
+    **options: Any,
+) -> Any:
+    """A trainer of TRL, of a dataset in a folder or in memory, which evaluates some rows; options are its config's."""
     from datasets import Dataset, load_from_disk
 
     from meshwright_hf.trainer import MeshwrightTrainerMixin
@@ -60,6 +67,8 @@ def make(kind: str, output_dir: Path, plan: dict[str, Any] | None, folder: Path 
     data = load_from_disk(str(folder)) if folder else Dataset.from_dict(columns(kind))
     given: dict[str, Any] = {"args": args, "train_dataset": data}
     given["processing_class"] = tokenizer()
+    if evaluated is not None:
+        given["eval_dataset"] = data.select(range(evaluated))
     if kind in ("dpo", "kto"):
         given["ref_model"] = build("llama", seed=1)
     if kind in ("grpo", "rloo"):
@@ -92,3 +101,9 @@ def _completed(drawn: Counter[str], input_ids: Tensor, **_: Any) -> Tensor:
 
 def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def evaluate(kind: str, output_dir: Path, plan: dict[str, Any] | None, **options: Any) -> dict[str, float]:
+    with fresh_accelerate():
+        rows = 4 // (plan or {}).get("dp", 1)
+        return make(kind, output_dir, plan, evaluated=7, per_device_eval_batch_size=rows, **options).evaluate()
