@@ -55,6 +55,18 @@ def test_ties_are_saved_once_and_an_older_save_is_replaced(pool2: Any, tmp_path:
     assert not list(tmp_path.glob(".saving-*"))
 
 
+def saved_too_late(path: Path) -> None:
+    model = distribute(make(), tp=2)
+    with mock.patch.object(torch.distributed, "is_initialized", lambda: False):  # as after accelerator.end_training()
+        model.save_pretrained(path)
+
+
+def test_a_save_after_the_process_group_is_gone_is_an_error(pool2: Any, tmp_path: Path) -> None:
+    for kind, message in pool2.run_expecting_error(saved_too_late, tmp_path):
+        assert kind == "CheckpointError"
+        assert "save before accelerator.end_training()" in message
+
+
 def saved_with_state_dict(path: Path) -> None:
     model = distribute(make(), tp=2)
     state = mw.full_state_dict(model)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
-from meshwright.errors import AlreadyDistributedError
+from meshwright.errors import AlreadyDistributedError, CheckpointError
 from meshwright.faults.guard import Guard
 from meshwright.optim.trained import FixedParameters, TrainedParameters
 from meshwright.optim.units import ShardedWeights
@@ -116,7 +117,13 @@ class Runtime:
 
         Raises:
             DivergenceError: naming those that differ, and the ranks.
+            CheckpointError: the ranks can no longer meet.
         """
+        if max(self.dp.size, self.tp.size) > 1 and not dist.is_initialized():
+            raise CheckpointError(
+                "the process group was destroyed before this save, in which all ranks take part; save before "
+                "accelerator.end_training() or torch.distributed.destroy_process_group()"
+            )
         if self.comparison is not None:
             self.comparison.compare_now()
 
