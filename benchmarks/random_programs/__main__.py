@@ -13,7 +13,7 @@ from rich.progress import track
 
 from benchmarks.random_programs.compare import judge
 from benchmarks.random_programs.draw import PLANS, Program
-from tests.harness import WorkerPool
+from harness import WorkerPool
 
 PRELOAD = ("transformers.models.llama.modeling_llama", "meshwright")
 

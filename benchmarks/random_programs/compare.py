@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.random_programs.draw import Program
 from benchmarks.random_programs.run import Numbers, run
-from tests.harness import WorkerError, WorkerHang
-from tests.support.exact import relative_difference
+from harness import WorkerError, WorkerHang
+from support.exact import relative_difference
 
 # float64: sums in another order differ by 1e-16 each, which four steps of AdamW at small moments make 1e-11 at worst.
 TOLERANCE = 1e-9

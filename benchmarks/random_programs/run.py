@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from benchmarks.random_programs.draw import Program
-from tests.support.exact import Float64
-from tests.support.models import FAMILIES, SIZES
+from support.exact import Float64
+from support.models import FAMILIES, SIZES
 
 STEPS, EVENT = 4, 2  # the step before which thawing, writing and resuming happen
 WORDS, CLASSES = 97, 3

@@ -15,7 +15,7 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.rebind import check_ownership
 from meshwright.optim.runtime import Runtime
 from meshwright.optim.shard import install_gradient_sync
-from meshwright.parallel.microbatch import split_forward
+from meshwright.parallel.microbatch import SplitForward
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.unreadable import reading_shards
 from meshwright.plans.adapters import without_wrappers
@@ -109,16 +109,10 @@ def complete(
         with reading_shards():
             install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
     decoder: Any = without_wrappers(model)[1]
-    is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None
-    if is_split and before.gradient_accumulation_steps == 1 and before.micro_batch_size is None:
+    if plan.has_micro_batches and not before.has_micro_batches:
         assert runtime.loss is not None
-        split_forward(
-            decoder,
-            dp=runtime.dp,
-            syncs=runtime.syncs,
-            loss=runtime.loss,
-            micro_batch_size=plan.micro_batch_size,
-            num_micro_batches=plan.gradient_accumulation_steps,
+        decoder.forward = SplitForward(
+            decoder, count=plan.count_micro_batches, dp=runtime.dp, syncs=runtime.syncs, loss=runtime.loss
         )
     if plan.recompute == "full" and before.recompute == "none":
         recompute_switch(decoder)({"use_reentrant": False})

@@ -93,6 +93,16 @@ class ParallelPlan:
         return self.dims.world_size
 
     @property
+    def has_micro_batches(self) -> bool:
+        """Whether a rank's rows are split into several passes."""
+        return self.gradient_accumulation_steps > 1 or self.micro_batch_size is not None
+
+    def count_micro_batches(self, rows: int) -> int:
+        """Into how many passes the rows of a rank are split."""
+        size = self.micro_batch_size
+        return self.gradient_accumulation_steps if size is None else -(-rows // size)
+
+    @property
     def label(self) -> str:
         """The plan in the words that ``to_distributed(plan=...)`` reads.
 
@@ -118,7 +128,7 @@ class LoaderOptions:
             a dataset that is not deterministic, or too dear to read twice.
         check_every: ranks that must have the same rows compare them in step 0 and every so many steps; 0 for never.
         seed: of the shuffling; by default the loader's generator or, without one, torch's random state says.
-        fingerprint: a name for the dataset, instead of what is read of it, by which a state is known to be of it.
+        fingerprint: a name for the dataset, instead of what it holds, by which other ranks and a state know it again.
         shuffle: shuffle an iterable dataset with numbered shards. A map-style one is shuffled by its DataLoader.
         buffer_size: samples of a stream that are shuffled together.
         lanes: shards of a stream that are read at a time over all ranks; part of its order.

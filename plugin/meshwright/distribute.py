@@ -40,7 +40,7 @@ from meshwright.parallel.guarded import refuse_wrapping
 from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.mean import GlobalMean
-from meshwright.parallel.microbatch import split_forward
+from meshwright.parallel.microbatch import SplitForward
 from meshwright.parallel.outcome import succeed_together, take_from_first
 from meshwright.parallel.packed_rows import keep_documents_apart
 from meshwright.parallel.recompute import recompute_switch
@@ -182,8 +182,7 @@ def _structure_for(model: nn.Module, plan: ParallelPlan, config: ToDistributedCo
 
 
 def _check_micro_batches(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:
-    is_split = plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None
-    if is_split and not has_known_loss:
+    if plan.has_micro_batches and not has_known_loss:
         raise PlanError(
             f"the plan splits the batch into micro-batches, and what the loss of {type(model).__name__} averages over "
             "is not known, so that those of the micro-batches cannot be put together. Set "
@@ -355,14 +354,13 @@ def install(
     if loss is not None:
         mean = GlobalMean(dp, config.num_items_in_batch)
         runtime.loss = install_loss(decoder, loss, mean, tp=tp, vocab_size=structure.vocab_size if structure else 0)
-        if plan.gradient_accumulation_steps > 1 or plan.micro_batch_size is not None:
-            split_forward(
+        if plan.has_micro_batches:
+            decoder.forward = SplitForward(
                 decoder,
+                count=plan.count_micro_batches,
                 dp=dp,
                 syncs=runtime.syncs,
                 loss=runtime.loss,
-                micro_batch_size=plan.micro_batch_size,
-                num_micro_batches=plan.gradient_accumulation_steps,
                 keeps_logits=config.gather_logits,
             )
     for part in {id(x): x for x in (model, decoder)}.values():

@@ -28,56 +28,30 @@ from meshwright.parallel.pieces import Pieces
 from meshwright.parallel.unreadable import reading_shards
 
 
-def split_forward(
-    model: nn.Module,
-    *,
-    dp: Axis,
-    syncs: list[GradientSync],
-    loss: BatchLoss,
-    micro_batch_size: int | None,
-    num_micro_batches: int,
-    keeps_logits: bool = False,
-) -> None:
-    """Make ``model.forward`` split training batches along dim 0.
+class SplitForward(MethodOverride):
+    """The ``forward`` of a model whose plan has micro-batches: splits training batches along dim 0.
 
     Args:
         model: its forward returns an output with ``.loss``.
+        count: given a rank's number of rows, into how many micro-batches they are split.
         dp: axis over which the batch is split already.
         syncs: where the gradients of inner micro-batches wait; either whole, all of them, or reduced, in the only one.
         loss: the model's loss, told to divide by the counts of the whole batch.
-        micro_batch_size: rows of a micro-batch; None: from ``num_micro_batches``.
-        num_micro_batches: into how many a rank's rows are split, where ``micro_batch_size`` is None.
         keeps_logits: whether the outputs of all micro-batches are kept for whoever reads them.
     """
-    split: Any = _SplitForward(
-        model,
-        dp=dp,
-        syncs=syncs,
-        loss=loss,
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches,
-        keeps_logits=keeps_logits,
-    )
-    model.forward = split
-
-
-class _SplitForward(MethodOverride):
-    """The ``forward`` of a model whose plan has micro-batches; see ``split_forward``."""
 
     def __init__(
         self,
         model: nn.Module,
         *,
+        count: Callable[[int], int],
         dp: Axis,
         syncs: list[GradientSync],
         loss: BatchLoss,
-        micro_batch_size: int | None,
-        num_micro_batches: int,
-        keeps_logits: bool,
+        keeps_logits: bool = False,
     ):
         super().__init__(model.forward)
-        self.model, self.dp, self.syncs, self.loss = model, dp, syncs, loss
-        self.micro_batch_size, self.num_micro_batches = micro_batch_size, num_micro_batches
+        self.model, self.count, self.dp, self.syncs, self.loss = model, count, dp, syncs, loss
         self.keeps_logits = keeps_logits
         self.signature = inspect.signature(model.forward)
 
@@ -95,8 +69,7 @@ class _SplitForward(MethodOverride):
                 )
         rows = targets.shape[0]
         # Every rank runs the same number of passes: the loss of each is a collective.
-        count = self.num_micro_batches if self.micro_batch_size is None else -(-rows // self.micro_batch_size)
-        count = int(maximum(torch.tensor(count, device=targets.device), self.dp))
+        count = int(maximum(torch.tensor(self.count(rows), device=targets.device), self.dp))
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
         # A number of items is about the whole batch, so that what it means is settled before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
