@@ -6,13 +6,16 @@ trainer's own by 1e-2 and more where one rank's words, rows or completions stand
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
+from torch.utils.data import DataLoader
 
+from meshwright_hf.trl_trainers import check_last_batch
 from support.preference import columns, evaluate, make, run
 from support.trainers import fresh_accelerate
 
@@ -132,3 +135,26 @@ def test_reference_log_probabilities_are_computed_before_the_model_is_sharded(
         for actual, wanted in zip(logs, expected, strict=True):
             assert actual["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
             assert actual["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "dp", "is_training", "expected"),
+    [
+        ("kto_trainer", 7, 2, True, "raises"),
+        ("kto_trainer", 7, 2, False, "warns"),
+        ("reward_trainer", 7, 2, True, "warns"),
+        ("kto_trainer", 6, 2, True, "passes"),
+        ("kto_trainer", 7, 1, True, "passes"),
+        ("dpo_trainer", 7, 2, True, "passes"),
+    ],
+)
+def test_a_mean_of_the_ranks_means_is_named(
+    module: str, rows: int, dp: int, is_training: bool, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """7 rows in batches of 2 on each of 2 ranks: at last 2 rows on one rank and 1 on the other."""
+    trainer = type("KTOTrainer", (), {"__module__": f"trl.trainer.{module}"})()
+    loader: DataLoader[Any] = DataLoader(range(rows), batch_size=2)  # type: ignore[arg-type]
+    raised = pytest.raises(ValueError, match="the last 3 do not divide by dp=2") if expected == "raises" else None
+    with raised or contextlib.nullcontext():
+        check_last_batch(trainer, loader, dp, is_training=is_training)
+    assert ("dataloader_drop_last=True" in caplog.text) is (expected == "warns")

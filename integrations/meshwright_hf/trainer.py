@@ -38,7 +38,7 @@ from meshwright_hf.trainer_checks import (
     config_of,
 )
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
-from meshwright_hf.trl_trainers import check_trl, evaluated_over, whole_loader, with_global_batch
+from meshwright_hf.trl_trainers import check_last_batch, check_trl, evaluated_over, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
 
 logger = logging.getLogger(__name__)
@@ -193,6 +193,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         if find_runtime(self.model) is None:
             # The planner only looks at it; a trainer that has a pass over the data before needs all rows.
             return data_loader if self._is_distributing else whole_loader(data_loader, self.args.device)
+        check_last_batch(self, data_loader, self._runtime.dp.size, is_training=self._is_training_loader)
         return mesh_loader(
             data_loader,
             self._runtime,

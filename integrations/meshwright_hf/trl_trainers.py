@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -18,7 +20,13 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.mean import valid_labels
 from meshwright_hf.trainer_data import evaluated_rows
 
+logger = logging.getLogger(__name__)
+
 _MEANS_OVER_ROWS = {"dpo_trainer", "kto_trainer", "reward_trainer"}
+_MEANS_OVER_RANKS = {
+    "kto_trainer": "the KL estimate, which is a part of the loss",
+    "reward_trainer": "the accuracy and the margin that it logs",
+}
 
 
 def check_trl(trainer: Any, runtime: Runtime) -> None:
@@ -57,11 +65,44 @@ def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
         trainer: any.
         inputs: this rank's batch.
     """
-    modules = {kind.__module__.removeprefix("trl.trainer.") for kind in type(trainer).__mro__}
+    modules = _modules_of(trainer)
     if "sft_trainer" in modules:
         return valid_labels(inputs["labels"][..., 1:]) if "labels" in inputs else None
     rows = evaluated_rows()
     return None if rows is None or not modules & _MEANS_OVER_ROWS else torch.tensor(rows)
+
+
+def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_training: bool) -> None:
+    """Refuse a last batch of which TRL would take the mean of the ranks' means, or warn where it is only logged.
+
+    Args:
+        trainer: any.
+        loader: one rank's, as the trainer built it.
+        dp: data-parallel ranks.
+        is_training: whether the loss of this loader's batches is trained on.
+
+    Raises:
+        ValueError: where the loss would be another one than on one device.
+    """
+    averaged = [module for module in _MEANS_OVER_RANKS if module in _modules_of(trainer)]
+    if dp == 1 or not averaged or loader.drop_last or not isinstance(loader.dataset, Sized):
+        return
+    rows, size = len(loader.dataset), (loader.batch_size or 1) * dp
+    if rows % size % dp == 0:
+        return
+    message = (
+        f"{type(trainer).__name__} takes the mean over the ranks of {_MEANS_OVER_RANKS[averaged[0]]}. Of {rows} rows "
+        f"in batches of {size} the last {rows % size} do not divide by dp={dp}, so that a row counts for more on a rank "
+        "that has fewer of them. Set dataloader_drop_last=True, or give the trainer a number of rows that divides"
+    )
+    if is_training and "kto_trainer" in averaged:
+        raise ValueError(message)
+    logger.warning(message)
+
+
+def _modules_of(trainer: Any) -> set[str]:
+    """The modules of TRL's trainers that a trainer is one of."""
+    return {kind.__module__.removeprefix("trl.trainer.") for kind in type(trainer).__mro__}
 
 
 def _generates(kind: type) -> bool:
