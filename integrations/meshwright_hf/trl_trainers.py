@@ -92,7 +92,7 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
         return
     message = (
         f"{type(trainer).__name__} takes the mean over the ranks of {_MEANS_OVER_RANKS[averaged[0]]}. Of {rows} rows "
-        f"in batches of {size} the last {rows % size} do not divide by dp={dp}, so that a row counts for more on a rank "
+        f"in batches of {size} the last {rows % size} do not divide by dp={dp}, so a row counts for more on a rank "
         "that has fewer of them. Set dataloader_drop_last=True, or give the trainer a number of rows that divides"
     )
     if is_training and "kto_trainer" in averaged:
