@@ -93,7 +93,7 @@ def test_signatures() -> None:
 
 
 def test_errors_of_use_are_value_errors_and_those_between_ranks_are_not() -> None:
-    between_ranks = {"DivergenceError", "PeerFailedError"}
+    between_ranks = {"DivergenceError", "PeerFailedError", "VerificationError"}
     for name in (name for name in PUBLIC if name.endswith("Error")):
         kind = RuntimeError if name in between_ranks else ValueError
         assert issubclass(getattr(mw, name), kind), name

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -163,8 +164,6 @@ def test_options_that_do_not_fit() -> None:
 
 def warnings_beside_the_models_loss(uses_own: bool) -> list[str]:
     """A program that passes labels, and trains on a loss that it computes from the logits."""
-    import torch.distributed as dist
-
     config = mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2))
     model = mw.to_distributed(build("llama"), config=config)[0]
     ids = tokens(1 + dist.get_rank(), LENGTH)
@@ -186,6 +185,48 @@ def test_a_loss_beside_the_models_own_is_named(uses_own: bool, pool2: Any) -> No
     """Row 17: the labels were passed, so the model computed a loss too, which the program left aside."""
     first, second = pool2.run(warnings_beside_the_models_loss, uses_own)
     assert len(first) == int(uses_own) and not second
+
+
+def warnings_with_a_hook(plan: dict[str, Any], has_hook: bool, is_uneven: bool) -> list[str]:
+    """A program that adds a loss on a layer's output, which a hook of its own keeps."""
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    model: Any = mw.to_distributed(build("llama"), config=config)[0]
+    kept: list[Tensor] = []
+    if has_hook:
+        model.model.layers[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    ids = tokens(1 + dist.get_rank() if is_uneven else 2, LENGTH)
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids).loss
+            (loss + sum(x.pow(2).mean() for x in kept)).backward()
+            kept.clear()
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)
+    return [text for text in found if "hook" in text]
+
+
+@pytest.mark.parametrize(
+    ("plan", "has_hook", "is_uneven", "expected"),
+    [
+        ({"tp": 2, "sequence_parallel": True}, True, False, "a forward hook on model.layers.0 sees this rank's part"),
+        ({"tp": 2, "sequence_parallel": True}, False, False, ""),
+        ({"tp": 2}, True, False, ""),  # between blocks the activations are whole
+        (DP, True, True, "the program has hooks inside the model, from which it may compute a loss"),
+        (DP, True, False, ""),
+        (DP, False, True, ""),
+    ],
+    ids=str,
+)
+def test_hooks_that_see_a_part_are_named(
+    plan: dict[str, Any], has_hook: bool, is_uneven: bool, expected: str, pool2: Any
+) -> None:
+    """Row 16: once, on the rank that speaks."""
+    said = pool2.run(warnings_with_a_hook, plan, has_hook, is_uneven)[0]
+    assert len(said) == bool(expected) and all(expected in text for text in said)
 
 
 def gradient_of_a_parameter(plan: dict[str, Any]) -> None:

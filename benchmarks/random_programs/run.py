@@ -102,8 +102,10 @@ class _Run:
                 is_last = passes % count == 0
                 with self._context(is_last):
                     loss = self._loss(batch)
+                    self.numbers.losses.append(loss.item())
+                    if self.program.hook == "auxiliary loss":  # of this rank's rows
+                        loss = loss + 1e-3 * self.activations[0].pow(2).mean()
                     (loss / count).backward()
-                self.numbers.losses.append(loss.item())
                 if not is_last:
                     continue
                 self._step(step)
@@ -144,8 +146,6 @@ class _Run:
         if program.regulariser != "none":
             chosen = [p for p in self.model.parameters() if p.ndim == 1 or program.regulariser == "all"]
             loss = loss + 1e-3 * sum((p**2).sum() for p in chosen)
-        if program.hook == "auxiliary loss":
-            loss = loss + 1e-3 * self.activations[0].pow(2).mean()
         return loss
 
     def _context(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -274,6 +274,7 @@ def build(program: Program, *, seed: int = 0) -> nn.Module:
         suffix = "ForSequenceClassification" if program.head == "sequence" else "ForTokenClassification"
         kind = getattr(transformers, model_class.__name__.replace("ForCausalLM", suffix))
         options["num_labels"] = CLASSES
+        options["classifier_dropout"] = 0.0  # the masks of dropout are other ones than on one device, by design
     torch.manual_seed(seed)
     model: Any = kind(config_class(**options)).double().train()
     with torch.no_grad():

@@ -38,6 +38,7 @@ from meshwright.parallel.dropout import DropoutStreams, dropout_seed
 from meshwright.parallel.forward import ForwardState
 from meshwright.parallel.guarded import refuse_wrapping
 from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
+from meshwright.parallel.hooked import HookedModules
 from meshwright.parallel.loss import CausalLMLoss
 from meshwright.parallel.mean import GlobalMean
 from meshwright.parallel.microbatch import SplitForward
@@ -327,6 +328,7 @@ def install(
         has_sharded_loss=is_causal_lm and structure is not None and not config.gather_logits,
         has_known_loss=loss is not None,
         uneven=runtime.uneven,
+        hooked=HookedModules(decoder, _cut_modules(structure, plan)),
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
         follow=runtime.follow,
@@ -374,6 +376,15 @@ def _steps_between_comparisons(plan: ParallelPlan, config: ToDistributedConfig) 
         return config.check_replicas_every
     # Under ZeRO's stages 1 and 2 the next step overwrites all copies of a weight by its owner's, a faulty one too.
     return 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
+
+
+def _cut_modules(structure: DecoderStructure | None, plan: ParallelPlan) -> list[nn.Module]:
+    """The modules whose inputs or outputs are a part over tp."""
+    if structure is None:
+        return []
+    if plan.sequence_parallel:
+        return [module for layer in structure.layers for module in layer.modules()]
+    return [inner for block in structure.blocks for inner in block.module.modules() if inner is not block.module]
 
 
 def _callable_alone(decoder: Any, structure: DecoderStructure | None) -> list[nn.Module]:

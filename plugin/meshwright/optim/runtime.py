@@ -164,8 +164,9 @@ class Runtime:
                 ]
         for parameter in self.parameters:
             if id(parameter) not in held and parameter.grad is not None:
-                copies = record_of(parameter).copies(parameter) * self.dp.size
-                counted.append((parameter.grad.as_subclass(Tensor), copies))
+                record, gradient = record_of(parameter), parameter.grad.as_subclass(Tensor)
+                record.layout.zero_padding(gradient, record.rank)  # the program may have set it
+                counted.append((gradient, record.copies(parameter) * self.dp.size))
         return counted
 
     def check_synced(self, *_: Any) -> None:

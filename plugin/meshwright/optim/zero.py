@@ -258,6 +258,10 @@ class ReduceScatter:
             if not any(map(has_gradient, sharded.bucket.parameters)):
                 continue
             given = [p for p in sharded.bucket.parameters if has_gradient(p)]
+            for parameter in given:
+                record = record_of(parameter)
+                assert parameter.grad is not None
+                record.layout.zero_padding(parameter.grad.as_subclass(Tensor), record.rank)
             own = start_reduce_scatter(sharded.bucket.flatten_gradients(1 / self.dp.size), self.dp)()
             self.clear(given)
             for parameter in given:

@@ -15,6 +15,7 @@ from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams, Restore
 from meshwright.parallel.graph import scale_gradient
 from meshwright.parallel.guarded import ShardedLogits
+from meshwright.parallel.hooked import HookedModules
 from meshwright.parallel.inputs import ComparedInputs
 from meshwright.parallel.outputs import loss_of
 from meshwright.parallel.uneven import UnevenBatches
@@ -34,6 +35,7 @@ class ForwardState:
         has_sharded_loss: the model's loss function can use sharded logits.
         has_known_loss: a loss that the model returns is that of the global batch.
         uneven: told of the passes whose loss is not known.
+        hooked: finds the program's hooks inside the model, of which a loss may be computed too.
         refuses_internals: hidden states and attention maps would be one rank's share, so asking for
             them raises.
         shares_weights: the data-parallel ranks gather the weights from each other, so all of them must run every pass.
@@ -53,6 +55,7 @@ class ForwardState:
         has_sharded_loss: bool,
         has_known_loss: bool,
         uneven: UnevenBatches,
+        hooked: HookedModules,
         refuses_internals: bool,
         shares_weights: bool = False,
         follow: Callable[[], None] = lambda: None,
@@ -60,7 +63,8 @@ class ForwardState:
         self.shares_weights, self._follow = shares_weights, follow
         self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
-        self.has_known_loss, self.uneven = has_known_loss, uneven
+        self.has_known_loss, self.uneven, self.hooked = has_known_loss, uneven, hooked
+        self._is_hooked = False
         self.comparison, self._inputs = comparison, ComparedInputs(tp)
         self._keeps_sharded = False
         self._restore: Restore | None = None
@@ -85,6 +89,7 @@ class ForwardState:
         inputs = arguments(self._signatures[module], args, kwargs)
         labels = inputs.get("labels")
         trains = module.training and torch.is_grad_enabled()
+        self._is_hooked = trains and self.hooked.look()
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
         if torch.is_grad_enabled():
@@ -128,7 +133,8 @@ class ForwardState:
         is_trained = module.training and torch.is_grad_enabled()
         if self.uneven.is_on and is_trained:
             known = loss_of(output) if self.has_known_loss else None
-            self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
+            inputs = arguments(self._signatures[module], args, kwargs)
+            self.uneven.look(inputs, output, known, is_hooked=self._is_hooked)
         return _without_graph(output) if was_sharded else None
 
 

@@ -64,11 +64,15 @@ class ModelWindow:
                 become(parameter, new)
 
 
+# They take a parameter for what it is.
+_IDENTITY = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__", "detach", "grad", "backward"))
+
+
 def _reads_values(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__ in ("T", "mT", "H", "mH")  # type: ignore[attr-defined]
-    return name not in METADATA and name not in ("__repr__", "__deepcopy__", "__reduce_ex__", "detach")
+    return name not in METADATA and name not in _IDENTITY
 
 
 def _divided(x: Any) -> Any:

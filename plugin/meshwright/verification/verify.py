@@ -85,7 +85,8 @@ def verify(
     _check(model_factory, steps)
     if batch is not None:
         given_cases(batch)
-    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, timeout_s=timeout)
+    # Replicas that part are found by their numbers, parameter by parameter.
+    config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, timeout_s=timeout, check_replicas_every=0)
     if batch is None and config.num_items_in_batch == "auto":
         config = dataclasses.replace(config, num_items_in_batch="global")  # what token_cases counts
     start_server([getattr(inspect.unwrap(getattr(model_factory, "func", model_factory)), "__module__", "")])

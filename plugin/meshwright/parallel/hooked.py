@@ -1,0 +1,59 @@
+"""The program's own hooks on modules inside a distributed model, which see what this rank has."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# Hooks of these are on every model, or do no more than move and record tensors.
+_LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "deepspeed")
+
+
+class HookedModules:
+    """Finds the modules on which a program has forward hooks.
+
+    Args:
+        model: whose inner modules are looked at.
+        cut: those whose inputs or outputs are this rank's part over tp.
+    """
+
+    def __init__(self, model: nn.Module, cut: Iterable[nn.Module]):
+        cut_ids = {id(module) for module in cut}
+        self._modules = [(name, module) for name, module in model.named_modules() if name]
+        self._cut = {name for name, module in self._modules if id(module) in cut_ids}
+        self._hooks_seen = -1
+        self._has_any = self._has_warned = False
+
+    def look(self) -> bool:
+        """Whether there are any; those on cut modules are warned of, once."""
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
+        if hooks != self._hooks_seen:
+            self._hooks_seen = hooks
+            found = [name for name, module in self._modules if any(map(_is_foreign, _hooks_of(module)))]
+            self._has_any = bool(found)
+            if not self._has_warned and (cut := [name for name in found if name in self._cut]):
+                self._has_warned = True
+                logger.warning(
+                    "a forward hook on %s sees this rank's part of the activations: the plan cuts them over tp, by "
+                    "tokens under sequence parallelism and by heads or channels inside blocks. A loss computed of it "
+                    "differs from one device; compute it from what the model returns, or use a plan with tp=1",
+                    cut[0],
+                )
+        return self._has_any
+
+
+def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _is_foreign(hook: Callable[..., Any]) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return owner.split(".")[0] not in _LIBRARIES
