@@ -202,7 +202,7 @@ def warnings_with_a_hook(plan: dict[str, Any], has_hook: bool, is_uneven: bool) 
     try:
         for _ in range(2):
             loss = model(input_ids=ids, labels=ids).loss
-            (loss + sum(x.pow(2).mean() for x in kept)).backward()
+            (loss + sum(x.pow(2).mean() for x in kept[-1:])).backward()  # of the last micro-batch
             kept.clear()
     finally:
         logging.getLogger("meshwright").removeHandler(handler)
@@ -218,6 +218,7 @@ def warnings_with_a_hook(plan: dict[str, Any], has_hook: bool, is_uneven: bool) 
         (DP, True, True, "the program has hooks inside the model, from which it may compute a loss"),
         (DP, True, False, ""),
         (DP, False, True, ""),
+        ({**DP, "micro_batch_size": 1}, True, False, "runs once for each micro-batch"),
     ],
     ids=str,
 )

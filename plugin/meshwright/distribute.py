@@ -328,7 +328,7 @@ def install(
         has_sharded_loss=is_causal_lm and structure is not None and not config.gather_logits,
         has_known_loss=loss is not None,
         uneven=runtime.uneven,
-        hooked=HookedModules(decoder, _cut_modules(structure, plan)),
+        hooked=HookedModules(decoder, _cut_modules(structure, plan), is_split=plan.has_micro_batches),
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
         follow=runtime.follow,

@@ -11,6 +11,17 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
+_CUT = (
+    "a forward hook on %s sees this rank's part of the activations: the plan cuts them over tp, by tokens under "
+    "sequence parallelism and by heads or channels inside blocks. A loss computed of it differs from one device; "
+    "compute it from what the model returns, or use a plan with tp=1"
+)
+_SPLIT = (
+    "a forward hook on %s runs once for each micro-batch, and all but the last micro-batch are through with backward "
+    "when the model returns: a loss computed of their activations cannot be. Compute it from what the model returns, "
+    "or set gradient_accumulation_steps=1 and micro_batch_size=None in the plan"
+)
+
 # Hooks of these are on every model, or do no more than move and record tensors.
 _LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "deepspeed")
 
@@ -21,14 +32,16 @@ class HookedModules:
     Args:
         model: whose inner modules are looked at.
         cut: those whose inputs or outputs are this rank's part over tp.
+        is_split: whether they run once for each of several micro-batches.
     """
 
-    def __init__(self, model: nn.Module, cut: Iterable[nn.Module]):
+    def __init__(self, model: nn.Module, cut: Iterable[nn.Module], *, is_split: bool):
         cut_ids = {id(module) for module in cut}
         self._modules = [(name, module) for name, module in model.named_modules() if name]
         self._cut = {name for name, module in self._modules if id(module) in cut_ids}
         self._hooks_seen = -1
         self._has_any = self._has_warned = False
+        self._is_split = is_split
 
     def look(self) -> bool:
         """Whether there are any; those on cut modules are warned of, once."""
@@ -37,14 +50,10 @@ class HookedModules:
             self._hooks_seen = hooks
             found = [name for name, module in self._modules if any(map(_is_foreign, _hooks_of(module)))]
             self._has_any = bool(found)
-            if not self._has_warned and (cut := [name for name in found if name in self._cut]):
+            cut = [name for name in found if name in self._cut]
+            if not self._has_warned and (cut or (found and self._is_split)):
                 self._has_warned = True
-                logger.warning(
-                    "a forward hook on %s sees this rank's part of the activations: the plan cuts them over tp, by "
-                    "tokens under sequence parallelism and by heads or channels inside blocks. A loss computed of it "
-                    "differs from one device; compute it from what the model returns, or use a plan with tp=1",
-                    cut[0],
-                )
+                logger.warning(_CUT if cut else _SPLIT, cut[0] if cut else found[0])
         return self._has_any
 
 
