@@ -23,7 +23,7 @@ _SPLIT = (
 )
 
 # Hooks of these are on every model, or do no more than move and record tensors.
-_LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "deepspeed")
+_LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed")
 
 
 class HookedModules:
