@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Contender
 from meshwright.faults.guard import active_guard
+from meshwright.optim.runtime import find_runtime
 
 METHODS = ("begin_step", "collective", "meet")
+COMPARISONS = ("statement", "statement_before_forward", "compare_weights")
 
 
 def guard_shares(contender: Contender, warm_up: int, rounds: int) -> list[float]:
-    """The part of each step's time that the guard takes, one a round.
+    """The part of each step's time that the guard and the comparison of replicas take, one a round.
 
     Of every call the shortest time over the ranks counts: the rank that comes last waits for nobody, while
     the others would wait for it in the collective that follows. (On and off in turn would say less: the
@@ -24,6 +26,10 @@ def guard_shares(contender: Contender, warm_up: int, rounds: int) -> list[float]
     """
     guard = active_guard()
     assert guard is not None
+    runtime = find_runtime(contender.model)
+    comparison = None if runtime is None else runtime.comparison
+    timed_methods: list[tuple[Any, str]] = [(guard, name) for name in METHODS]
+    timed_methods += [] if comparison is None else [(comparison, name) for name in COMPARISONS]
     spent: list[float] = []
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,14 +45,14 @@ def guard_shares(contender: Contender, warm_up: int, rounds: int) -> list[float]
     shares = []
     for step in range(warm_up + rounds):
         dist.barrier()
-        for name in METHODS:
-            setattr(guard, name, timed(getattr(guard, name)))
+        for owner, name in timed_methods:
+            setattr(owner, name, timed(getattr(owner, name)))
         spent.clear()
         start = time.perf_counter()
         contender.step()
         seconds = time.perf_counter() - start
-        for name in METHODS:
-            delattr(guard, name)
+        for owner, name in timed_methods:
+            delattr(owner, name)
         shortest = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(shortest, dist.ReduceOp.MIN)
         if step >= warm_up:
