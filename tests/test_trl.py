@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,21 +139,24 @@ def test_reference_log_probabilities_are_computed_before_the_model_is_sharded(
 
 
 @pytest.mark.parametrize(
-    ("module", "rows", "dp", "is_training", "expected"),
+    ("module", "rows", "dp", "is_training", "max_steps", "expected"),
     [
-        ("kto_trainer", 7, 2, True, "raises"),
-        ("kto_trainer", 7, 2, False, "warns"),
-        ("reward_trainer", 7, 2, True, "warns"),
-        ("kto_trainer", 6, 2, True, "passes"),
-        ("kto_trainer", 7, 1, True, "passes"),
-        ("dpo_trainer", 7, 2, True, "passes"),
+        ("kto_trainer", 7, 2, True, -1, "raises"),
+        ("kto_trainer", 7, 2, True, 2, "raises"),
+        ("kto_trainer", 7, 2, True, 1, "passes"),
+        ("kto_trainer", 7, 2, False, -1, "warns"),
+        ("reward_trainer", 7, 2, True, -1, "warns"),
+        ("kto_trainer", 6, 2, True, -1, "passes"),
+        ("kto_trainer", 7, 1, True, -1, "passes"),
+        ("dpo_trainer", 7, 2, True, -1, "passes"),
     ],
 )
 def test_a_mean_of_the_ranks_means_is_named(
-    module: str, rows: int, dp: int, is_training: bool, expected: str, caplog: pytest.LogCaptureFixture
+    module: str, rows: int, dp: int, is_training: bool, max_steps: int, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """7 rows in batches of 2 on each of 2 ranks: at last 2 rows on one rank and 1 on the other."""
     trainer = type("KTOTrainer", (), {"__module__": f"trl.trainer.{module}"})()
+    trainer.args = SimpleNamespace(max_steps=max_steps, gradient_accumulation_steps=1)  # type: ignore[attr-defined]
     loader: DataLoader[Any] = DataLoader(range(rows), batch_size=2)  # type: ignore[arg-type]
     raised = pytest.raises(ValueError, match="the last 3 do not divide by dp=2") if expected == "raises" else None
     with raised or contextlib.nullcontext():

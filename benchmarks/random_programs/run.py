@@ -103,8 +103,8 @@ class _Run:
                 with self._context(is_last):
                     loss = self._loss(batch)
                     self.numbers.losses.append(loss.item())
-                    if self.program.hook == "auxiliary loss":  # of this rank's rows
-                        loss = loss + 1e-3 * self.activations[0].pow(2).mean()
+                    if self.program.hook == "auxiliary loss":
+                        loss = loss + 1e-3 * self._auxiliary()
                     (loss / count).backward()
                 if not is_last:
                     continue
@@ -147,6 +147,10 @@ class _Run:
             chosen = [p for p in self.model.parameters() if p.ndim == 1 or program.regulariser == "all"]
             loss = loss + 1e-3 * sum((p**2).sum() for p in chosen)
         return loss
+
+    def _auxiliary(self) -> Tensor:
+        loss = self.activations[0].pow(2).mean()
+        return mw.global_mean(self.model, loss, len(self.activations[0])) if self.distributed else loss
 
     def _context(self, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         if self.program.accumulation == "no_sync" and self.distributed and not is_last:

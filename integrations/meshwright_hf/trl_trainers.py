@@ -87,7 +87,9 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
     averaged = [module for module in _MEANS_OVER_RANKS if module in _modules_of(trainer)]
     if dp == 1 or not averaged or loader.drop_last or not isinstance(loader.dataset, Sized):
         return
-    rows, size = len(loader.dataset), (loader.batch_size or 1) * dp
+    if loader.batch_size is None:  # a batch sampler of the program's own
+        return
+    rows, size = len(loader.dataset), loader.batch_size * dp
     if rows % size % dp == 0:
         return
     message = (
@@ -95,6 +97,10 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
         f"in batches of {size} the last {rows % size} do not divide by dp={dp}, so a row counts for more on a rank "
         "that has fewer of them. Set dataloader_drop_last=True, or give the trainer a number of rows that divides"
     )
+    passes = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
+    is_reached = passes <= 0 or passes >= -(-rows // size)
+    if is_training and not is_reached:
+        return
     if is_training and "kto_trainer" in averaged:
         raise ValueError(message)
     logger.warning(message)

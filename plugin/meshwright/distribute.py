@@ -47,7 +47,7 @@ from meshwright.parallel.packed_rows import keep_documents_apart
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.sampling import sample_together
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.parallel.tensor import divide_partial_gradients, guard_shards, install_tensor_parallel, shard_shape
+from meshwright.parallel.tensor import guard_shards, install_tensor_parallel, name_partial_parameters, shard_shape
 from meshwright.parallel.uneven import UnevenBatches
 from meshwright.plans import plan_for
 from meshwright.plans.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
@@ -258,7 +258,7 @@ def _guard_shards(model: nn.Module, decoder: nn.Module, structure: DecoderStruct
     if runtime.weights is not None:
         runtime.weights.guard()
     elif structure is not None:
-        divide_partial_gradients(model, decoder, structure)
+        name_partial_parameters(model, decoder, structure)
 
 
 def make_weights(
@@ -328,7 +328,9 @@ def install(
         has_sharded_loss=is_causal_lm and structure is not None and not config.gather_logits,
         has_known_loss=loss is not None,
         uneven=runtime.uneven,
-        hooked=HookedModules(decoder, _cut_modules(structure, plan), is_split=plan.has_micro_batches),
+        hooked=HookedModules(
+            decoder, _cut_modules(structure, plan), _borders(structure), is_split=plan.has_micro_batches
+        ),
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
         follow=runtime.follow,
@@ -385,6 +387,13 @@ def _cut_modules(structure: DecoderStructure | None, plan: ParallelPlan) -> list
     if plan.sequence_parallel:
         return [module for layer in structure.layers for module in layer.modules()]
     return [inner for block in structure.blocks for inner in block.module.modules() if inner is not block.module]
+
+
+def _borders(structure: DecoderStructure | None) -> list[nn.Module]:
+    """The modules whose outputs are made whole by hooks, which see a part if they came before those."""
+    if structure is None:
+        return []
+    return [module for module in (structure.embedding, structure.final_norm) if module is not None]
 
 
 def _callable_alone(decoder: Any, structure: DecoderStructure | None) -> list[nn.Module]:

@@ -24,7 +24,9 @@ def every_model(model: nn.Module) -> bool:
 
 if __name__ == "__main__":
     script = sys.argv.pop()
-    activate(mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=world_size())), models=every_model)
+    # Each process of these scripts draws other numbers for the same dataset, which is refused unless it has a name.
+    options = mw.LoaderOptions(fingerprint="drawn anew by each process")
+    activate(mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=world_size()), loader=options), models=every_model)
     runpy.run_module(f"accelerate.test_utils.scripts.{script}", run_name="__main__")
     # In one piece: launchers start Python unbuffered, where print's pieces mix with those of other ranks.
     sys.stdout.write(f"models by the plan: {len(seen)}\n")

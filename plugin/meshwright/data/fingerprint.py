@@ -73,7 +73,7 @@ def _held(dataset: Any) -> dict[str, Any]:
     except TypeError:  # an object without weak references
         held = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):  # a flag is no place in a split
             held[name] = value
         elif (data := _data_of(value)) is not None:
             held[name] = _code(data)

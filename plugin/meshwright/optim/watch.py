@@ -78,9 +78,10 @@ def _warn_of_strangers(optimizer: Optimizer) -> bool:
     strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
     if strangers:
         logger.warning(
-            "%s.step() trains %d parameter(s), the first of shape %s, that are in no distributed model: each "
-            "data-parallel rank steps them by its own rows' gradients, so the ranks' values part. Make them a part of "
-            "the model before to_distributed, or wrap the module that has them: meshwright.DataParallel(module)",
+            "%s.step() trains %d parameter(s), the first of shape %s, that are in no distributed model: "
+            "unless the program averages their gradients, each data-parallel rank steps them by its own rows', and the "
+            "ranks' values part. Make them a part of the model before to_distributed, or wrap the module that has "
+            "them: meshwright.DataParallel(module)",
             type(optimizer).__name__,
             len(strangers),
             list(strangers[0].shape),

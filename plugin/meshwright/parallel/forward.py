@@ -35,7 +35,7 @@ class ForwardState:
         has_sharded_loss: the model's loss function can use sharded logits.
         has_known_loss: a loss that the model returns is that of the global batch.
         uneven: told of the passes whose loss is not known.
-        hooked: finds the program's hooks inside the model, of which a loss may be computed too.
+        hooked: finds the program's hooks inside the model, of which a loss may be computed.
         refuses_internals: hidden states and attention maps would be one rank's share, so asking for
             them raises.
         shares_weights: the data-parallel ranks gather the weights from each other, so all of them must run every pass.
@@ -64,7 +64,6 @@ class ForwardState:
         self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
         self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
         self.has_known_loss, self.uneven, self.hooked = has_known_loss, uneven, hooked
-        self._is_hooked = False
         self.comparison, self._inputs = comparison, ComparedInputs(tp)
         self._keeps_sharded = False
         self._restore: Restore | None = None
@@ -89,19 +88,21 @@ class ForwardState:
         inputs = arguments(self._signatures[module], args, kwargs)
         labels = inputs.get("labels")
         trains = module.training and torch.is_grad_enabled()
-        self._is_hooked = trains and self.hooked.look()
+        if trains:
+            self.hooked.look()
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
         if torch.is_grad_enabled():
             self._follow()
         self._keeps_sharded = module is self._model and self.has_sharded_loss and module.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
-        if self.dp.size == 1 or not torch.is_grad_enabled():
+        has_global_loss = self.has_known_loss and labels is not None
+        if self.dp.size == 1 or not torch.is_grad_enabled() or not has_global_loss:
             return None
         return tuple(self._averaged(x) for x in args), {name: self._averaged(x) for name, x in kwargs.items()}
 
     def _averaged(self, x: Any) -> Any:
-        """An input of which the program wants the gradient, e.g. a saliency: of the mean over dp, as parameters get it.
+        """An input of which the program wants the gradient, which carries the loss's factor dp until it is averaged.
 
         What was computed from parameters is not one: their gradients are averaged when they arrive.
         """
@@ -133,8 +134,7 @@ class ForwardState:
         is_trained = module.training and torch.is_grad_enabled()
         if self.uneven.is_on and is_trained:
             known = loss_of(output) if self.has_known_loss else None
-            inputs = arguments(self._signatures[module], args, kwargs)
-            self.uneven.look(inputs, output, known, is_hooked=self._is_hooked)
+            self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
         return _without_graph(output) if was_sharded else None
 
 

@@ -32,29 +32,38 @@ class HookedModules:
     Args:
         model: whose inner modules are looked at.
         cut: those whose inputs or outputs are this rank's part over tp.
+        borders: those whose outputs the runtime's own hooks make whole.
         is_split: whether they run once for each of several micro-batches.
     """
 
-    def __init__(self, model: nn.Module, cut: Iterable[nn.Module], *, is_split: bool):
-        cut_ids = {id(module) for module in cut}
+    def __init__(self, model: nn.Module, cut: Iterable[nn.Module], borders: Iterable[nn.Module], *, is_split: bool):
+        cut_ids, border_ids = {id(module) for module in cut}, {id(module) for module in borders}
         self._modules = [(name, module) for name, module in model.named_modules() if name]
         self._cut = {name for name, module in self._modules if id(module) in cut_ids}
+        self._borders = {name for name, module in self._modules if id(module) in border_ids}
         self._hooks_seen = -1
-        self._has_any = self._has_warned = False
+        self._has_warned = False
         self._is_split = is_split
 
-    def look(self) -> bool:
-        """Whether there are any; those on cut modules are warned of, once."""
+    def look(self) -> None:
+        """Warn of them, once, where a loss that is computed of what they see would be another one."""
+        if self._has_warned or not (self._cut or self._borders or self._is_split):
+            return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
-        if hooks != self._hooks_seen:
-            self._hooks_seen = hooks
-            found = [name for name, module in self._modules if any(map(_is_foreign, _hooks_of(module)))]
-            self._has_any = bool(found)
-            cut = [name for name in found if name in self._cut]
-            if not self._has_warned and (cut or (found and self._is_split)):
-                self._has_warned = True
-                logger.warning(_CUT if cut else _SPLIT, cut[0] if cut else found[0])
-        return self._has_any
+        if hooks == self._hooks_seen:
+            return
+        self._hooks_seen = hooks
+        found = {name: module for name, module in self._modules if any(map(_is_foreign, _hooks_of(module)))}
+        cut = [name for name in found if name in self._cut]
+        cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
+        if cut or (found and self._is_split):
+            self._has_warned = True
+            logger.warning(_CUT if cut else _SPLIT, cut[0] if cut else next(iter(found)))
+
+
+def _comes_first(module: nn.Module) -> bool:
+    """Whether the first of a module's forward hooks is the program's, which was made before the runtime's."""
+    return any(_is_foreign(hook) for hook in list(module._forward_hooks.values())[:1])
 
 
 def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

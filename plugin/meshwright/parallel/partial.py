@@ -1,38 +1,44 @@
 """Whole parameters of whose gradient each rank of tp computes a part: norms under sequence parallelism, and biases.
 
 The runtime adds the parts up over tp. What the program computes from such a parameter outside of the model, a penalty
-on weights for example, gives every rank the same gradient, which would be counted once for each rank.
+on weights for example, gives every rank the same gradient, which is counted once for each rank: it is named.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from meshwright.parallel.graph import scale_gradient
-from meshwright.parallel.sharded import METADATA, become, in_backward
+from meshwright.parallel.graph import tensors_in
+from meshwright.parallel.sharded import become, in_backward
 from meshwright.parallel.unreadable import reading_shards, record_if_any
+
+logger = logging.getLogger(__name__)
 
 
 class PartialParameter(nn.Parameter):
-    """Its gradient by way of the program's own operations is divided by the number of ranks that add it up."""
+    """Warns when a gradient comes back to it by way of the program's own operations."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         with reading_shards():
-            if torch.is_grad_enabled() and not in_backward() and _reads_values(func):
-                args, kwargs = _divided(args), _divided(kwargs)
-            return func(*args, **kwargs)
+            result = func(*args, **(kwargs or {}))
+            if torch.is_grad_enabled() and not in_backward():
+                given = [x for x in tensors_in((args, kwargs)) if isinstance(x, PartialParameter) and x.requires_grad]
+                for x in tensors_in(result) if given else ():
+                    if x.grad_fn is not None:
+                        x.register_hook(_Warning(given[0]))
+        return result
 
 
 class ModelWindow:
-    """Partial parameters are plain ones while the model runs, or a module of it that is called alone.
+    """Partial parameters are plain ones while the layers run, or what holds them.
 
     Args:
         parameters: of the model.
@@ -64,21 +70,26 @@ class ModelWindow:
                 become(parameter, new)
 
 
-# They take a parameter for what it is.
-_IDENTITY = frozenset(("__repr__", "__deepcopy__", "__reduce_ex__", "detach", "grad", "backward"))
+class _Warning:
+    """A hook on what was computed from a partial parameter: says once that its gradient is counted too often."""
 
+    has_warned = False
 
-def _reads_values(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        return func.__self__.__name__ in ("T", "mT", "H", "mH")  # type: ignore[attr-defined]
-    return name not in METADATA and name not in _IDENTITY
+    def __init__(self, parameter: PartialParameter):
+        record = record_if_any(parameter)
+        self._name = "a parameter" if record is None else record.name
+        self._ranks = 1 if record is None else len(record.layout.spans)
 
-
-def _divided(x: Any) -> Any:
-    """What a program computes with, in the place of partial parameters."""
-    if isinstance(x, PartialParameter) and x.requires_grad and (record := record_if_any(x)) is not None:
-        return scale_gradient(x, 1 / len(record.layout.spans))
-    if isinstance(x, dict):
-        return {key: _divided(value) for key, value in x.items()}
-    return type(x)(map(_divided, x)) if type(x) in (list, tuple) else x
+    def __call__(self, gradient: Tensor) -> None:
+        if self._ranks > 1 and not _Warning.has_warned:
+            _Warning.has_warned = True
+            logger.warning(
+                "a gradient comes back to %s through the program's own operations. Each of the %d ranks of tp computes "
+                "a part of this parameter's gradient in the model, and the runtime adds them up, so that what all "
+                "ranks compute alike, such as a penalty on weights, counts %d times. Use the optimizer's weight_decay, "
+                "or divide that part of the loss by %d",
+                self._name,
+                self._ranks,
+                self._ranks,
+                self._ranks,
+            )

@@ -115,7 +115,7 @@ _METADATA_NAMES = """
     is_contiguous is_floating_point is_complex is_signed get_device register_hook register_post_accumulate_grad_hook
     requires_grad_ retain_grad as_subclass is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor
     result_type is_same_size is_set_to _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__
-    __format__ _amp_foreach_non_finite_check_and_unscale_
+    __format__ _amp_foreach_non_finite_check_and_unscale_ is_conj is_neg is_inference
 """
 METADATA = frozenset(_METADATA_NAMES.split())
 

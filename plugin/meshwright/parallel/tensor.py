@@ -150,8 +150,8 @@ def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
                 object.__setattr__(module, name, OnShards(method))
 
 
-def divide_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
-    """Count once what the program computes, on every rank, from parameters whose gradients are added up over tp.
+def name_partial_parameters(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
+    """Warn where the program computes from parameters whose gradients are added up over tp.
 
     Args:
         model: whose parameters have records.
@@ -160,7 +160,10 @@ def divide_partial_gradients(model: nn.Module, decoder: nn.Module, structure: De
     """
     records = [(p, record_of(p)) for p in model.parameters()]
     window = ModelWindow(p for p, record in records if record.is_grad_partial and not record.is_sharded)
-    for module in {id(x): x for x in (model, decoder, structure.model, *structure.layers)}.values():
+    blocks = [block.module for block in structure.blocks]
+    inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]
+    # Not the decoder itself, whose forward may be the program's own and add a penalty.
+    for module in {id(x): x for x in inside if isinstance(x, nn.Module) and x is not decoder}.values():
         window.over(module)
 
 

@@ -16,9 +16,6 @@ from meshwright.parallel.outputs import tensors_of
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN = "the model's loss is not one that is known, or the program computes its own"
-_HOOKED = "the program has hooks inside the model, from which it may compute a loss beside the model's own"
-
 
 class UnevenBatches:
     """Compares over dp what the ranks' own losses average over, until they differ once, and warns then.
@@ -36,7 +33,6 @@ class UnevenBatches:
         self.is_on = dp.size > 1
         self._batch: Mapping[str, Any] | None = None
         self._earlier: Callable[[], list[list[float]]] | None = None
-        self._said = _UNKNOWN
 
     def stop(self) -> None:
         """The program, or what drives it, knows what to do about such batches."""
@@ -51,9 +47,7 @@ class UnevenBatches:
         finally:
             self._batch = None
 
-    def look(
-        self, inputs: Mapping[str, Any], output: Any, known: Tensor | None = None, *, is_hooked: bool = False
-    ) -> None:
+    def look(self, inputs: Mapping[str, Any], output: Any, known: Tensor | None = None) -> None:
         """Compare, once the gradient of a loss comes back to what the model returned.
 
         Args:
@@ -61,13 +55,9 @@ class UnevenBatches:
             output: what the model returned.
             known: the loss in it, where that is the global batch's; a pass whose gradient comes back through it is left
                 alone.
-            is_hooked: whether the program has hooks inside the model, of which it may compute another part of the loss.
         """
-        self._said = _HOOKED if is_hooked and known is not None else _UNKNOWN
         # Sharded logits are the known loss's alone, which overwrites them.
-        tensors = [
-            x for x in tensors_of(output) if x.requires_grad and (is_hooked or x is not known) and type(x) is Tensor
-        ]
+        tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) is Tensor]
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
@@ -91,7 +81,7 @@ class UnevenBatches:
 
         for tensor in tensors:
             tensor.register_hook(queue)
-        if known is not None and known.requires_grad and not is_hooked:
+        if known is not None and known.requires_grad:
             known.register_hook(is_used)
 
     def _compare(self, counted: Tensor) -> None:
@@ -113,12 +103,12 @@ class UnevenBatches:
         what = "{:g} rows" if ranks[0][1] < 0 else "{:g} rows with {:g} labels or tokens that count"
         said = "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
         logger.warning(
-            "%s, and the data-parallel ranks had %s: data parallelism takes the mean of the ranks' means, in which a "
-            "row or label of a rank that has fewer of them weighs more than on one device. For the mean of the global "
-            "batch write loss = meshwright.global_mean(model, loss, count), with count what this rank's loss is the "
-            "mean of, for example (labels != -100).sum(); or, if the model returns the loss, set "
+            "the model's loss is not one that is known, or the program computes its own, and the data-parallel ranks "
+            "had %s: data parallelism takes the mean of the ranks' means, in which a row or label of a rank that has "
+            "fewer of them weighs more than on one device. For the mean of the global batch write loss = "
+            "meshwright.global_mean(model, loss, count), with count what this rank's loss is the mean of, for example "
+            "(labels != -100).sum(); or, if the model returns the loss, set "
             "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch",
-            self._said,
             said,
         )
 

@@ -56,7 +56,7 @@ class StepWindow:
         optimizer.register_step_pre_hook(self.open)
         optimizer.register_step_post_hook(self.close)
 
-    def open(self, optimizer: Optimizer, *_: Any) -> None:
+    def open(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if type(parameter) in (ShardedParameter, PartialParameter):
                 self._opened.append((parameter, type(parameter)))
@@ -65,6 +65,24 @@ class StepWindow:
             if isinstance(gradient, Shard):
                 self._opened.append((gradient, type(gradient)))
                 become(gradient, Tensor)
+        kwargs = kwargs or {}
+        return tuple(self._closed(optimizer, x) for x in args), {
+            k: self._closed(optimizer, x) for k, x in kwargs.items()
+        }
+
+    def _closed(self, optimizer: Optimizer, argument: Any) -> Any:
+        """The program's closure, while which its parameters say again what they are."""
+        if not callable(argument):
+            return argument
+
+        def closure() -> Any:
+            self.close()
+            try:
+                return argument()
+            finally:
+                self.open(optimizer)
+
+        return closure
 
     def close(self, *_: Any) -> None:
         for tensor, kind in self._opened:
