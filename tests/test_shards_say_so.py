@@ -161,3 +161,22 @@ def test_optimizers_choose_their_kernels_as_for_plain_parameters(plan: dict[str,
     """torch steps parameters of another class one by one."""
     outside = "Parameter" if plan.get("zero_stage") == 1 else "ShardedParameter"
     assert pool2.run(kernels, plan) == [["Parameter Tensor", outside]] * 2
+
+
+def step_with_a_closure(plan: dict[str, Any]) -> None:
+    """The penalty comes first, before the model's forward pass."""
+    model = build("llama")
+    model, optimizer = distribute(model, plan, torch.optim.SGD(model.parameters(), lr=1e-3))
+
+    def closure() -> Tensor:
+        penalty = sum((p**2).sum() for p in model.parameters())
+        ids = tokens(2, 12)
+        return model(input_ids=ids, labels=ids).loss + penalty
+
+    optimizer.step(closure)
+
+
+def test_a_closure_sees_shards(pool2: Any) -> None:
+    """While the optimizer steps, its parameters are plain ones; not while it runs the program's closure."""
+    for kind, message in pool2.run_expecting_error(step_with_a_closure, SP2):
+        assert kind == "UnreadableTensorError" and "weight_decay" in message
