@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from meshwright.construct.deferred import recipe_of
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
+from support.logs import logged
 from support.models import FAMILIES, SIZES, labels_for, tokens
 from support.reference import make_optimizer
 
@@ -226,14 +226,8 @@ def test_a_module_of_ones_own_is_reset(how: str, pool2: Any) -> None:
 
 
 def seeded_by_rank(how: str) -> tuple[dict[str, Tensor], list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("meshwright").addHandler(handler)
-    try:
+    with logged() as records:
         model = distribute(make(how=how, seed=5 + torch.distributed.get_rank()), tp=2)
-    finally:
-        logging.getLogger("meshwright").removeHandler(handler)
     return mw.full_state_dict(model), records
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from harness import WorkerError
 from support.exact import Float64, relative_difference
+from support.logs import logged
 from support.models import build, labels_for, tokens
 
 TP2, SP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
@@ -187,11 +188,7 @@ def test_a_step_inside_backward(pool2: Any) -> None:
 
 def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:
     """A soft prompt that is no part of the model, in an optimizer of its own."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("meshwright").addHandler(handler)
-    try:
+    with logged(level=logging.WARNING) as said:
         config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**DP2))
         model: Any = build("llama")
         prompt: Any = nn.Embedding(2, model.config.hidden_size)
@@ -205,8 +202,6 @@ def warnings_of_a_stranger(is_wrapped: bool) -> list[str]:
             for one in (own, optimizer):
                 one.step()
                 one.zero_grad()
-    finally:
-        logging.getLogger("meshwright").removeHandler(handler)
     return [text for text in said if "in no distributed model" in text]
 
 

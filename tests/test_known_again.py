@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from meshwright.data.peers import Peers
 from meshwright.data.tree import digest
 from meshwright.parallel.collectives import Axis
 from support.loading import as_list, ranks_of
+from support.logs import logged
 from test_loader import axes
 
 
@@ -182,30 +182,19 @@ def test_arrays_of_objects_are_compared_by_value() -> None:
     assert digest({"x": first}) == digest({"x": second}) != digest({"x": second[:1]})
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def tuples() -> tuple[str, list[int], list[str]]:
     rows = torch.arange(5.0).reshape(5, 1)
     tp_axis, dp_axis = axes(1)
     seen: list[int] = []
-    records = Records()
-    logging.getLogger("meshwright.data.loader").addHandler(records)
 
     def run() -> None:
         user = DataLoader(TensorDataset(rows, rows), batch_size=4)
         for x, _ in DistributedLoader(user, dp=dp_axis, peers=Peers((tp_axis,))):
             seen.append(len(x))
 
-    message = outcome(run)
-    logging.getLogger("meshwright.data.loader").removeHandler(records)
-    return message, seen, records.messages
+    with logged("meshwright.data.loader") as messages:
+        message = outcome(run)
+    return message, seen, messages
 
 
 def test_a_last_tuple_batch_of_fewer_rows_than_ranks_is_an_error_on_all(pool2: Any) -> None:

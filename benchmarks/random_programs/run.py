@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from benchmarks.random_programs.draw import Program
 from support.exact import Float64
+from support.logs import logged
 from support.models import FAMILIES, SIZES
 
 STEPS, EVENT = 4, 2  # the step before which thawing, writing and resuming happen
@@ -41,26 +42,11 @@ class Numbers:
     warnings: list[str] = field(default_factory=list)
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def run(program: Program, *, distributed: bool) -> Numbers:
     """Train a few steps."""
-    warnings = _Warnings()
-    logger = logging.getLogger("meshwright")
-    logger.addHandler(warnings)
-    try:
-        with Float64():
-            numbers = _Run(program, distributed).train()
-    finally:
-        logger.removeHandler(warnings)
-    numbers.warnings = warnings.texts
+    with logged(level=logging.WARNING) as warnings, Float64():
+        numbers = _Run(program, distributed).train()
+    numbers.warnings = warnings
     return numbers
 
 

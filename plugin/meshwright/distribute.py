@@ -329,7 +329,7 @@ def install(
         has_known_loss=loss is not None,
         uneven=runtime.uneven,
         hooked=HookedModules(
-            decoder, _cut_modules(structure, plan), _borders(structure), is_split=plan.has_micro_batches
+            decoder, structure, sequence_parallel=plan.sequence_parallel, is_split=plan.has_micro_batches
         ),
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
@@ -378,22 +378,6 @@ def _steps_between_comparisons(plan: ParallelPlan, config: ToDistributedConfig) 
         return config.check_replicas_every
     # Under ZeRO's stages 1 and 2 the next step overwrites all copies of a weight by its owner's, a faulty one too.
     return 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
-
-
-def _cut_modules(structure: DecoderStructure | None, plan: ParallelPlan) -> list[nn.Module]:
-    """The modules whose inputs or outputs are a part over tp."""
-    if structure is None:
-        return []
-    if plan.sequence_parallel:
-        return [module for layer in structure.layers for module in layer.modules()]
-    return [inner for block in structure.blocks for inner in block.module.modules() if inner is not block.module]
-
-
-def _borders(structure: DecoderStructure | None) -> list[nn.Module]:
-    """The modules whose outputs are made whole by hooks, which see a part if they came before those."""
-    if structure is None:
-        return []
-    return [module for module in (structure.embedding, structure.final_norm) if module is not None]
 
 
 def _callable_alone(decoder: Any, structure: DecoderStructure | None) -> list[nn.Module]:

@@ -165,7 +165,7 @@ class Runtime:
         for parameter in self.parameters:
             if id(parameter) not in held and parameter.grad is not None:
                 record, gradient = record_of(parameter), parameter.grad.as_subclass(Tensor)
-                record.layout.zero_padding(gradient, record.rank)  # the program may have set it
+                record.zero_padding(gradient)  # the program may have set it
                 counted.append((gradient, record.copies(parameter) * self.dp.size))
         return counted
 

@@ -27,6 +27,7 @@ from meshwright.optim.flat import FlatShard
 from meshwright.optim.zero import ShardedBucket
 from meshwright.parallel import saved
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.graph import in_backward
 from meshwright.parallel.layout import RowLayout, record_of
 from meshwright.parallel.method import MethodOverride
 from meshwright.parallel.unreadable import reading_shards
@@ -241,7 +242,7 @@ class _Step:
 
     def enter(self, *_: Any) -> None:
         """Give the parameters their values."""
-        if _in_backward():
+        if in_backward():
             self.weights.enter_backward(self)
         else:
             for flat in self.flats:
@@ -257,7 +258,7 @@ class _Step:
         self._pushed.append(torch.is_grad_enabled())
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _in_backward():
+        if in_backward():
             self.weights.lend_again(self)
 
     def leave(self, *_: Any) -> None:
@@ -270,7 +271,7 @@ class _Step:
             flat.take_back()
         # Backward begins with the last step, and needs its weights at once.
         is_last = self.index == len(self.weights.steps) - 1 and torch.is_grad_enabled()
-        if not _in_backward() and not is_last:
+        if not in_backward() and not is_last:
             for flat in self.flats:
                 flat.release()
 
@@ -282,15 +283,11 @@ class _Step:
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
         def view() -> Tensor:
-            if _in_backward():
+            if in_backward():
                 self.weights.enter_backward(self)
             return flat.full().as_strided(size, stride, offset)
 
         return view
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

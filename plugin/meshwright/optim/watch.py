@@ -6,7 +6,6 @@ import logging
 import weakref
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -14,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.graph import in_backward
 from meshwright.parallel.layout import record_of
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,11 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
 
 
 def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
-    is_own, is_in_backward = find_runtime(optimizer) is runtime, torch._C._current_graph_task_id() != -1
-    if is_own and not is_in_backward:
+    is_own = find_runtime(optimizer) is runtime
+    if is_own and not in_backward():
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if is_in_backward:
+    if in_backward():
         reduced = [p for sync in runtime.syncs for bucket in sync.buckets for p in bucket.parameters]
         if names := [record_of(p).name for p in reduced if is_own or id(p) in stepped]:
             raise ValueError(

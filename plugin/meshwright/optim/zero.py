@@ -259,9 +259,8 @@ class ReduceScatter:
                 continue
             given = [p for p in sharded.bucket.parameters if has_gradient(p)]
             for parameter in given:
-                record = record_of(parameter)
                 assert parameter.grad is not None
-                record.layout.zero_padding(parameter.grad.as_subclass(Tensor), record.rank)
+                record_of(parameter).zero_padding(parameter.grad.as_subclass(Tensor))
             own = start_reduce_scatter(sharded.bucket.flatten_gradients(1 / self.dp.size), self.dp)()
             self.clear(given)
             for parameter in given:

@@ -71,6 +71,11 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return _ScaleGradient.apply(x, factor)
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread, in which a layer runs for its recomputation only."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from meshwright.parallel.structure import DecoderStructure
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +33,17 @@ class HookedModules:
 
     Args:
         model: whose inner modules are looked at.
-        cut: those whose inputs or outputs are this rank's part over tp.
-        borders: those whose outputs the runtime's own hooks make whole.
-        is_split: whether they run once for each of several micro-batches.
+        structure: of the model; None without tensor parallelism.
+        sequence_parallel: whether the layers have this rank's tokens only.
+        is_split: whether modules run once for each of several micro-batches.
     """
 
-    def __init__(self, model: nn.Module, cut: Iterable[nn.Module], borders: Iterable[nn.Module], *, is_split: bool):
-        cut_ids, border_ids = {id(module) for module in cut}, {id(module) for module in borders}
+    def __init__(
+        self, model: nn.Module, structure: DecoderStructure | None, *, sequence_parallel: bool, is_split: bool
+    ):
+        cut_ids = {id(module) for module in _cut(structure, sequence_parallel)}
+        # Their outputs are made whole by the runtime's own hooks.
+        border_ids = set() if structure is None else {id(structure.embedding), id(structure.final_norm)}
         self._modules = [(name, module) for name, module in model.named_modules() if name]
         self._cut = {name for name, module in self._modules if id(module) in cut_ids}
         self._borders = {name for name, module in self._modules if id(module) in border_ids}
@@ -61,9 +67,19 @@ class HookedModules:
             logger.warning(_CUT if cut else _SPLIT, cut[0] if cut else next(iter(found)))
 
 
+def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn.Module]:
+    """The modules whose inputs or outputs are this rank's part over tp."""
+    if structure is None:
+        return []
+    if sequence_parallel:
+        return [module for layer in structure.layers for module in layer.modules()]
+    return [inner for block in structure.blocks for inner in block.module.modules() if inner is not block.module]
+
+
 def _comes_first(module: nn.Module) -> bool:
     """Whether the first of a module's forward hooks is the program's, which was made before the runtime's."""
-    return any(_is_foreign(hook) for hook in list(module._forward_hooks.values())[:1])
+    first = next(iter(module._forward_hooks.values()), None)
+    return first is not None and _is_foreign(first)
 
 
 def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

@@ -88,12 +88,6 @@ class RowLayout:
             pieces.append(full.new_zeros(shape))
         return torch.cat(pieces, self.dim).contiguous()
 
-    def zero_padding(self, local: Tensor, rank: int) -> None:
-        """Set the rows of this rank's shard that no one-device row stands behind to zero, in place."""
-        real = self.real_rows(rank)
-        if missing := self.local_size - real:
-            local.narrow(self.dim, real, missing).zero_()
-
     def put(self, full: Tensor, local: Tensor, rank: int) -> None:
         """Write this rank's shard into ``full``; the inverse of :meth:`take`."""
         for target, piece in self._pairs(full, local, rank):
@@ -153,6 +147,12 @@ class ShardRecord:
     @property
     def is_sharded(self) -> bool:
         return not self.layout.is_replicated
+
+    def zero_padding(self, local: Tensor) -> None:
+        """Set the rows of a shard that no one-device row stands behind to zero, in place."""
+        real = self.layout.real_rows(self.rank)
+        if missing := self.layout.local_size - real:
+            local.narrow(self.layout.dim, real, missing).zero_()
 
     def copies(self, like: Tensor) -> Tensor | float:
         """How many copies of each element the TP axis holds, shaped to broadcast over the shard."""

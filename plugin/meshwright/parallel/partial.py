@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.graph import tensors_in
-from meshwright.parallel.sharded import become, in_backward
+from meshwright.parallel.graph import in_backward, tensors_in
+from meshwright.parallel.sharded import become
 from meshwright.parallel.unreadable import reading_shards, record_if_any
 
 logger = logging.getLogger(__name__)

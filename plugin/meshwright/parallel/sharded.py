@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from meshwright.parallel.graph import in_backward
 from meshwright.parallel.layout import ShardRecord
 from meshwright.parallel.unreadable import (
     MODULES,
@@ -159,11 +160,6 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
             return func(*args, **kwargs)
     raise unreadable(name, first)
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def is_shard(x: Any) -> bool:

@@ -18,10 +18,10 @@ from meshwright.errors import PlanError
 from meshwright.parallel.block import BlockHooks, hidden_states
 from meshwright.parallel.collectives import Axis, reduce_for_shards
 from meshwright.parallel.dropout import DropoutStreams, Restore
+from meshwright.parallel.graph import in_backward
 from meshwright.parallel.layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.localise import localise_attributes
 from meshwright.parallel.partial import ModelWindow
-from meshwright.parallel.recompute import in_backward
 from meshwright.parallel.sequence import SequenceSharding
 from meshwright.parallel.sharded import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure

@@ -65,13 +65,11 @@ class StepWindow:
             if isinstance(gradient, Shard):
                 self._opened.append((gradient, type(gradient)))
                 become(gradient, Tensor)
-        kwargs = kwargs or {}
-        return tuple(self._closed(optimizer, x) for x in args), {
-            k: self._closed(optimizer, x) for k, x in kwargs.items()
-        }
+        named = {name: self._closed(optimizer, x) for name, x in (kwargs or {}).items()}
+        return tuple(self._closed(optimizer, x) for x in args), named
 
     def _closed(self, optimizer: Optimizer, argument: Any) -> Any:
-        """The program's closure, while which its parameters say again what they are."""
+        """The program's closure, during which its parameters say again what they are; other arguments as they are."""
         if not callable(argument):
             return argument
 
