@@ -47,7 +47,7 @@ def test_the_demo_trains_and_proves_itself(tmp_path: Path) -> None:
     # 1e-5 to 1e-4: 4e-6 was measured here. A gradient that is summed wrongly is off by 1e-1 and more.
     assert summary["parity"]["max_rel_grad_diff"] <= 1e-4
     # Norms are whole on every rank, everything else is halved by tp=2, and Adam's two moments by dp=2.
-    assert summary["optimizer_bytes_per_rank"] <= 1.02 * summary["param_bytes_per_rank"]
+    assert summary["optimizer_bytes_per_rank"] == pytest.approx(summary["param_bytes_per_rank"], rel=0.02)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "gradients").exists()
 

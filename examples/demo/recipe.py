@@ -79,8 +79,8 @@ def batches(loader: Iterable[dict[str, Tensor]], steps: int) -> Iterator[dict[st
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of those that are tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if torch.is_tensor(tensor))
+    """Bytes of those that are tensors, of shards this rank's."""
+    return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
