@@ -105,15 +105,22 @@ def without_a_group() -> Any:
 
 
 def fresh(call: str) -> str:
-    """What a line prints in a new process, without a launcher."""
+    """What a line prints in a new process without a launcher, which finds this file where it was started."""
     import os
     import subprocess
     import sys
+    from pathlib import Path
 
     hidden = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     result = subprocess.run(
-        [sys.executable, "-c", call], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [sys.executable, "-c", call],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=Path(__file__).parent,
+        check=False,
     )
     return result.stdout + result.stderr
 
