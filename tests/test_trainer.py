@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, LlamaForCausalLM
+from transformers import DataCollatorWithFlattening, LlamaForCausalLM, TrainerCallback
 
+import meshwright as mw
 from meshwright.parallel.mean import GlobalMean
-from support.trainers import Run, run_trainer
+from meshwright_hf import MeshwrightTrainer
+from support.logs import logged
+from support.models import build
+from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
 
 TOLERANCE = 1e-5
 STEPS = 20
@@ -106,6 +110,20 @@ def packed(features: list[dict[str, Any]]) -> dict[str, Any]:
     return DataCollatorWithFlattening()([{name: x.tolist() for name, x in row.items()} for row in features])
 
 
+class Unfreeze(TrainerCallback):
+    """The head and the norms alone for two steps, then the last layer too, then everything."""
+
+    STAGES: ClassVar = {0: ("lm_head", "norm"), 2: ("lm_head", "norm", "layers.1"), 4: ("",)}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, parameter in kwargs["model"].named_parameters():
+            parameter.requires_grad_(any(part in name for part in self.STAGES[state.global_step // 2 * 2]))
+
+
+def unfreezing() -> dict[str, Any]:
+    return {"extra": {"callbacks": [Unfreeze()]}, "evaluated": 5}
+
+
 # What else a Trainer is told, and the plan that makes it hardest; 6 steps each.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "label smoothing, lengths grouped, last batch dropped": (
@@ -114,6 +132,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "label_smoothing_factor": 0.1,
             "train_sampling_strategy": "group_by_length",
             "dataloader_drop_last": True,
+            "evaluated": 9,  # of the last batch one rank has no row, and rows have unlike numbers of labels
         },
     ),
     "gradient checkpointing, no clipping, a stream, tokens counted": (
@@ -144,6 +163,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tp": 2},
         {"optim": "sgd", "learning_rate": 0.1, "label_smoothing_factor": 0.1, "evaluated": 5},
     ),
+    "unfreezing, sequence parallel": ({"tp": 2, "sequence_parallel": True}, unfreezing()),
+    "unfreezing, zero1": ({"dp": 2, "zero_stage": 1}, unfreezing()),
+    "unfreezing, zero3": ({"dp": 2, "zero_stage": 3}, unfreezing()),
 }
 
 
@@ -157,6 +179,90 @@ def test_settings_keep_their_meaning(setting: str, pool2: Any, tmp_path: Path) -
     assert run.tokens_seen == expected.tokens_seen
     if run.metrics:
         assert largest_difference(list(run.metrics.values()), list(expected.metrics.values())) <= TOLERANCE
+
+
+def evaluate_by_own_loss(
+    output_dir: Path, plan: dict[str, Any] | None, is_made_global: bool
+) -> tuple[float, list[str]]:
+    def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        targets = labels[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1).float() * 20, targets)
+        return mw.global_mean(trainer.model, loss, (targets != -100).sum()) if plan and is_made_global else loss
+
+    with fresh_accelerate(), logged("meshwright_hf") as said:
+        args = arguments(output_dir, (plan or {}).get("dp", 1))
+        data = {"train_dataset": Rows(4), "eval_dataset": Rows(9), "compute_loss_func": loss_of}
+        trainer = make_trainer(args, plan, data=data)
+        loss = trainer.evaluate()["eval_loss"]
+        return loss, [text for text in said if "in an evaluation" in text]
+
+
+def test_an_evaluation_by_a_loss_of_ones_own(pool2: Any, tmp_path: Path) -> None:
+    """Equal by ``global_mean``; without it the mean of the ranks' means, which is another number and is said."""
+    expected = evaluate_by_own_loss(tmp_path, None, False)[0]
+    for loss, said in pool2.run(evaluate_by_own_loss, tmp_path, {"dp": 2}, True):
+        assert loss == pytest.approx(expected, rel=TOLERANCE) and not said
+    ranks = pool2.run(evaluate_by_own_loss, tmp_path, {"dp": 2}, False)
+    assert all(np.isfinite(loss) and abs(loss / expected - 1) > 1e-3 for loss, _ in ranks)
+    assert [len(said) for _, said in ranks] == [1, 0] and "2 rows with 22 labels" in ranks[0][1][0]
+
+
+def mean_of_words(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A function that takes the count, and does not use it."""
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Dividing(MeshwrightTrainer):
+    """Divides by the count itself, and does not multiply by the ranks."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        return cross_entropy_of_sums(model(**inputs), labels, num_items_in_batch)
+
+
+class Passing(MeshwrightTrainer):
+    """Passes the count to the model itself."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return model(**inputs, num_items_in_batch=num_items_in_batch).loss
+
+
+class Doubling(MeshwrightTrainer):
+    """Half of what the Trainer computes."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) * 2
+
+
+def train_by_own_loss(output_dir: Path, plan: dict[str, Any] | None, kind: Any, extra: dict[str, Any]) -> Any:
+    """Losses and norms of two steps, and what is said of uneven batches."""
+    with fresh_accelerate(), logged() as said:
+        args = arguments(output_dir, (plan or {}).get("dp", 1), max_steps=2)
+        chosen = mw.ToDistributedConfig(plan=plan and mw.ParallelPlan(**plan))
+        trainer = kind(build("llama"), args, train_dataset=Rows(16), meshwright=chosen, **extra)
+        trainer.train()
+        history = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        return [x for pair in history for x in pair], [text for text in said if "not one that is known" in text]
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_a_loss_divided_by_the_count_of_items(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
+    """The factor of the Trainer is applied to what was divided by the count, and to nothing else."""
+    for kind in (Dividing, Passing):
+        for _, message in pool2.run_expecting_error(train_by_own_loss, tmp_path, plan, kind, {}):
+            assert f"{kind.__name__} divides a loss by num_items_in_batch itself" in message
+    for kind, extra in ((Doubling, {}), (MeshwrightTrainer, {"compute_loss_func": mean_of_words})):
+        expected = train_by_own_loss(tmp_path, None, kind, extra)[0]
+        found, said = pool2.run(train_by_own_loss, tmp_path, plan, kind, extra)[0]
+        # The ranks' means of unlike numbers of words are 1e-2 apart; a factor of 2 would be 1.
+        assert largest_difference(found, expected) <= (1e-1 if said else TOLERANCE)
+        assert len(said) == bool(extra and plan.get("dp"))
 
 
 def save_and_resume(output_dir: Path, plan: dict[str, Any], then: dict[str, Any], **options: Any) -> tuple[Run, Run]:

@@ -22,7 +22,6 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.tree import tensors_of
 from meshwright.launch import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.collectives import all_gather
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.compiling import compile_decoder, left_to_us
@@ -33,12 +32,15 @@ from meshwright_hf.trainer_checks import (
     arguments_of,
     check_arguments,
     check_distributed,
+    check_nothing_thawed,
     check_run,
     check_trainer,
     config_of,
 )
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
-from meshwright_hf.trl_trainers import check_last_batch, check_trl, evaluated_over, whole_loader, with_global_batch
+from meshwright_hf.trainer_evaluation import EvaluationLoss
+from meshwright_hf.trainer_items import ItemsUse
+from meshwright_hf.trl_trainers import check_last_batch, check_trl, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         warn_outside_range()
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = self._counts_own_rows = self._is_computing_loss = False
+        self._items = ItemsUse()
         self._distributed: Any = None  # the model for which all is set up
+        self._trained: set[str] | None = None  # what had gradients when the optimizer was made
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
             kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
@@ -120,28 +124,37 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             self._complete(runtime)
         else:
             if self.train_dataset is not None:
-                self.create_optimizer()  # type: ignore[attr-defined]
+                self.create_optimizer()
             # Before the guard's own, so that it runs after: exit hooks run last first.
             atexit.register(leave_process_group)
             with torch.random.fork_rng(devices=[]):  # what the Trainer draws later is what it draws on one process
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
+        self._evaluation_loss = EvaluationLoss(self, runtime)
         check_run(self.args, runtime)
         check_trl(self, runtime)
         if runtime.loss is not None:
             runtime.loss.mean.num_items = "local"  # see _config; the model may have been distributed before
-        if runtime.uneven is not None and (self.label_smoother is not None or self.compute_loss_func is not None):
-            runtime.uneven.stop()  # the Trainer divides their sums by the global count
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
             compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, which one process calls when training begins, and a plan when the Trainer is made."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if is_new:
+            self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        elif self._trained is not None:
+            check_nothing_thawed(self.model, self._trained)
+        return optimizer
+
     def _complete(self, runtime: Runtime) -> None:
         """Give a model that was distributed before, perhaps as it was loaded, what it lacks: an optimizer."""
         trains = self.train_dataset is not None
         if trains and not runtime.has_optimizer:
-            self.create_optimizer()  # type: ignore[attr-defined]
+            self.create_optimizer()
             mw.to_distributed(self.model, self.optimizer, config=self._mesh_config)
         else:
             check_distributed(self.model, self.optimizer, self._mesh_config, trains=trains)
@@ -171,8 +184,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         runtime = find_runtime(self.model)
         if runtime is None or self._counts_own_rows:
             return super().get_tp_size()  # type: ignore[misc]
-        if self._is_computing_loss and runtime.loss is not None and runtime.loss.mean.used_items is False:
-            return self.accelerator.num_processes  # the loss is a mean already: a factor of 1
+        if self._is_computing_loss:  # only to multiply what is divided by the count of all ranks
+            if not self._items.is_used:
+                return self.accelerator.num_processes  # the loss is a mean: a factor of 1
+            self._items.is_scaled = True
+            if runtime.uneven is not None:
+                runtime.uneven.stop()
         return runtime.tp.size
 
     # ---- data
@@ -225,7 +242,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         # Where the Trainer does not sum over ranks, there is nothing to divide by those that have the same rows.
         self._counts_own_rows = not self.args.average_tokens_across_devices
         try:
-            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+            count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+            return self._items.watch(count)
         finally:
             self._counts_own_rows = False
 
@@ -244,15 +262,19 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, which multiplies a loss by dp if the model divided it by the items of all ranks."""
-        loss = self._runtime.loss
-        if loss is not None:
-            loss.mean.used_items = None
+        """The Trainer's own, which multiplies a loss by dp if it was divided by the items of all ranks."""
         self._is_computing_loss = True
         try:
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._is_computing_loss = False
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """The Trainer's own, around a subclass's compute_loss too."""
+        stack = super().compute_loss_context_manager()  # type: ignore[misc]
+        counts_all = self.args.average_tokens_across_devices
+        stack.enter_context(self._items.of_one_loss(type(self).__name__, self._runtime, counts_all_ranks=counts_all))
+        return stack
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return mw.clip_grad_norm_(self.model, self.args.max_grad_norm)
@@ -262,19 +284,13 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         """The Trainer's own, with the loss of the global batch on every rank."""
-        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-        count = evaluated_over(self, inputs)  # before: a trainer may take something out of its inputs
+        counted = self._evaluation_loss.count(args[1] if len(args) > 1 else kwargs["inputs"])
         loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-        return None if loss is None else self._global_loss(loss, count), logits, labels
-
-    def _global_loss(self, loss: Tensor, count: Tensor | None) -> Tensor:
-        """Ranks differ where the loss is not the model's causal-LM loss: a label smoother's, or the user's own."""
-        dp = self._runtime.dp
-        if count is None:
-            return all_gather(loss.reshape(1), dp).mean()
-        counts = all_gather(count.reshape(1).to(loss), dp)
-        losses = all_gather(loss.reshape(1), dp)
-        return (losses.where(counts > 0, 0) * counts).sum() / counts.sum().clamp(min=1)
+        return (
+            None if loss is None else self._evaluation_loss.of_global_batch(loss, counted, self._items),
+            logits,
+            labels,
+        )
 
 
 class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -180,6 +180,24 @@ def check_distributed(model: nn.Module, optimizer: Any, config: ToDistributedCon
     plan = plan_to_complete(runtime, model, None, config)
     if plan != runtime.plan:
         raise PlanError(f"the model was distributed by {runtime.plan}, and meshwright= is {plan}; leave meshwright out")
+
+
+def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
+    """Refuse parameters that were frozen when the Trainer was made, and are not when training begins.
+
+    Args:
+        model: of the Trainer.
+        trained: the names of what had gradients when its optimizer was made.
+
+    Raises:
+        PlanError: naming the first of them.
+    """
+    if thawed := [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]:
+        raise PlanError(
+            f"{thawed[0]} and {len(thawed) - 1} more parameter(s) were frozen when this Trainer was made, and its "
+            "optimizer, which is sharded with the model, has none of them. Set requires_grad before the Trainer is "
+            "made; to thaw later, make it with these parameters trained, and freeze and thaw them in a callback"
+        )
 
 
 def check_run(args: Any, runtime: Runtime) -> None:

@@ -47,7 +47,7 @@ from meshwright.parallel.packed_rows import keep_documents_apart
 from meshwright.parallel.recompute import recompute_switch
 from meshwright.parallel.sampling import sample_together
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.parallel.tensor import guard_shards, install_tensor_parallel, name_partial_parameters, shard_shape
+from meshwright.parallel.tensor import guard_shards, install_tensor_parallel, shard_shape, share_partial_gradients
 from meshwright.parallel.uneven import UnevenBatches
 from meshwright.plans import plan_for
 from meshwright.plans.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
@@ -258,7 +258,7 @@ def _guard_shards(model: nn.Module, decoder: nn.Module, structure: DecoderStruct
     if runtime.weights is not None:
         runtime.weights.guard()
     elif structure is not None:
-        name_partial_parameters(model, decoder, structure)
+        share_partial_gradients(model, decoder, structure)
 
 
 def make_weights(

@@ -1,12 +1,11 @@
 """Whole parameters of whose gradient each rank of tp computes a part: norms under sequence parallelism, and biases.
 
 The runtime adds the parts up over tp. What the program computes from such a parameter outside of the model, a penalty
-on weights for example, gives every rank the same gradient, which is counted once for each rank: it is named.
+on weights for example, gives every rank the same gradient. Each rank therefore takes its share of that one.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,23 +16,22 @@ from meshwright.parallel.graph import in_backward, tensors_in
 from meshwright.parallel.sharded import become
 from meshwright.parallel.unreadable import reading_shards, record_if_any
 
-logger = logging.getLogger(__name__)
-
 
 class PartialParameter(nn.Parameter):
-    """Warns when a gradient comes back to it by way of the program's own operations."""
+    """Divides a gradient that comes back to it by way of the program's own operations by the ranks that compute it."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with reading_shards():
+            if not torch.is_grad_enabled() or in_backward():
+                return func(*args, **(kwargs or {}))
+            given = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+            earlier = {x.grad_fn for x in given}  # before: an operation in place gives its result another one
             result = func(*args, **(kwargs or {}))
-            if torch.is_grad_enabled() and not in_backward():
-                given = [x for x in tensors_in((args, kwargs)) if isinstance(x, PartialParameter) and x.requires_grad]
-                for x in tensors_in(result) if given else ():
-                    if x.grad_fn is not None:
-                        x.register_hook(_Warning(given[0]))
+            for x in {id(x): x for x in given if isinstance(x, PartialParameter)}.values():
+                _take_a_share(result, x, earlier)
         return result
 
 
@@ -41,11 +39,16 @@ class ModelWindow:
     """Partial parameters are plain ones while the layers run, or what holds them.
 
     Args:
+        model: that has them.
         parameters: of the model.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]):
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]):
         self.parameters = list(parameters)
+        ids = {id(p) for p in self.parameters}
+        self._places = [
+            (module, name, p) for module in model.modules() for name, p in module._parameters.items() if id(p) in ids
+        ]
         self._depth = 0
         self.close()
 
@@ -58,6 +61,8 @@ class ModelWindow:
         self._depth += 1
         if self._depth == 1:
             self._become(PartialParameter, nn.Parameter)
+            if torch.is_grad_enabled():
+                self._check_places()
 
     def close(self, *_: Any) -> None:
         self._depth = max(0, self._depth - 1)
@@ -69,27 +74,52 @@ class ModelWindow:
             if type(parameter) is old:  # quantised and fake ones have a class of their own
                 become(parameter, new)
 
+    def _check_places(self) -> None:
+        """Refuse other tensors in the parameters' places, whose gradients nothing adds up over tp."""
+        for module, name, parameter in self._places:
+            found = module._parameters.get(name)
+            if found is not None and found is not parameter and found.requires_grad:
+                record = record_if_any(parameter)
+                raise ValueError(
+                    f"the model runs with another tensor in the place of {name if record is None else record.name}, as "
+                    "torch.func.functional_call does. Of its gradient each rank of tp computes a part, and the runtime "
+                    "adds up those of the model's own parameters only. Leave this parameter out of the call, compute "
+                    "it by torch.nn.utils.parametrize inside of the model, or use a plan with tp=1"
+                )
 
-class _Warning:
-    """A hook on what was computed from a partial parameter: says once that its gradient is counted too often."""
 
-    has_warned = False
+def _take_a_share(result: Any, parameter: PartialParameter, earlier: set[Any]) -> None:
+    """Of the gradient that comes back to a parameter by way of an operation.
 
-    def __init__(self, parameter: PartialParameter):
-        record = record_if_any(parameter)
-        self._name = "a parameter" if record is None else record.name
-        self._ranks = 1 if record is None else len(record.layout.spans)
+    Args:
+        result: of the operation.
+        parameter: that it was given.
+        earlier: the graph's nodes of all that it was given.
+    """
+    record = record_if_any(parameter)
+    ranks = 1 if record is None else len(record.layout.spans)
+    nodes: set[Any] = {x.grad_fn for x in tensors_in(result)} - earlier - {None}
+    seen = set(nodes)
+    while nodes if ranks > 1 else ():
+        node = nodes.pop()
+        edges = [following for following, _ in node.next_functions]
+        own = [index for index, following in enumerate(edges) if getattr(following, "variable", None) is parameter]
+        if own:
+            node.register_hook(_Share(own, ranks))
+        following = {x for x in edges if x is not None} - earlier - seen
+        seen |= following
+        nodes |= following
 
-    def __call__(self, gradient: Tensor) -> None:
-        if self._ranks > 1 and not _Warning.has_warned:
-            _Warning.has_warned = True
-            logger.warning(
-                "a gradient comes back to %s through the program's own operations. Each of the %d ranks of tp computes "
-                "a part of this parameter's gradient in the model, and the runtime adds them up, so that what all "
-                "ranks compute alike, such as a penalty on weights, counts %d times. Use the optimizer's weight_decay, "
-                "or divide that part of the loss by %d",
-                self._name,
-                self._ranks,
-                self._ranks,
-                self._ranks,
-            )
+
+class _Share:
+    """A hook on a node of the graph: of some of the gradients that it computes each rank takes its share."""
+
+    def __init__(self, places: list[int], ranks: int):
+        self.places, self.ranks = places, ranks
+
+    def __call__(self, gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        shared = list(gradients)
+        for place in self.places:
+            if (gradient := shared[place]) is not None:
+                shared[place] = gradient / self.ranks
+        return tuple(shared)

@@ -150,8 +150,8 @@ def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
                 object.__setattr__(module, name, OnShards(method))
 
 
-def name_partial_parameters(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
-    """Warn where the program computes from parameters whose gradients are added up over tp.
+def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
+    """Count what the program computes from a parameter once, where the runtime adds gradients up over tp.
 
     Args:
         model: whose parameters have records.
@@ -159,7 +159,8 @@ def name_partial_parameters(model: nn.Module, decoder: nn.Module, structure: Dec
         structure: of the decoder.
     """
     records = [(p, record_of(p)) for p in model.parameters()]
-    window = ModelWindow(p for p, record in records if record.is_grad_partial and not record.is_sharded)
+    partial = [p for p, record in records if record.is_grad_partial and not record.is_sharded]
+    window = ModelWindow(model, partial)
     blocks = [block.module for block in structure.blocks]
     inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]
     # Not the decoder itself, whose forward may be the program's own and add a penalty.

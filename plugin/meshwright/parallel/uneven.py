@@ -67,7 +67,7 @@ class UnevenBatches:
         def compare() -> None:
             if not is_known:
                 # Where the group communicates; a batch may still be on the host.
-                self._compare(_counts(batch, with_mask=is_pass).to(device, non_blocking=True))
+                self._compare(rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True))
 
         def queue(_: Tensor) -> None:
             nonlocal is_queued
@@ -100,8 +100,6 @@ class UnevenBatches:
         self.is_on = False
         if self.dp.rank > 0 or self.tp.rank > 0:
             return
-        what = "{:g} rows" if ranks[0][1] < 0 else "{:g} rows with {:g} labels or tokens that count"
-        said = "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
         logger.warning(
             "the model's loss is not one that is known, or the program computes its own, and the data-parallel ranks "
             "had %s: data parallelism takes the mean of the ranks' means, in which a row or label of a rank that has "
@@ -109,11 +107,17 @@ class UnevenBatches:
             "meshwright.global_mean(model, loss, count), with count what this rank's loss is the mean of, for example "
             "(labels != -100).sum(); or, if the model returns the loss, set "
             "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch",
-            said,
+            said_of_ranks(ranks),
         )
 
 
-def _counts(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
+def said_of_ranks(ranks: list[list[float]]) -> str:
+    """What each rank has, as ``rows_and_labels`` counted it."""
+    what = "{:g} rows" if ranks[0][1] < 0 else "{:g} rows with {:g} labels or tokens that count"
+    return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
+
+
+def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
     """Rows; labels that count; or, without labels, tokens that are not padding."""
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.ndim > 0]
     labels, mask = batch.get("labels"), batch.get("attention_mask")

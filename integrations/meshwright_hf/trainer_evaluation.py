@@ -1,0 +1,90 @@
+"""The loss of an evaluation in the Trainer: that of the global batch, on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import all_gather
+from meshwright.parallel.mean import valid_labels
+from meshwright.parallel.uneven import rows_and_labels, said_of_ranks
+from meshwright.plans.adapters import without_wrappers
+from meshwright_hf.trainer_data import evaluated_rows
+from meshwright_hf.trainer_items import ItemsUse
+from meshwright_hf.trl_trainers import evaluated_over
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationLoss:
+    """Makes the mean over a rank's rows that of the global batch, which one process would have evaluated.
+
+    The losses of transformers' heads are that already, and equal on all ranks. Of a label smoother and of TRL's
+    trainers it is known what they average over. Of a loss of the user's own it is not: where the ranks have unlike
+    numbers of rows or labels, a warning says once that the mean of their means is taken.
+
+    Args:
+        trainer: that evaluates.
+        runtime: of its model.
+    """
+
+    def __init__(self, trainer: Any, runtime: Runtime):
+        self.trainer, self.dp = trainer, runtime.dp
+        self._speaks = runtime.dp.rank == runtime.tp.rank == 0
+        self._has_warned = False
+
+    def count(self, inputs: Any) -> Tensor:
+        """This rank's batch, before the trainer takes something out of it: weight (-1: unknown), rows and labels."""
+        counted = rows_and_labels(inputs if isinstance(inputs, Mapping) else {}, with_mask=True)
+        if (rows := evaluated_rows()) is not None:
+            counted[0] = rows
+        weight = _smoothed_over(self.trainer, inputs)
+        weight = evaluated_over(self.trainer, inputs) if weight is None else weight
+        return torch.cat([counted.new_full((1,), -1) if weight is None else weight.to(counted).reshape(1), counted])
+
+    def of_global_batch(self, loss: Tensor, counted: Tensor, items: ItemsUse) -> Tensor:
+        """The mean over the global batch.
+
+        Args:
+            loss: over this rank's rows, a scalar.
+            counted: what ``count`` returned for them.
+            items: how the loss used the count of items.
+        """
+        if items.is_global:
+            counted[0] = 1
+        own = torch.cat([loss.detach().reshape(1).to(counted), counted.to(loss.device)])
+        losses, weights, rows, labels = all_gather(own[None], self.dp).unbind(1)
+        if bool((weights < 0).any()):
+            weights = (rows > 0).to(losses)  # one that only keeps the others company has no say
+            self._warn_of_uneven(losses, rows, labels)
+        total = (losses.where(weights > 0, 0) * weights).sum()
+        return (total / weights.sum().clamp(min=1)).to(loss.dtype)
+
+    def _warn_of_uneven(self, losses: Tensor, rows: Tensor, labels: Tensor) -> None:
+        ranks = torch.stack([rows, labels], dim=1)
+        if self._has_warned or bool((ranks == ranks[0]).all()) or bool((losses == losses[0]).all()):
+            return
+        self._has_warned = True
+        if self._speaks:
+            logger.warning(
+                "%s computes a loss of its own, and in an evaluation the data-parallel ranks had %s: the mean of the "
+                "ranks' means is taken, in which a row or label of a rank that has fewer of them weighs more than on "
+                "one device. Return meshwright.global_mean(model, loss, count) from compute_loss, with count what the "
+                "loss is the mean of, for example (labels != -100).sum()",
+                type(self.trainer).__name__,
+                said_of_ranks(ranks.tolist()),
+            )
+
+
+def _smoothed_over(trainer: Any, inputs: Any) -> Tensor | None:
+    """How many labels the Trainer's label smoother takes the mean of; None without one."""
+    if trainer.label_smoother is None or trainer.compute_loss_func is not None or "labels" not in inputs:
+        return None
+    labels, name = inputs["labels"], without_wrappers(trainer.model)[1]._get_name()
+    return valid_labels(labels[..., 1:] if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else labels)
