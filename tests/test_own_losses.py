@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import meshwright as mw
 from support.exact import Float64, relative_difference
 from support.logs import logged
-from support.models import build, labels_for, tokens
+from support.models import SIZES, build, labels_for, tokens
 
 DP = {"dp": 2}
 LENGTH = 12
@@ -247,6 +248,12 @@ def beside_the_model(family: str, plan: dict[str, Any] | None, program: str) -> 
             total = torch.zeros(()).to(whole[0])
             stacked = torch.cat([torch.stack([p, p]).T.reshape(-1) for p in whole])
             loss = loss + total.add_(torch.linalg.vector_norm(stacked) * loss).mul_(whole[0].sum())
+        elif program == "in place":
+            rows = torch.zeros(2, len(whole), 32).to(whole[0])
+            for index, parameter in enumerate(whole):
+                rows[0, index] = parameter
+                rows[1, index].copy_(parameter * loss)
+            loss = loss + (rows**2).sum()
         (loss + sum((p**2).sum() for p in whole).item()).backward()
     own = {name: p.grad for name, p in model.named_parameters()}
     return {name: x for name, x in (own if plan is None else mw.full_gradients(model)).items() if name.endswith(WHOLE)}
@@ -261,6 +268,7 @@ def beside_the_model(family: str, plan: dict[str, Any] | None, program: str) -> 
         ("qwen3", {"tp": 2, "sequence_parallel": True}, "one product"),
         ("llama", {"tp": 2, "sequence_parallel": True}, "the base model"),
         ("llama", {"tp": 2, "sequence_parallel": True, "micro_batch_size": 1}, "distances"),
+        ("llama", {"tp": 2, "sequence_parallel": True}, "in place"),
         ("llama", {"dp": 2, "zero_stage": 1}, "one product"),
     ],
     ids=str,
@@ -286,6 +294,34 @@ def in_float64(family: str, plan: dict[str, Any], program: str) -> dict[str, Ten
         return beside_the_model(family, plan, program)
 
 
+def products_in_autocast(plan: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Gradients of biases that the model uses and the program multiplies, before and after it, in one autocast."""
+    model: Any = build("llama")
+    if plan is not None:
+        model = mw.to_distributed(model, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    biases = {name: p for name, p in model.named_parameters() if name.endswith(("o_proj.bias", "down_proj.bias"))}
+    ids, x = tokens(2, LENGTH), torch.arange(64.0).reshape(2, 32) / 64
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        early = sum((x @ p).sum() for p in list(biases.values())[:2])
+        loss = model(input_ids=ids, labels=ids).loss
+        late = sum((x @ p).sum() for p in list(biases.values())[1:])
+        (loss + early + late).backward()
+    gradients = {name: p.grad for name, p in biases.items()} if plan is None else mw.full_gradients(model)
+    return {name: gradients[name] for name in biases if name in gradients}
+
+
+def test_a_product_with_a_bias_in_autocast(pool2: Any) -> None:
+    """Autocast gives the model and the program one cast of a parameter; each has a gradient of its own.
+
+    bfloat16 keeps 8 bits: 1e-2 of the largest gradient. Divided by 2 or counted twice, the product's would be off by
+    0.5, and the model's by 1e-2 to 1e-1.
+    """
+    expected = products_in_autocast(None)
+    found = pool2.run(products_in_autocast, {"tp": 2})[0]
+    for name, gradient in expected.items():
+        assert relative_difference(found[name], gradient) < 1e-2, name
+
+
 def call_with_a_computed_norm() -> None:
     model = mw.to_distributed(build("llama"), config=mw.ToDistributedConfig(plan="tp2+sp"))[0]
     name = "model.layers.0.input_layernorm.weight"
@@ -298,3 +334,41 @@ def call_with_a_computed_norm() -> None:
 def test_a_call_with_a_computed_norm_is_refused(pool2: Any) -> None:
     for _, message in pool2.run_expecting_error(call_with_a_computed_norm):
         assert "another tensor in the place of model.layers.0.input_layernorm.weight" in message
+
+
+class Penalised(LlamaForCausalLM):
+    """Adds a penalty to the loss in its own forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + 1e-2 * (self.model.norm.weight**2).sum()
+        return output
+
+
+def train_with_an_addition(plan: dict[str, Any], program: str) -> list[str]:
+    """One step; what is said of what the model adds to its loss."""
+    torch.manual_seed(0)
+    if program == "a penalty":
+        model: Any = Penalised(LlamaConfig(**SIZES))
+    else:
+        routed = {"num_local_experts": 4, "output_router_logits": program == "a router's loss"}
+        model = MixtralForCausalLM(MixtralConfig(**SIZES, **routed))
+    model = mw.to_distributed(model.train(), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))[0]
+    ids = tokens(2, LENGTH, seed=dist.get_rank())
+    with logged() as said:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+    return [text for text in said if "adds something to the loss" in text]
+
+
+@pytest.mark.parametrize("program", ["a router's loss", "a penalty", "no router's loss"])
+def test_what_a_forward_adds_to_its_loss_is_named(program: str, pool2: Any) -> None:
+    """A warning from one rank under dp; with micro-batches, where it would count for each of them, an error."""
+    adds = program != "no router's loss"
+    assert [len(said) for said in pool2.run(train_with_an_addition, DP, program)] == [int(adds), 0]
+    split = {**DP, "micro_batch_size": 1}
+    if adds:
+        for kind, message in pool2.run_expecting_error(train_with_an_addition, split, program):
+            assert kind == "ValueError" and "would count once for each of them" in message
+    else:
+        assert pool2.run(train_with_an_addition, split, program) == [[], []]

@@ -77,8 +77,8 @@ def test_20_steps_evaluation_and_predictions_equal_one_process(
 
 
 def run_misreading_counts(output_dir: Path, plan: dict[str, Any], **options: Any) -> Run:
-    """The classic mistake: the Trainer's count is the global one, and its factor dp is forgotten."""
-    with mock.patch.object(GlobalMean, "_items", lambda self, per_rank, valid: per_rank[0]):
+    """The classic mistake: the Trainer's count is the global one on each rank, and the ranks' are added up."""
+    with mock.patch.object(GlobalMean, "_items", lambda self, per_rank, valid: per_rank.sum()):
         return run_trainer(output_dir, plan, **options)
 
 
@@ -93,7 +93,7 @@ def run_with_rows_of_all_processes(output_dir: Path, plan: dict[str, Any], **opt
 def test_wrong_answers_would_be_caught(pool2: Any, tmp_path: Path) -> None:
     expected = reference(max_steps=2)
     run = pool2.run(run_misreading_counts, tmp_path, {"dp": 2}, max_steps=2, timeout=200)[0]
-    assert largest_difference(run.losses, expected.losses) > 0.9  # twice the loss
+    assert largest_difference(run.losses, expected.losses) > 0.4  # half the loss
     run = pool2.run(run_with_rows_of_all_processes, tmp_path, {"tp": 2}, max_steps=2, evaluated=11, timeout=200)[0]
     assert run.metrics["eval_rows"] == 22
 
@@ -222,6 +222,22 @@ class Dividing(MeshwrightTrainer):
         return cross_entropy_of_sums(model(**inputs), labels, num_items_in_batch)
 
 
+class Keeping(Dividing):
+    """Leaves the labels in the batch, so that the model computes a loss too."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        return cross_entropy_of_sums(model(**inputs), inputs["labels"], num_items_in_batch)
+
+
+class Multiplying(MeshwrightTrainer):
+    """Divides by the count, and multiplies as the Trainer does."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        labels = inputs.pop("labels")
+        loss = cross_entropy_of_sums(model(**inputs), labels, num_items_in_batch)
+        return loss * (self.accelerator.num_processes // self.get_tp_size())
+
+
 class Passing(MeshwrightTrainer):
     """Passes the count to the model itself."""
 
@@ -240,6 +256,22 @@ class Doubling(MeshwrightTrainer):
         return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) * 2
 
 
+def sum_where_there_is_one(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Does not read the count where nothing counts, as on one rank of a batch."""
+    if not (labels != -100).any():
+        return outputs.logits.sum() * 0
+    return cross_entropy_of_sums(outputs, labels, num_items_in_batch)
+
+
+PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
+    (Doubling, {}),
+    (Passing, {}),
+    (Multiplying, {}),
+    (MeshwrightTrainer, {"compute_loss_func": sum_where_there_is_one}),
+    (MeshwrightTrainer, {"compute_loss_func": mean_of_words}),
+]
+
+
 def train_by_own_loss(output_dir: Path, plan: dict[str, Any] | None, kind: Any, extra: dict[str, Any]) -> Any:
     """Losses and norms of two steps, and what is said of uneven batches."""
     with fresh_accelerate(), logged() as said:
@@ -251,18 +283,21 @@ def train_by_own_loss(output_dir: Path, plan: dict[str, Any] | None, kind: Any, 
         return [x for pair in history for x in pair], [text for text in said if "not one that is known" in text]
 
 
-@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_a_loss_divided_by_the_count_of_items(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_loss_divided_by_the_count_of_items(
+    plan: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """The factor of the Trainer is applied to what was divided by the count, and to nothing else."""
-    for kind in (Dividing, Passing):
-        for _, message in pool2.run_expecting_error(train_by_own_loss, tmp_path, plan, kind, {}):
-            assert f"{kind.__name__} divides a loss by num_items_in_batch itself" in message
-    for kind, extra in ((Doubling, {}), (MeshwrightTrainer, {"compute_loss_func": mean_of_words})):
+    pool = pool_for(plan, request)
+    for kind in (Dividing, Keeping):
+        for _, message in pool.run_expecting_error(train_by_own_loss, tmp_path, plan, kind, {}):
+            assert f"{kind.__name__}.compute_loss reads num_items_in_batch" in message
+    for kind, extra in PROGRAMS:
         expected = train_by_own_loss(tmp_path, None, kind, extra)[0]
-        found, said = pool2.run(train_by_own_loss, tmp_path, plan, kind, extra)[0]
+        found, said = pool.run(train_by_own_loss, tmp_path, plan, kind, extra)[0]
         # The ranks' means of unlike numbers of words are 1e-2 apart; a factor of 2 would be 1.
         assert largest_difference(found, expected) <= (1e-1 if said else TOLERANCE)
-        assert len(said) == bool(extra and plan.get("dp"))
+        assert len(said) == (extra.get("compute_loss_func") is mean_of_words and plan.get("dp", 1) > 1)
 
 
 def save_and_resume(output_dir: Path, plan: dict[str, Any], then: dict[str, Any], **options: Any) -> tuple[Run, Run]:

@@ -101,3 +101,14 @@ def test_a_checkpoint_inside_a_step_of_the_new_size() -> None:
     assert place_in_epoch(progress, batch=6, accumulation=2) == (1, 4)
     with pytest.raises(ValueError, match=r"24 rows into epoch 1.*inside a step of 5 x 2 rows"):
         place_in_epoch(progress, batch=5, accumulation=2)
+
+
+def test_parameters_thawed_before_training() -> None:
+    """The optimizer is made with the Trainer, so it would never step them; one process makes it in ``train()``."""
+    with fresh_accelerate():
+        model = build("llama")
+        model.model.layers[0].requires_grad_(False)
+        trainer = MeshwrightTrainer(model, arguments("unused", max_steps=1), train_dataset=Rows(4))
+        model.model.layers[0].mlp.requires_grad_(True)
+        with pytest.raises(mw.PlanError, match=r"layers\.0\.mlp\.\S+ and 5 more.*before the Trainer is made"):
+            trainer.train()

@@ -22,6 +22,7 @@ from meshwright.data.loader import DistributedLoader
 from meshwright.data.tree import tensors_of
 from meshwright.launch import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.mean import NumItems
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.compiling import compile_decoder, left_to_us
@@ -76,7 +77,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def __init__(self, *args: Any, meshwright: ToDistributedConfig | PlanLike | None = None, **kwargs: Any) -> None:
         warn_outside_range()
         self._mesh_config = config_of(meshwright)
-        self._is_training_loader = self._is_distributing = self._counts_own_rows = self._is_computing_loss = False
+        self._is_training_loader = self._is_distributing = self._counts_own_rows = False
         self._items = ItemsUse()
         self._distributed: Any = None  # the model for which all is set up
         self._trained: set[str] | None = None  # what had gradients when the optimizer was made
@@ -134,7 +135,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         check_run(self.args, runtime)
         check_trl(self, runtime)
         if runtime.loss is not None:
-            runtime.loss.mean.num_items = "local"  # see _config; the model may have been distributed before
+            runtime.loss.mean.num_items = self._meaning_of_items()  # the model may have been distributed before
         self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
@@ -160,13 +161,14 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             check_distributed(self.model, self.optimizer, self._mesh_config, trains=trains)
 
     def _config(self) -> ToDistributedConfig:
-        # The Trainer multiplies a loss that it divided by the global count by dp, since DDP averages gradients. Read as
-        # counts of each rank, dp global ones add up to the divisor that undoes this.
-        config = dataclasses.replace(self._mesh_config, num_items_in_batch="local")
+        config = dataclasses.replace(self._mesh_config, num_items_in_batch=self._meaning_of_items())
         if _reads_logits(type(self)) and not config.gather_logits:
             logger.info("%s has a compute_loss of its own, so training gathers whole logits", type(self).__name__)
             config = dataclasses.replace(config, gather_logits=True)
         return config
+
+    def _meaning_of_items(self) -> NumItems:
+        return "global" if self.args.average_tokens_across_devices else "local"
 
     def _batches_to_plan_for(self) -> Any:
         """The batches of all processes, where the planner is to pick."""
@@ -184,12 +186,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         runtime = find_runtime(self.model)
         if runtime is None or self._counts_own_rows:
             return super().get_tp_size()  # type: ignore[misc]
-        if self._is_computing_loss:  # only to multiply what is divided by the count of all ranks
-            if not self._items.is_used:
-                return self.accelerator.num_processes  # the loss is a mean: a factor of 1
-            self._items.is_scaled = True
-            if runtime.uneven is not None:
-                runtime.uneven.stop()
+        if self._items.is_active and not self._items.settle(self, runtime):
+            return self.accelerator.num_processes  # a factor of 1
         return runtime.tp.size
 
     # ---- data
@@ -255,25 +253,21 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     # ---- steps
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         """The Trainer's own; a loss of the user's own may take the labels from the batch."""
-        uneven = self._runtime.uneven
+        uneven, count = self._runtime.uneven, self._items.watch(num_items_in_batch)
         with contextlib.nullcontext() if uneven is None else uneven.of_batch(inputs):
-            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return super().training_step(model, inputs, count, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, which multiplies a loss by dp if it was divided by the items of all ranks."""
-        self._is_computing_loss = True
-        try:
+        with self._items.of_one_loss(self, self._runtime):  # for those who call it from a training_step of their own
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._is_computing_loss = False
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """The Trainer's own, around a subclass's compute_loss too."""
         stack = super().compute_loss_context_manager()  # type: ignore[misc]
-        counts_all = self.args.average_tokens_across_devices
-        stack.enter_context(self._items.of_one_loss(type(self).__name__, self._runtime, counts_all_ranks=counts_all))
+        stack.enter_context(self._items.of_one_loss(self, self._runtime))
         return stack
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

@@ -56,12 +56,13 @@ class EvaluationLoss:
             counted: what ``count`` returned for them.
             items: how the loss used the count of items.
         """
-        if items.is_global:
-            counted[0] = 1
-        own = torch.cat([loss.detach().reshape(1).to(counted), counted.to(loss.device)])
+        own = torch.cat([loss.detach().double().reshape(1), counted.to(loss.device)])
         losses, weights, rows, labels = all_gather(own[None], self.dp).unbind(1)
-        if bool((weights < 0).any()):
-            weights = (rows > 0).to(losses)  # one that only keeps the others company has no say
+        if items.is_divided:
+            weights = torch.ones_like(losses)
+        elif bool((weights < 0).any()):
+            # A row that only keeps the others company has no say.
+            weights = (rows > 0).to(losses) if evaluated_rows() is not None else torch.ones_like(losses)
             self._warn_of_uneven(losses, rows, labels)
         total = (losses.where(weights > 0, 0) * weights).sum()
         return (total / weights.sum().clamp(min=1)).to(loss.dtype)

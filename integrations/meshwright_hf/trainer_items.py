@@ -1,82 +1,105 @@
-"""``num_items_in_batch`` in the Trainer: whether a loss is divided by it, and multiplied by dp as DDP needs it."""
+"""``num_items_in_batch`` in the Trainer: who divides a loss by it, and what undoes the average over dp.
+
+The Trainer counts the items of all ranks. A model whose loss is known reads the number as that and returns the loss of
+the global batch. A function of the user's divides its rank's sum by it, and that quotient has to be multiplied by dp,
+since gradients are averaged over dp. The Trainer multiplies whatever comes out of its own ``compute_loss``, so it has
+to be told the factor, which is 1 for a mean.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import maximum
 from meshwright.parallel.graph import tensors_in
-from meshwright.parallel.mean import GlobalMean
 
 
 class ItemsUse:
     """What becomes of the count of items while the Trainer computes one loss.
 
-    The Trainer counts the items of all ranks. Who divides a rank's sum by that count has to multiply it by dp, since
-    gradients are averaged over dp. The Trainer multiplies what comes out of its own ``compute_loss``, and cannot see
-    whether a function of the user's divided.
+    Attributes:
+        is_active: whether a loss is being computed.
+        is_divided: whether the last loss is a quotient that the Trainer multiplied by dp, so that the mean over the
+            ranks is that of the global batch.
+        is_read: whether a value was computed from the count on this rank, by other than the model's known loss.
     """
 
     def __init__(self) -> None:
-        self.is_read = self.is_scaled = False
-        self._mean: GlobalMean | None = None
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the loss was divided by the count: by the model as it says, else by whoever read the count."""
-        of_model = None if self._mean is None else self._mean.used_items
-        return self.is_read if of_model is None else of_model
-
-    @property
-    def is_global(self) -> bool:
-        """Whether the mean of the ranks' losses is that of the global batch."""
-        return self.is_used and self.is_scaled
+        self.is_active = self.is_divided = self.is_read = False
+        self._is_settled = self._is_passed = False
 
     @contextlib.contextmanager
-    def of_one_loss(self, name: str, runtime: Runtime, *, counts_all_ranks: bool) -> Iterator[None]:
-        """Watch while a loss is computed.
-
-        Args:
-            name: of the Trainer's class.
-            runtime: of the model.
-            counts_all_ranks: TrainingArguments.average_tokens_across_devices; else the items are each rank's own, which
-                the model's loss adds up by itself.
+    def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
+        """Watch while a loss is computed; every rank does at once.
 
         Raises:
-            ValueError: where a loss was divided by the count of all ranks, and not multiplied.
+            ValueError: where a loss was divided by the count, and nobody asked for the factor.
         """
-        self.is_read = self.is_scaled = False
-        if runtime.loss is not None:
-            self._mean = runtime.loss.mean
-            self._mean.used_items = None
-        yield
-        if not self.is_used or self.is_scaled:
+        if self.is_active:
+            yield
             return
-        dp, ranks = runtime.dp.size, runtime.dp.size * runtime.tp.size
-        is_of_model = self._mean is not None and self._mean.used_items
-        if (counts_all_ranks and ranks > 1) or (dp > 1 and not is_of_model):
-            raise ValueError(
-                f"{name} divides a loss by num_items_in_batch itself. With {ranks} processes the result depends on "
-                "what that number counts, and on a factor that undoes the average over data-parallel ranks, which "
-                "only the Trainer's own compute_loss applies. Give the Trainer the loss as a function, "
-                "compute_loss_func=f with f(outputs, labels, num_items_in_batch); or end compute_loss with "
-                "super().compute_loss(model, inputs, return_outputs, num_items_in_batch); or compute a mean without "
-                "that number and return meshwright.global_mean(model, loss, count). "
-                "TrainingArguments.average_tokens_across_devices has to be True"
-            )
+        self.is_divided = self.is_read = self._is_settled = False
+        self.is_active = True
+        if runtime.loss is not None:
+            runtime.loss.mean.used_items = None
+        try:
+            yield
+        finally:
+            self.is_active = False
+        counts_all = trainer.args.average_tokens_across_devices
+        if runtime.dp.size == 1 and (runtime.tp.size == 1 or not counts_all):
+            return
+        if self._is_passed and not self._is_settled and self._agree(trainer, runtime):
+            raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
+
+    def settle(self, trainer: Any, runtime: Runtime) -> bool:
+        """Whether the Trainer is to multiply the loss by dp; every rank asks at once."""
+        self._is_settled = True
+        if not _is_of_model(trainer, runtime):
+            self.is_divided = self._agree(trainer, runtime)
+            if self.is_divided and runtime.uneven is not None:
+                runtime.uneven.stop()
+        return self.is_divided
+
+    def _agree(self, trainer: Any, runtime: Runtime) -> bool:
+        # A rank without a label may return before it divides, and a rank may read the count to log it.
+        flag = torch.tensor(int(self.is_read), device=trainer.args.device)
+        return bool(maximum(maximum(flag, runtime.dp), runtime.tp))
 
     def watch(self, count: Any) -> Any:
-        """The same count, which tells when it is read."""
-        if not isinstance(count, Tensor):
+        """The same count as a tensor that tells when it is read."""
+        self._is_passed = count is not None
+        if count is None or isinstance(count, _WatchedCount):
             return count
-        watched = count.as_subclass(_WatchedCount)
+        watched = torch.as_tensor(count).as_subclass(_WatchedCount)
         watched.use = self
         return watched
+
+
+def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
+    """Whether the loss is the model's known one, which is global already."""
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None or runtime.loss is None:
+        return False
+    return runtime.loss.mean.used_items is not None
+
+
+_DIVIDED = (
+    "{}.compute_loss reads num_items_in_batch, which counts the items of all ranks. A sum that is divided by it has to "
+    "be multiplied by the number of data-parallel ranks, and whether it was cannot be seen. Give the Trainer the loss "
+    "as a function, compute_loss_func=f with f(outputs, labels, num_items_in_batch); or end compute_loss with "
+    "super().compute_loss(model, inputs, return_outputs, num_items_in_batch); or compute a mean without that number "
+    "and return meshwright.global_mean(model, loss, count)"
+)
+_OWN_COUNT = (
+    "a loss is divided by num_items_in_batch, and with TrainingArguments.average_tokens_across_devices=False that is "
+    "this rank's own count, so the mean of the ranks' means would be trained on. Set it True, as it is by default"
+)
 
 
 class _WatchedCount(Tensor):
@@ -84,11 +107,28 @@ class _WatchedCount(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.__name__ not in ("__get__", "__set__"):  # the device and the like say nothing of the value
+        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+        if name not in _ABOUT:
             for x in tensors_in((args, kwargs)):
                 if isinstance(x, _WatchedCount):
                     x.use.is_read = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+# What is said of a tensor without its value.
+_ABOUT = {
+    "device",
+    "dtype",
+    "shape",
+    "ndim",
+    "is_cuda",
+    "is_leaf",
+    "grad_fn",
+    "requires_grad",
+    "layout",
+    "dim",
+    "as_subclass",
+}

@@ -110,7 +110,8 @@ def complete(
             install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
     decoder: Any = without_wrappers(model)[1]
     if plan.has_micro_batches and not before.has_micro_batches:
-        assert runtime.loss is not None
+        assert runtime.loss is not None and runtime.hooked is not None
+        runtime.hooked.is_split = True
         decoder.forward = SplitForward(
             decoder, count=plan.count_micro_batches, dp=runtime.dp, syncs=runtime.syncs, loss=runtime.loss
         )

@@ -317,6 +317,9 @@ def install(
         )
     is_causal_lm = loss is not None and loss.is_causal_lm
     runtime.uneven = UnevenBatches(dp, tp)
+    runtime.hooked = HookedModules(
+        decoder, structure, sequence_parallel=plan.sequence_parallel, is_split=plan.has_micro_batches
+    )
     forward = ForwardState(
         decoder,
         streams,
@@ -328,9 +331,7 @@ def install(
         has_sharded_loss=is_causal_lm and structure is not None and not config.gather_logits,
         has_known_loss=loss is not None,
         uneven=runtime.uneven,
-        hooked=HookedModules(
-            decoder, structure, sequence_parallel=plan.sequence_parallel, is_split=plan.has_micro_batches
-        ),
+        hooked=runtime.hooked,
         refuses_internals=structure is not None,
         shares_weights=runtime.weights is not None,
         follow=runtime.follow,

@@ -24,6 +24,7 @@ from meshwright.parallel.comparison import ReplicaComparison
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.gradients import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
+from meshwright.parallel.hooked import HookedModules
 from meshwright.parallel.layout import record_of
 from meshwright.parallel.uneven import UnevenBatches
 
@@ -49,6 +50,7 @@ class Runtime:
         has_optimizer: whether an optimizer is bound to the parameters.
         loss: the model's loss; None for one that is not known.
         uneven: warns of batches that ranks share unevenly, where a loss is not known.
+        hooked: warns of the program's hooks that see a part of the activations.
         trained: follows which parameters require a gradient.
         names_only: whether ``state_dict()`` is read for its names now: whoever saves has been given the values.
     """
@@ -66,6 +68,7 @@ class Runtime:
     has_optimizer: bool = False
     loss: BatchLoss | None = None
     uneven: UnevenBatches | None = None
+    hooked: HookedModules | None = None
     trained: TrainedParameters | FixedParameters | None = None
     names_only: bool = False
     engine: str | None = None

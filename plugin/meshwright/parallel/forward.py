@@ -116,8 +116,11 @@ class ForwardState:
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
         if self.tp.size > 1:
             self._inputs.look()
-            guard.meet("forward", self.tp.group, self._inputs.statement(module, inputs), *statements)
-            self._inputs.gather(inputs, guard.step)
+            with torch._C.DisableTorchFunctionSubclass():  # what a class of tensors makes of being read is not meant
+                statement = self._inputs.statement(module, inputs)
+            guard.meet("forward", self.tp.group, statement, *statements)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._inputs.gather(inputs, guard.step)
             if trains and self.comparison is not None:
                 self.comparison.compare_weights(self.tp)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.added import AddedToLoss, check_nothing_added
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.forward import arguments
 from meshwright.parallel.loss import CausalLMLoss, next_words
@@ -160,9 +161,11 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
         vocab_size: words of its full vocabulary.
     """
     if kind.is_causal_lm:
+        AddedToLoss(mean).watch(model)
         model.loss_function = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean)
         return model.loss_function
     if kind.is_function:
+        AddedToLoss(mean).watch(model)
         model.loss_function = HeadLoss(model.loss_function, kind, mean)
         return model.loss_function
     loss = OutputLoss(kind, mean)
@@ -204,6 +207,7 @@ class HeadLoss:
 
     def of_output(self, batch: Batch, output: Any) -> Any:
         """See BatchLoss; the loss is global already."""
+        check_nothing_added(self.mean, output)
         return output
 
 

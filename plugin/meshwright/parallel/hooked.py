@@ -35,7 +35,7 @@ class HookedModules:
         model: whose inner modules are looked at.
         structure: of the model; None without tensor parallelism.
         sequence_parallel: whether the layers have this rank's tokens only.
-        is_split: whether modules run once for each of several micro-batches.
+        is_split: whether modules run once for each of several micro-batches; may change later.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class HookedModules:
         self._borders = {name for name, module in self._modules if id(module) in border_ids}
         self._hooks_seen = -1
         self._has_warned = False
-        self._is_split = is_split
+        self.is_split = is_split
 
     def look(self) -> None:
         """Warn of them, once, where a loss that is computed of what they see would be another one."""
-        if self._has_warned or not (self._cut or self._borders or self._is_split):
+        if self._has_warned or not (self._cut or self._borders or self.is_split):
             return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
         if hooks == self._hooks_seen:
@@ -62,7 +62,7 @@ class HookedModules:
         found = {name: module for name, module in self._modules if any(map(_is_foreign, _hooks_of(module)))}
         cut = [name for name in found if name in self._cut]
         cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
-        if cut or (found and self._is_split):
+        if cut or (found and self.is_split):
             self._has_warned = True
             logger.warning(_CUT if cut else _SPLIT, cut[0] if cut else next(iter(found)))
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.parallel.added import check_nothing_added
 from meshwright.parallel.checks import require_words
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
@@ -55,6 +56,7 @@ class CausalLMLoss:
 
     def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
         """What a pass of the model's forward returned, whose loss is global already."""
+        check_nothing_added(self.mean, output)
         return output
 
     def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:

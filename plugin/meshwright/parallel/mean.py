@@ -53,6 +53,7 @@ class GlobalMean:
         self.dp, self.num_items = dp, num_items
         self.used_items: bool | None = None  # whether the last mean was divided by a number passed; None before
         self._divisors: Tensor | None = None
+        self._last: int | None = None  # the node of the last mean in autograd's graph, which is not kept
 
     @contextlib.contextmanager
     def divided_by(self, divisors: Tensor) -> Iterator[None]:
@@ -61,7 +62,7 @@ class GlobalMean:
         try:
             yield
         finally:
-            self._divisors = None
+            self._divisors = self._last = None
 
     def divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """What the sums of a global batch are divided by: its counts, or the number of items passed.
@@ -93,7 +94,14 @@ class GlobalMean:
         value = (ranks[:, :size].sum(0).to(sums.dtype) / divisors).mean()
         # As torch has it, a mean over nothing is not a number, and has a gradient of zero.
         factors = torch.where(divisors > 0, self.dp.size / size / divisors, 0)
-        return _ReplaceValue.apply(sums, value, factors)
+        mean = _ReplaceValue.apply(sums, value, factors)
+        self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
+        return mean
+
+    def returned(self, loss: Tensor | None) -> bool:
+        """Whether a loss is the last mean, to which nothing was added; True for one without a graph."""
+        last, self._last = self._last, None
+        return last is None or loss is None or loss.grad_fn is None or loss.grad_fn._sequence_nr() == last
 
     def of_means(self, means: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """The same from each rank's means; that of a rank without anything to count may be any number, or none."""
@@ -102,8 +110,9 @@ class GlobalMean:
     def _with_items(self, counts: Tensor, num_items: Tensor | float | None) -> Tensor:
         if num_items is None:
             return counts
-        items = torch.as_tensor(num_items, device=counts.device, dtype=counts.dtype)
-        return torch.cat([counts, items.reshape(1)])
+        with torch._C.DisableTorchFunctionSubclass():  # a number that tells when a program reads it
+            items = torch.as_tensor(num_items, device=counts.device, dtype=counts.dtype)
+            return torch.cat([counts, items.reshape(1)])
 
     def _divisors_of(self, ranks: Tensor, size: int, *, has_items: bool) -> Tensor:
         counts = ranks[:, :size]

@@ -6,7 +6,8 @@ on weights for example, gives every rank the same gradient. Each rank therefore 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,12 +28,26 @@ class PartialParameter(nn.Parameter):
         with reading_shards():
             if not torch.is_grad_enabled() or in_backward():
                 return func(*args, **(kwargs or {}))
-            given = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
-            earlier = {x.grad_fn for x in given}  # before: an operation in place gives its result another one
-            result = func(*args, **(kwargs or {}))
-            for x in {id(x): x for x in given if isinstance(x, PartialParameter)}.values():
-                _take_a_share(result, x, earlier)
+            partial = {id(x): x for x in tensors_in((args, kwargs)) if isinstance(x, PartialParameter)}
+            first = torch.autograd._get_sequence_nr()
+            with _own_casts():
+                result = func(*args, **(kwargs or {}))
+            for x in partial.values():
+                if x.requires_grad:
+                    # An operation in place may return nothing; its graph is that of an argument.
+                    _take_a_share((result, args, kwargs), x, first)
         return result
+
+
+@contextlib.contextmanager
+def _own_casts() -> Iterator[None]:
+    """Autocast casts a parameter once for the model and the program; here the program's cast is one of its own."""
+    is_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
 
 
 class ModelWindow:
@@ -88,27 +103,28 @@ class ModelWindow:
                 )
 
 
-def _take_a_share(result: Any, parameter: PartialParameter, earlier: set[Any]) -> None:
+def _take_a_share(changed: Any, parameter: PartialParameter, first: int) -> None:
     """Of the gradient that comes back to a parameter by way of an operation.
 
     Args:
-        result: of the operation.
+        changed: what the operation returned or may have written.
         parameter: that it was given.
-        earlier: the graph's nodes of all that it was given.
+        first: the sequence number of the graph's first node that the operation made.
     """
     record = record_if_any(parameter)
     ranks = 1 if record is None else len(record.layout.spans)
-    nodes: set[Any] = {x.grad_fn for x in tensors_in(result)} - earlier - {None}
-    seen = set(nodes)
-    while nodes if ranks > 1 else ():
+    nodes: set[Any] = {x.grad_fn for x in tensors_in(changed)} if ranks > 1 else set()
+    seen: set[Any] = {None}
+    while nodes := nodes - seen:
         node = nodes.pop()
+        seen.add(node)
+        if node._sequence_nr() < first:
+            continue
         edges = [following for following, _ in node.next_functions]
         own = [index for index, following in enumerate(edges) if getattr(following, "variable", None) is parameter]
         if own:
             node.register_hook(_Share(own, ranks))
-        following = {x for x in edges if x is not None} - earlier - seen
-        seen |= following
-        nodes |= following
+        nodes |= set(edges)
 
 
 class _Share:
