@@ -214,6 +214,8 @@ def _rows_of(
 
 
 def _tokens(model: Any) -> dict[str, Tensor]:
-    words = model.get_input_embeddings().num_embeddings
+    head = model.get_output_embeddings()
+    # Some have an embedding for padding, which is no word to predict.
+    words = min(x for x in (model.get_input_embeddings().num_embeddings, getattr(head, "out_features", None)) if x)
     ids = torch.randint(3, words, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}

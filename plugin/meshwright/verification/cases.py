@@ -102,14 +102,23 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    ask = getattr(model, "get_input_embeddings", None)
-    try:
-        embedding = ask() if callable(ask) else None
-    except NotImplementedError:
-        embedding = None
+    embedding = _asked(model, "get_input_embeddings")
     if embedding is None:
         embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    return getattr(embedding, "num_embeddings", None)
+    # Some models have an embedding for padding, which is no word to predict.
+    words = (
+        getattr(embedding, "num_embeddings", None),
+        getattr(_asked(model, "get_output_embeddings"), "out_features", None),
+    )
+    return min((x for x in words if x is not None), default=None)
+
+
+def _asked(model: nn.Module, name: str) -> Any:
+    ask = getattr(model, name, None)
+    try:
+        return ask() if callable(ask) else None
+    except NotImplementedError:
+        return None
 
 
 def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:
