@@ -151,12 +151,12 @@ def train(words: str, family: str, steps: int, seed: int = 0) -> int:
     return steps
 
 
-def work(steps: int) -> None:
-    """On each process: all plans in turn, with ``steps`` steps in all."""
+def work(steps: int, first: int) -> None:
+    """On each process: the plans from ``first`` on in turn; ``steps`` are those of all 20."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     each, start = -(-steps // len(PLANS)), time.monotonic()
-    for index, words in enumerate(PLANS):
+    for index, words in list(enumerate(PLANS))[first:]:
         family = FAMILIES[index % len(FAMILIES)]
         done = train(words, family, each, seed=index)
         if dist.get_rank() == 0:
@@ -167,15 +167,16 @@ def work(steps: int) -> None:
 
 def main(
     steps: Annotated[int, typer.Option(min=1, help="steps of all plans together (default: 10000)")] = 10_000,
+    first: Annotated[int, typer.Option(min=0, max=19, help="go on with this plan, counted from 0")] = 0,
     worker: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Train legal programs under 20 plans on 4 processes; an alarm ends it with an error."""
     if worker:
-        work(steps)
+        work(steps, first)
         return
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += ["-m", "benchmarks.false_alarms", "--worker", f"--steps={steps}"]
+    command += ["-m", "benchmarks.false_alarms", "--worker", f"--steps={steps}", f"--first={first}"]
     raise typer.Exit(subprocess.run(command, env=worker_environment(), check=False).returncode)
 
 
