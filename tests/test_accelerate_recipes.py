@@ -88,6 +88,21 @@ def test_a_stock_schedule_ends_where_it_should(
         assert rank.difference(expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("before", "after"), [(DP2_ZERO1, TP2), (TP2, DP2_ZERO1)], ids=["to tp2", "to dp2"])
+def test_a_stock_schedule_goes_on_under_another_dp(
+    before: dict[str, Any], after: dict[str, Any], pool2: Any, tmp_path: Any
+) -> None:
+    """The global batch stays, so that a rank's batch, by which the schedule counts, has other rows."""
+    script = {"max_train_steps": 5, "state": str(tmp_path / "state"), "timeout": 120}
+    pool2.run(run, "no_trainer", before, "class", before.get("dp", 1), save_after=3, **script)
+    resumed = pool2.run(run, "no_trainer", after, "class", after.get("dp", 1), completed=3, **script)
+    whole = reference("no_trainer", max_train_steps=5)
+    rest = Curve(whole.losses[3:], whole.norms[3:], whole.rates[3:])
+    assert len(set(rest.rates)) > 1, "a count of its own would show"
+    for rank in resumed:
+        assert rank.difference(rest) <= TOLERANCE
+
+
 def test_a_schedule_of_another_number_is_refused(pool2: Any) -> None:
     """Row 35: the plan comes with prepare, and the script has read num_processes before."""
     errors = pool2.run_expecting_error(run, "no_trainer", TP2, "prepare", 1, max_train_steps=5)

@@ -46,8 +46,14 @@ def clm_no_trainer(
     max_train_steps: int | None,
     num_warmup_steps: int = 2,
     num_train_epochs: int = 2,
+    state: str | None = None,
+    save_after: int = 0,
+    completed: int = 0,
 ) -> Curve:
-    """transformers' run_clm_no_trainer.py: the lengths of its schedule are times num_processes, or are not."""
+    """transformers' run_clm_no_trainer.py: the lengths of its schedule are times num_processes, or are not.
+
+    With ``state`` it saves itself there after ``save_after`` steps, or goes on from there after ``completed``.
+    """
     model = build("llama").double()
     optimizer = make_optimizer(model, lr=1e-3)
     train_dataloader: Any = DataLoader(dataset(32), batch_size=ROWS // dp)
@@ -69,6 +75,8 @@ def clm_no_trainer(
         max_train_steps = num_train_epochs * num_update_steps_per_epoch
     num_train_epochs = math.ceil(max_train_steps / num_update_steps_per_epoch)
 
+    if completed:
+        accelerator.load_state(state)
     curve, total_loss = Curve(), 0.0
     for _ in range(num_train_epochs):
         for batch in train_dataloader:
@@ -85,7 +93,9 @@ def clm_no_trainer(
                 curve.losses.append(total_loss)
                 curve.rates.append(lr_scheduler.get_last_lr()[0])
                 total_loss = 0.0
-            if len(curve.rates) >= max_train_steps:
+                if len(curve.rates) == save_after > 0:
+                    accelerator.save_state(state)
+            if completed + len(curve.rates) >= max_train_steps:
                 return curve
     return curve
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import LambdaLR
+
+from meshwright.errors import CheckpointError
 
 
 class PlannedScheduler(AcceleratedScheduler):
@@ -36,3 +40,27 @@ class PlannedScheduler(AcceleratedScheduler):
         for _ in range(self.batches):
             if self.batches == 1 or self.scheduler._step_count <= last:
                 self.scheduler.step(*args, **kwargs)
+
+    def count_in(self, rows: int, saved_rows: int, saved_batches: int) -> None:
+        """Go on from a count of batches with another number of rows, at the same number of samples.
+
+        Args:
+            rows: of this run's global batch.
+            saved_rows, saved_batches: those of the run that saved the count, and ``batches`` there.
+
+        Raises:
+            CheckpointError: for a scheduler that keeps more than the count, and for a count that is no whole number.
+        """
+        ratio = Fraction(saved_rows, saved_batches) / Fraction(rows, self.batches)
+        if ratio == 1:
+            return
+        counted = self.scheduler.last_epoch * ratio
+        if not isinstance(self.scheduler, LambdaLR) or counted.denominator > 1:
+            raise CheckpointError(
+                f"the checkpoint's {type(self.scheduler).__name__} has counted {self.scheduler.last_epoch} batches of "
+                f"{saved_rows // saved_batches} rows, and a batch of this run has {rows // self.batches}: only a "
+                "torch.optim.lr_scheduler.LambdaLR, such as transformers' get_scheduler makes, can go on in other "
+                "batches, and at a whole number of them. Resume with the same batch_size of the DataLoader"
+            )
+        self.scheduler._step_count += int(counted) - self.scheduler.last_epoch
+        self.scheduler.last_epoch = int(counted)

@@ -19,6 +19,7 @@ from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.dropout import DropoutStreams
 from meshwright.parallel.outcome import on_first_rank, succeed_together
 from meshwright_hf.accelerate.loader import PlannedLoader
+from meshwright_hf.accelerate.scheduler import PlannedScheduler
 
 PROGRESS = "meshwright.json"
 
@@ -64,6 +65,8 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         "loaders": [loader.place() for loader in _loaders(accelerator)],
         "dropout": [_streams(model).state_dict() for model in planned_models(accelerator)],
         "step": accelerator.step,
+        "rows": _rows_of_batch(accelerator),
+        "batches": [scheduler.batches for scheduler in _schedulers(accelerator)],
     }
     on_first_rank(lambda: (Path(directory) / PROGRESS).write_text(json.dumps(said) + "\n", encoding="utf-8"))
 
@@ -78,6 +81,10 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
         _streams(model).load_state_dict(state)
     accelerator.step = said["step"]  # accelerate's own is in a file for each rank that there was
+    rows, saved_rows = _rows_of_batch(accelerator), said["rows"]
+    for scheduler, batches in zip(_schedulers(accelerator), said["batches"], strict=False):
+        if rows is not None and saved_rows is not None:
+            scheduler.count_in(rows, saved_rows, batches)
 
 
 def planned_models(accelerator: Accelerator) -> list[nn.Module]:
@@ -125,6 +132,15 @@ def _streams(model: nn.Module) -> DropoutStreams:
     streams = runtime_of(model).streams
     assert streams is not None, "a planned model without dropout streams"
     return streams
+
+
+def _schedulers(accelerator: Accelerator) -> list[PlannedScheduler]:
+    return [scheduler for scheduler in accelerator._schedulers if isinstance(scheduler, PlannedScheduler)]
+
+
+def _rows_of_batch(accelerator: Accelerator) -> int | None:
+    """Rows of the global batch of the loader that was prepared first, which is that of training."""
+    return next((loader.total_batch_size for loader in _loaders(accelerator)), None)
 
 
 def _loaders(accelerator: Accelerator) -> list[PlannedLoader]:
