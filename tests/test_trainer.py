@@ -247,6 +247,22 @@ class Passing(MeshwrightTrainer):
         return model(**inputs, num_items_in_batch=num_items_in_batch).loss
 
 
+class Scaling(MeshwrightTrainer):
+    """Passes the count to the model, and multiplies as under DDP."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        loss = model(**inputs, num_items_in_batch=num_items_in_batch).loss
+        return loss * self.accelerator.num_processes
+
+
+class MultiplyingToo(MeshwrightTrainer):
+    """As Multiplying, with labels from which the model computes a loss too."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        loss = cross_entropy_of_sums(model(**inputs), inputs["labels"], num_items_in_batch)
+        return loss * (self.accelerator.num_processes // self.get_tp_size())
+
+
 class Doubling(MeshwrightTrainer):
     """Half of what the Trainer computes."""
 
@@ -267,6 +283,7 @@ PROGRAMS: list[tuple[Any, dict[str, Any]]] = [
     (Doubling, {}),
     (Passing, {}),
     (Multiplying, {}),
+    (MultiplyingToo, {}),
     (MeshwrightTrainer, {"compute_loss_func": sum_where_there_is_one}),
     (MeshwrightTrainer, {"compute_loss_func": mean_of_words}),
 ]
@@ -286,7 +303,7 @@ def train_by_own_loss(output_dir: Path, plan: dict[str, Any] | None, kind: Any, 
 def train_by_own_losses(output_dir: Path, plan: dict[str, Any] | None) -> list[Any]:
     """What each of PROGRAMS gives, and the messages of those that are refused under a plan."""
     found: list[Any] = [train_by_own_loss(output_dir, plan, kind, extra) for kind, extra in PROGRAMS]
-    for kind in (Dividing, Keeping) if plan else ():
+    for kind in (Dividing, Keeping, Scaling) if plan else ():
         with pytest.raises(ValueError) as error:
             train_by_own_loss(output_dir, plan, kind, {})
         found.append(str(error.value))
@@ -298,7 +315,9 @@ def test_a_loss_divided_by_the_count_of_items(
     plan: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """The factor of the Trainer is applied to what was divided by the count, and to nothing else."""
-    *ranks_numbers, dividing, keeping = pool_for(plan, request).run(train_by_own_losses, tmp_path, plan, timeout=200)[0]
+    *ranks_numbers, dividing, keeping, scaling = pool_for(plan, request).run(
+        train_by_own_losses, tmp_path, plan, timeout=200
+    )[0]
     expected = train_by_own_losses(tmp_path, None)
     for (_, extra), (numbers, said), (wanted, _) in zip(PROGRAMS, ranks_numbers, expected, strict=True):
         is_mean = extra.get("compute_loss_func") is mean_of_words
@@ -307,6 +326,7 @@ def test_a_loss_divided_by_the_count_of_items(
         assert len(said) == is_mean
     assert "Dividing.compute_loss reads num_items_in_batch" in dividing
     assert "Keeping.compute_loss reads num_items_in_batch" in keeping
+    assert "Scaling.compute_loss passes num_items_in_batch to the model and reads" in scaling
 
 
 def save_and_resume(output_dir: Path, plan: dict[str, Any], then: dict[str, Any], **options: Any) -> tuple[Run, Run]:

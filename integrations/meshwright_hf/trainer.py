@@ -102,6 +102,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
                 placement = device_placement if find_runtime(model) is None else False
                 return prepare_model(model, device_placement=placement, evaluation_mode=True)
 
+        self._items.watch_processes(accelerator)
         accelerator.prepare_model = prepare
         accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
         accelerator.prepare_data_loader = self._prepare_data_loader

@@ -32,7 +32,7 @@ class ItemsUse:
 
     def __init__(self) -> None:
         self.is_active = self.is_divided = self.is_read = False
-        self._is_settled = self._is_passed = False
+        self._is_settled = self._is_passed = self._has_asked_processes = False
 
     @contextlib.contextmanager
     def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
@@ -44,7 +44,7 @@ class ItemsUse:
         if self.is_active:
             yield
             return
-        self.is_divided = self.is_read = self._is_settled = False
+        self.is_divided = self.is_read = self._is_settled = self._has_asked_processes = False
         self.is_active = True
         if runtime.loss is not None:
             runtime.loss.mean.used_items = None
@@ -55,7 +55,12 @@ class ItemsUse:
         counts_all = trainer.args.average_tokens_across_devices
         if runtime.dp.size == 1 and (runtime.tp.size == 1 or not counts_all):
             return
-        if self._is_passed and not self._is_settled and self._agree(trainer, runtime):
+        is_of_model = _is_of_model(trainer, runtime)
+        if not self._is_passed or self._is_settled or (is_of_model and not counts_all):
+            return
+        if is_of_model and self._has_asked_processes:
+            raise ValueError(_MULTIPLIED.format(type(trainer).__name__))
+        if self._agree(trainer, runtime):
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
 
     def settle(self, trainer: Any, runtime: Runtime) -> bool:
@@ -72,6 +77,16 @@ class ItemsUse:
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         return bool(maximum(maximum(flag, runtime.dp), runtime.tp))
 
+    def watch_processes(self, accelerator: Any) -> None:
+        """Notice it when ``accelerator.num_processes`` is read while a loss is computed."""
+        kind = type(accelerator)
+
+        def num_processes(this: Any) -> int:
+            self._has_asked_processes = True
+            return kind.num_processes.fget(this)
+
+        accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(num_processes)})
+
     def watch(self, count: Any) -> Any:
         """The same count as a tensor that tells when it is read."""
         self._is_passed = count is not None
@@ -83,10 +98,10 @@ class ItemsUse:
 
 
 def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
-    """Whether the loss is the model's known one, which is global already."""
+    """Whether the model divided its known loss by the count, which makes it that of the global batch."""
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None or runtime.loss is None:
         return False
-    return runtime.loss.mean.used_items is not None
+    return runtime.loss.mean.used_items is True
 
 
 _DIVIDED = (
@@ -95,6 +110,12 @@ _DIVIDED = (
     "as a function, compute_loss_func=f with f(outputs, labels, num_items_in_batch); or end compute_loss with "
     "super().compute_loss(model, inputs, return_outputs, num_items_in_batch); or compute a mean without that number "
     "and return meshwright.global_mean(model, loss, count)"
+)
+_MULTIPLIED = (
+    "{}.compute_loss passes num_items_in_batch to the model and reads accelerator.num_processes. Under a plan the loss "
+    "that the model returns is the mean over the global batch already, on every rank, and multiplied by the number of "
+    "processes it would not be. Leave the factor out, or write it as transformers does: "
+    "self.accelerator.num_processes // self.get_tp_size(), which is 1 here"
 )
 _OWN_COUNT = (
     "a loss is divided by num_items_in_batch, and with TrainingArguments.average_tokens_across_devices=False that is "

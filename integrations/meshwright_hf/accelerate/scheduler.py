@@ -45,22 +45,23 @@ class PlannedScheduler(AcceleratedScheduler):
         """Go on from a count of batches with another number of rows, at the same number of samples.
 
         Args:
-            rows: of this run's global batch.
+            rows: that an optimizer step of this run takes, on all ranks.
             saved_rows, saved_batches: those of the run that saved the count, and ``batches`` there.
 
         Raises:
             CheckpointError: for a scheduler that keeps more than the count, and for a count that is no whole number.
         """
         ratio = Fraction(saved_rows, saved_batches) / Fraction(rows, self.batches)
-        if ratio == 1:
+        if ratio == 1 or not self.step_with_optimizer:  # else the program's own calls count
             return
         counted = self.scheduler.last_epoch * ratio
         if not isinstance(self.scheduler, LambdaLR) or counted.denominator > 1:
             raise CheckpointError(
-                f"the checkpoint's {type(self.scheduler).__name__} has counted {self.scheduler.last_epoch} batches of "
-                f"{saved_rows // saved_batches} rows, and a batch of this run has {rows // self.batches}: only a "
-                "torch.optim.lr_scheduler.LambdaLR, such as transformers' get_scheduler makes, can go on in other "
-                "batches, and at a whole number of them. Resume with the same batch_size of the DataLoader"
+                f"the checkpoint's {type(self.scheduler).__name__} has counted to {self.scheduler.last_epoch}, by "
+                f"{saved_rows // saved_batches} rows at a time, and this run counts by {rows // self.batches}: only a "
+                "torch.optim.lr_scheduler.LambdaLR, such as transformers' get_scheduler makes, can go on by another "
+                "number, and at a whole count. Resume with the same batch_size of the DataLoader and the same "
+                "gradient_accumulation_steps"
             )
         self.scheduler._step_count += int(counted) - self.scheduler.last_epoch
         self.scheduler.last_epoch = int(counted)

@@ -65,7 +65,7 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         "loaders": [loader.place() for loader in _loaders(accelerator)],
         "dropout": [_streams(model).state_dict() for model in planned_models(accelerator)],
         "step": accelerator.step,
-        "rows": _rows_of_batch(accelerator),
+        "rows": _rows_of_step(accelerator),
         "batches": [scheduler.batches for scheduler in _schedulers(accelerator)],
     }
     on_first_rank(lambda: (Path(directory) / PROGRESS).write_text(json.dumps(said) + "\n", encoding="utf-8"))
@@ -81,8 +81,8 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
         _streams(model).load_state_dict(state)
     accelerator.step = said["step"]  # accelerate's own is in a file for each rank that there was
-    rows, saved_rows = _rows_of_batch(accelerator), said["rows"]
-    for scheduler, batches in zip(_schedulers(accelerator), said["batches"], strict=False):
+    rows, saved_rows = _rows_of_step(accelerator), said.get("rows")
+    for scheduler, batches in zip(_schedulers(accelerator), said.get("batches", ()), strict=False):
         if rows is not None and saved_rows is not None:
             scheduler.count_in(rows, saved_rows, batches)
 
@@ -138,9 +138,10 @@ def _schedulers(accelerator: Accelerator) -> list[PlannedScheduler]:
     return [scheduler for scheduler in accelerator._schedulers if isinstance(scheduler, PlannedScheduler)]
 
 
-def _rows_of_batch(accelerator: Accelerator) -> int | None:
-    """Rows of the global batch of the loader that was prepared first, which is that of training."""
-    return next((loader.total_batch_size for loader in _loaders(accelerator)), None)
+def _rows_of_step(accelerator: Accelerator) -> int | None:
+    """Rows of an optimizer step, where the loader that was prepared first is that of training and knows them."""
+    rows = next((loader.total_batch_size for loader in _loaders(accelerator)), None)
+    return None if rows is None else rows * accelerator.gradient_accumulation_steps
 
 
 def _loaders(accelerator: Accelerator) -> list[PlannedLoader]:
