@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import time
+from itertools import islice
 from typing import Annotated, Any
 
 import torch
@@ -156,7 +157,7 @@ def work(steps: int, first: int) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     each, start = -(-steps // len(PLANS)), time.monotonic()
-    for index, words in list(enumerate(PLANS))[first:]:
+    for index, words in islice(enumerate(PLANS), first, None):
         family = FAMILIES[index % len(FAMILIES)]
         done = train(words, family, each, seed=index)
         if dist.get_rank() == 0:

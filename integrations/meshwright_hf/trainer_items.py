@@ -79,7 +79,7 @@ class ItemsUse:
 
     def watch_processes(self, accelerator: Any) -> None:
         """Notice it when ``accelerator.num_processes`` is read while a loss is computed."""
-        kind = type(accelerator)
+        kind = type(accelerator)  # a property can only be replaced in a class
 
         def num_processes(this: Any) -> int:
             self._has_asked_processes = True
@@ -112,10 +112,9 @@ _DIVIDED = (
     "and return meshwright.global_mean(model, loss, count)"
 )
 _MULTIPLIED = (
-    "{}.compute_loss passes num_items_in_batch to the model and reads accelerator.num_processes. Under a plan the loss "
-    "that the model returns is the mean over the global batch already, on every rank, and multiplied by the number of "
-    "processes it would not be. Leave the factor out, or write it as transformers does: "
-    "self.accelerator.num_processes // self.get_tp_size(), which is 1 here"
+    "{}.compute_loss passes num_items_in_batch to the model and reads accelerator.num_processes. Under a plan the model "
+    "returns the mean over the global batch, so its loss must not be multiplied by the number of processes. Leave the "
+    "factor out, or write it as transformers does: self.accelerator.num_processes // self.get_tp_size(), which is 1 here"
 )
 _OWN_COUNT = (
     "a loss is divided by num_items_in_batch, and with TrainingArguments.average_tokens_across_devices=False that is "
