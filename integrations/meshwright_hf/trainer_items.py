@@ -112,9 +112,10 @@ _DIVIDED = (
     "and return meshwright.global_mean(model, loss, count)"
 )
 _MULTIPLIED = (
-    "{}.compute_loss passes num_items_in_batch to the model and reads accelerator.num_processes. Under a plan the model "
-    "returns the mean over the global batch, so its loss must not be multiplied by the number of processes. Leave the "
-    "factor out, or write it as transformers does: self.accelerator.num_processes // self.get_tp_size(), which is 1 here"
+    "{}.compute_loss passes num_items_in_batch to the model and reads accelerator.num_processes. Under a plan the "
+    "model returns the mean over the global batch, so its loss must not be multiplied by the number of processes. "
+    "Leave the factor out, or write it as transformers does: self.accelerator.num_processes // self.get_tp_size(), "
+    "which is 1 here"
 )
 _OWN_COUNT = (
     "a loss is divided by num_items_in_batch, and with TrainingArguments.average_tokens_across_devices=False that is "
