@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from benchmarks.__main__ import worker_environment
 from meshwright.data.loader import DistributedLoader
+from meshwright.data.nested import digest
 from meshwright.data.peers import Peers, check_same_rows
-from meshwright.data.tree import digest
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.datasets import TokenCollator, TokenRows
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
+from meshwright.choose.plan_file import runnable_fields
 from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import HardwareProfile
-from meshwright.planner.plan_file import runnable_fields
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import describe
 

@@ -14,12 +14,12 @@ from typing import Annotated
 
 import typer
 
+from meshwright.calibration.runs import Run, read_runs
+from meshwright.calibration.validate import LeaveOut, Score, held_out, validate
 from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import Cluster, device
-from meshwright.planner.runs import Run, read_runs
 from meshwright.planner.search import search
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.validate import LeaveOut, Score, held_out, validate
 
 EXCERPT = Path("tests/data/published_runs_excerpt.csv")
 ROWS = 8  # calibration rows of each source

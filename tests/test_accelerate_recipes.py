@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 import meshwright_hf.accelerate
+from meshwright.choose.plan_file import plan_line
 from meshwright.errors import PlanError
-from meshwright.planner.plan_file import plan_line
 from meshwright_hf.accelerate import activate, deactivate
 from support.accelerated import dataset, forget
 from support.exact import Float64

@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.given import given_plan
+from meshwright.choose.given_plan import given_plan
+from meshwright.choose.plan_file import save_plan
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory
-from meshwright.planner.plan_file import save_plan
 from meshwright.planner.shapes import describe
 from support.models import build
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.calibration.fit import fit, nonnegative
+from meshwright.calibration.from_probes import fit, nonnegative
 from meshwright.calibration.measure import calibrate
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import meshwright as mw
-from meshwright.arguments import explained
+from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
-from meshwright.parallel.outcome import on_first_rank, succeed_together, text_from_first
+from meshwright.faults.together import on_first_rank, succeed_together, text_from_first
 from meshwright.planner.shapes import describe
-from meshwright.plans import plan_for
+from meshwright.roles import plan_for
 from support.models import build
 
 DATA = TensorDataset(torch.zeros(8, 4, dtype=torch.int64))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.construct.deferred import recipe_of
+from meshwright.construct.deferred_init import recipe_of
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
 from support.logs import logged
 from support.models import FAMILIES, SIZES, labels_for, tokens

@@ -11,9 +11,9 @@ import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
 
 import meshwright as mw
-from meshwright.parallel.layout import RowLayout, ShardRecord
+from meshwright.parallel.row_layout import RowLayout, ShardRecord
 from meshwright.parallel.structure import describe
-from meshwright.plans import plan_for
+from meshwright.roles import plan_for
 from meshwright_hf.deepspeed import deepspeed_mpu, initialize
 from meshwright_hf.deepspeed.config import complete_config, read_config
 from meshwright_hf.deepspeed.mpu import check_norms, holds_first

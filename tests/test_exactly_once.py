@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 from transformers import BatchEncoding
 
-from meshwright.data import order
-from meshwright.data.batches import EqualBatches, chunk_share, even_share
-from meshwright.data.order import Permutation
-from meshwright.data.tree import digest, to_device
+from meshwright.data import epoch_order as order
+from meshwright.data.epoch_order import Permutation
+from meshwright.data.global_batches import EqualBatches, chunk_share, even_share
+from meshwright.data.nested import digest, to_device
 from meshwright.parallel.collectives import Axis
 from support.loading import Numbers, as_list, plain, ranks_of, seen, steps
 

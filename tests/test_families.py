@@ -17,9 +17,9 @@ from benchmarks.families import page
 from benchmarks.families.models import DENSE, build, model_types
 from benchmarks.families.parity import TOLERANCE, Record, check, differences
 from benchmarks.families.refusals import refusal
-from meshwright.parallel.buckets import Bucket
+from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.structure import describe
-from meshwright.plans import plan_for
+from meshwright.roles import plan_for
 
 FAMILIES = sorted(DENSE.keys() & set(model_types()))  # an older transformers lacks the newest
 CHUNKS = [FAMILIES[i::10] for i in range(10)]
@@ -113,7 +113,7 @@ def with_another_order() -> dict[str, float]:
     try:
         return differences("gpt_neox")
     finally:
-        from meshwright.plans import registry
+        from meshwright.roles import registry
 
         del registry._PLANS["gpt_neox"]
 

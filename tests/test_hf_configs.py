@@ -18,7 +18,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import meshwright as mw
 import meshwright_hf
-from meshwright.plans.registry import plan_for
+from meshwright.roles.registry import plan_for
 from meshwright_hf import distributed_config
 from support.models import build, tokens
 

@@ -17,8 +17,8 @@ import meshwright as mw
 from meshwright.config import LoaderOptions
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.loader import DistributedLoader, made_together
+from meshwright.data.nested import digest
 from meshwright.data.peers import Peers
-from meshwright.data.tree import digest
 from meshwright.parallel.collectives import Axis
 from support.loading import as_list, ranks_of
 from support.logs import logged

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from harness.launchers import run_command
+from meshwright.choose.given_plan import given_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line, read_plan
 from meshwright.cli import app
-from meshwright.given import given_plan
-from meshwright.launch import node_count
-from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line, read_plan
+from meshwright.mesh.process_group import node_count
 from meshwright_hf import launcher, network
 from meshwright_hf.launch_job import Launch, find_plan
 from meshwright_hf.launcher import accelerate_arguments

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import PlanError
-from meshwright.parallel.heads import HeadLayout
-from meshwright.parallel.layout import RowLayout, expanded
+from meshwright.parallel.head_layout import HeadLayout
+from meshwright.parallel.row_layout import RowLayout, expanded
 
 
 def rows_of(layout: RowLayout, rank: int) -> torch.Tensor:

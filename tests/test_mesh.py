@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright import mesh as mesh_module
-from meshwright import rank_grid as rank_grid_module
-from meshwright.mesh import ParallelDims, ProcessMesh
+from meshwright.mesh import process_mesh as mesh_module
+from meshwright.mesh import rank_grid as rank_grid_module
+from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
 
 SQUARE = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
 CUBE = ParallelDims(dp=2, cp=2, tp=2).process_mesh()

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint import assemble
+from meshwright.checkpoint import gather_tensor as assemble
 from meshwright.checkpoint.safetensors_file import SafetensorsWriter
-from meshwright.optim.parts import parts_of
-from meshwright.parallel.layout import RowLayout
+from meshwright.optim.state_parts import parts_of
+from meshwright.parallel.row_layout import RowLayout
 from support.exact import Float64, relative_difference
 from support.models import build, labels_for, tokens
 

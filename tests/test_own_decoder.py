@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
-from meshwright.parallel.sizes import shape_of
+from meshwright.parallel.model_shape import shape_of
 from meshwright.planner.shapes import describe
-from meshwright.plans import plan_for
+from meshwright.roles import plan_for
 from support.decoder import HEADS, HIDDEN, INTERMEDIATE, LAYERS, LENGTH, VOCAB, make_decoder
 from support.exact import Float64
 from support.models import build

@@ -13,7 +13,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import meshwright as mw
-from meshwright.data.packed import PackedDataset, PackedRows, PackedShards, block_diagonal_mask, cu_seqlens, make_row
+from meshwright.data.packed_dataset import (
+    PackedDataset,
+    PackedRows,
+    PackedShards,
+    block_diagonal_mask,
+    cu_seqlens,
+    make_row,
+)
 from meshwright.data.packing import Packing, Piece, best_fit
 from meshwright.data.shards import ListedShards
 from meshwright.data.stream import ShardedStream

@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwright.parallel import mean
-from meshwright.parallel.buckets import Bucket
+from meshwright.parallel import mean_over_ranks as mean
+from meshwright.parallel.gradient_buckets import Bucket
 from support.exact import relative_difference
 from support.models import FAMILIES
 from support.reference import Result, run_distributed, run_reference

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshwright as mw
+from meshwright.choose.given_plan import config_with, given_plan, plan_of_fields, resolve_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, plan_fields, read_plan, runnable_fields, save_plan
 from meshwright.config import PLAN_FIELDS
-from meshwright.given import config_with, given_plan, plan_of_fields, resolve_plan
+from meshwright.plan_text import format_plan, parse_plan
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.plan_file import PLAN_VARIABLE, plan_fields, read_plan, runnable_fields, save_plan
-from meshwright.planner.plan_text import format_plan, parse_plan
 
 sizes = st.integers(1, 4096)
 plans = st.builds(

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.parallel import gradients
+from meshwright.parallel import gradient_sync as gradients
 from meshwright.planner import footprint as footprint_module
 from meshwright.planner.activations import saved_activations
-from meshwright.planner.buckets import BUCKET_BYTES
+from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.shapes import describe
-from meshwright.planner.traffic import step_traffic
 from meshwright.tracing.trace import Trace, trace_step
 from support.models import FAMILIES, SIZES
 

@@ -13,7 +13,7 @@ import transformers
 from benchmarks.families.models import DENSE, model_class, model_types, tiny_config
 from meshwright.errors import PlanError
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.plans import Role, plan_for
+from meshwright.roles import Role, plan_for
 
 LLAMA = {
     "model_type": "llama",

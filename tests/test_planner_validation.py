@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.calibration.from_runs import Fit, choose, estimate, fit
+from meshwright.calibration.runs import Run, read_runs
+from meshwright.calibration.validate import LeaveOut, Score, band, held_out, splits, validate
 from meshwright.errors import PlanError
-from meshwright.planner.calibrate import Fit, choose, estimate, fit
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
-from meshwright.planner.runs import Run, read_runs
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.time import StepModel
-from meshwright.planner.validate import LeaveOut, Score, band, held_out, splits, validate
 
 EXCERPT = Path(__file__).parent / "data" / "published_runs_excerpt.csv"
 SEEDS = (0, 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.parallel.structure import describe
-from meshwright.plans import plan_for
+from meshwright.roles import plan_for
 from support.exact import relative_difference
 from support.models import FAMILIES, build, labels_for, tokens
 

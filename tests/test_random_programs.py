@@ -22,7 +22,7 @@ def test_a_random_program_is_equal_or_told(seed: int, request: pytest.FixtureReq
 
 def run_with_a_wrong_gradient(program: Program) -> Numbers:
     """Half of each bucket turns its sign; on all ranks, since replicas that part are found without comparing."""
-    from meshwright.parallel.gradients import AllReduce
+    from meshwright.parallel.gradient_sync import AllReduce
 
     start = AllReduce.start
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 
+from meshwright.faults.collective_log import LENGTH, Log, describe, first_difference
 from meshwright.faults.referee import Post, Referee
-from meshwright.faults.trace import LENGTH, Log, describe, first_difference
 
 
 def referee(ranks: int, timeout: float = 10.0) -> Referee:

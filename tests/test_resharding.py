@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright import ProcessMesh
-from meshwright.resharding import agreement, regions, transfer
+from meshwright.faults import same_call as agreement
 from meshwright.resharding import layouts as layouts_module
+from meshwright.resharding import regions, transfer
 from meshwright.resharding.regions import Layout, within
 from meshwright.resharding.transfer import plan, traffic, without_partial
 from support.placements import EVERY, Case, lacking, shard_of

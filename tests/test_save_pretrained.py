@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
-from meshwright.checkpoint import assemble
+from meshwright.checkpoint import gather_tensor as assemble
 from meshwright.checkpoint.safetensors_file import SafetensorsWriter
 from support.construction import PLANS, assert_equal, distribute, make
 

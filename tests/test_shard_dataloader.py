@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import meshwright as mw
-from meshwright.data.inputs import match_targets
-from meshwright.data.tree import signature, tensors_of
+from meshwright.data.input_placement import match_targets
+from meshwright.data.nested import signature, tensors_of
 from support.loading import Numbers, as_list
 
 GRID = mw.ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"])

@@ -13,14 +13,15 @@ from torch import nn
 
 import meshwright as mw
 from benchmarks.families.models import build
-from meshwright.parallel import rows, structure
-from meshwright.parallel.block import BlockHooks
-from meshwright.parallel.buckets import Bucket
-from meshwright.parallel.heads import HeadLayout
-from meshwright.parallel.layout import RowLayout
-from meshwright.parallel.sequence import SequenceSharding
-from meshwright.parallel.vocab import VocabParallelHead
-from meshwright.plans import Role
+from meshwright.parallel import role_rows as rows
+from meshwright.parallel import structure
+from meshwright.parallel.block_boundary import BlockHooks
+from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.head_layout import HeadLayout
+from meshwright.parallel.row_layout import RowLayout
+from meshwright.parallel.sequence_parallel import SequenceSharding
+from meshwright.parallel.vocab_parallel import VocabParallelHead
+from meshwright.roles import Role
 from meshwright.spmd import check_plan
 from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
 
@@ -139,7 +140,7 @@ def test_a_planted_fault_is_named(fault: str) -> None:
 
 def test_a_parameter_in_no_reduction_is_named() -> None:
     """A gradient that stays one data-parallel rank's own."""
-    from meshwright.optim import trained
+    from meshwright.optim import thawing as trained
 
     def all_but_one(parameters: Any, **options: Any) -> list[Bucket]:
         return original([p for p in parameters if "lm_head" not in p.meshwright.name], **options)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.data.interleave import Lane, deal, next_batches
+from meshwright.data.lane_order import Lane, deal, next_batches
 from meshwright.data.shards import LaneReader, ListedShards, as_source, shuffled, window_start
 from meshwright.data.stream import Rows, ShardedStream
 from meshwright.errors import PeerFailedError

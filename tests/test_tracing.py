@@ -10,8 +10,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.optim.runtime import runtime_of
-from meshwright.tracing.memory import LiveBytes
 from meshwright.tracing.trace import Step, Trace, trace_step
+from meshwright.tracing.traced_memory import LiveBytes
 from support.models import FAMILIES, SIZES
 
 ROWS, LENGTH = 4, 48

@@ -17,7 +17,7 @@ import torch
 from transformers import DataCollatorWithFlattening, LlamaForCausalLM, TrainerCallback
 
 import meshwright as mw
-from meshwright.parallel.mean import GlobalMean
+from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright_hf import MeshwrightTrainer
 from support.logs import logged
 from support.models import build

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.cli import app
-from meshwright.verification.smaller import smaller_plan
+from meshwright.verification.smaller_plan import smaller_plan
 from meshwright_hf.short_model import ShortModel, short_model
 from support import planted
 from support.models import SIZES, build

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from meshwright.errors import OptimizerMismatchError, PlanError
-from meshwright.parallel.gradients import GradientSync
-from meshwright.tracing.memory import LiveBytes
+from meshwright.parallel.gradient_sync import GradientSync
+from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
 from support.reference import run_distributed, run_reference
@@ -68,7 +68,7 @@ def test_losses_and_norms_over_20_steps(stage: int, pool4: Any) -> None:
 
 def run_without_inner_micro_batches() -> Any:
     """Gradients of inner micro-batches that are reduced and then forgotten."""
-    from meshwright.optim.zero import ReduceScatter
+    from meshwright.optim.zero_optimizer import ReduceScatter
 
     original = ReduceScatter.add
     ReduceScatter.add = lambda *_: None  # type: ignore[method-assign]

@@ -48,9 +48,9 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "- packed: two documents a row, told apart by `position_ids`",
         "",
         "Which module plays which role is inferred from the structure. What a structure cannot tell (the order of "
-        "fused rows, what a lone weight is) stands in `plugin/meshwright/plans/families.py`, a line or two a family. "
-        "A class that nobody here has seen is inferred by the same rules; where a parameter has no clear role the call "
-        "raises and lists the names, before anything is changed. A hint is all that most of those need:",
+        "fused rows, what a lone weight is) stands in `plugin/meshwright/roles/family_hints.py`, a line or two a "
+        "family. A class that nobody here has seen is inferred by the same rules; where a parameter has no clear role "
+        "the call raises and lists the names, before anything is changed. A hint is all that most of those need:",
         "",
         "```python",
         "# A decoder of your own, whose attention stacks all queries, then all keys, then all values in `attn.qkv`.",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import meshwright as mw
 from benchmarks.families.models import DENSE, build, tiny_config
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.plans import Role, plan_for
-from meshwright.plans.projection import is_transposed
-from meshwright.verification.exact import in_float64, relative_difference
+from meshwright.roles import Role, plan_for
+from meshwright.roles.projection import is_transposed
+from meshwright.verification.float64_modules import in_float64, relative_difference
 
 TOLERANCE = 1e-10
 PLAN = mw.ParallelPlan(tp=2, sequence_parallel=True)

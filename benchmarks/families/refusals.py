@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING
 from benchmarks.families.models import model_class, tiny_config
 from meshwright.errors import PlanError, UncoveredParameterError
 from meshwright.parallel.structure import describe
-from meshwright.plans import plan_for
-from meshwright.plans.families import reason_to_refuse
+from meshwright.roles import plan_for
+from meshwright.roles.family_hints import reason_to_refuse
 
 _MULTIMODAL = "multimodal: a tower for images or sound beside the decoder"
 

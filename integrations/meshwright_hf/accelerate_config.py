@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line
+from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 
 
 def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per_node: int, cpu: bool,

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from meshwright.data.reading import worker_options
+from meshwright.data.readers.base import worker_options
 
 
 def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from meshwright.automatic import device_at_hand, plan_card
+from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import PlanError
-from meshwright.launch import world_size
+from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.planner.shapes import describe
 from meshwright_hf.replicas import check_replicas

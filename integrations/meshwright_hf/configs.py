@@ -27,7 +27,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
 from meshwright.config import ParallelPlan, ToDistributedConfig
-from meshwright.distribute import to_distributed
+from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.distributed_config import options_for

@@ -9,7 +9,7 @@ from transformers.distributed import DistributedConfig
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
-from meshwright.launch import world_size
+from meshwright.mesh.process_group import world_size
 
 # Fields that say which of ours; any other must be as it is by default.
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import unsplit_rows
-from meshwright.parallel.layout import record_of
+from meshwright.parallel.row_layout import record_of
 
 
 def gather_for_fused_head(model: Any, runtime: Runtime) -> None:

@@ -8,8 +8,8 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
+from meshwright.data.nested import map_tensors, tensors_of
 from meshwright.data.stream import gather_objects
-from meshwright.data.tree import map_tensors, tensors_of
 from meshwright.parallel.collectives import Axis, all_gather
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.choose.given_plan import plan_of_fields, resolve_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, launched_plan
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
-from meshwright.given import plan_of_fields, resolve_plan
-from meshwright.planner.plan_file import PLAN_VARIABLE, launched_plan
 
 START_TIMEOUT = 300  # seconds that machines wait for each other
 

@@ -10,9 +10,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
-from meshwright.planner.plan_file import PLAN_VARIABLE, plan_line
 from meshwright_hf import network
 from meshwright_hf.launch_job import Launch
 from meshwright_hf.versions import warn_outside_range

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import DivergenceError
-from meshwright.faults.digest import memory_digest
+from meshwright.faults.memory_digest import memory_digest
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.layout import record_of
+from meshwright.parallel.row_layout import record_of
 
 logger = logging.getLogger(__name__)
 

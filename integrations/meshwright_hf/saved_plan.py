@@ -9,8 +9,8 @@ from torch import nn
 
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
-from meshwright.plans.base import ShardingPlan
-from meshwright.plans.registry import CONFIG_KEY, ROLES_KEY
+from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
+from meshwright.roles.sharding_plan import ShardingPlan
 
 
 def save_plan(

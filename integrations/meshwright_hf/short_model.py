@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import describe
-from meshwright.plans import plan_for
+from meshwright.roles import plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrow import narrower_configs
 

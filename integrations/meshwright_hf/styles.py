@@ -18,7 +18,7 @@ from transformers.distributed.tensor_parallel import ColwiseParallel, TensorPara
 
 from meshwright.parallel.collectives import Axis, share
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
-from meshwright.parallel.guarded import ShardedLogits
+from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class PartialNorm(TensorParallelLayer):

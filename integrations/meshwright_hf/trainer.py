@@ -17,12 +17,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import meshwright as mw
-from meshwright.config import PlanLike, ToDistributedConfig
+from meshwright.config import NumItems, PlanLike, ToDistributedConfig
 from meshwright.data.loader import DistributedLoader
-from meshwright.data.tree import tensors_of
-from meshwright.launch import leave_process_group, world_size
+from meshwright.data.nested import tensors_of
+from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.mean import NumItems
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
 from meshwright_hf.compiling import compile_decoder, left_to_us

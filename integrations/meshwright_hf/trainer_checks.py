@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.completion import plan_to_complete
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.errors import PlanError
-from meshwright.launch import world_size
+from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from meshwright.config import LoaderOptions
-from meshwright.data.batches import Portion
+from meshwright.data.global_batches import Portion
 from meshwright.data.loader import DistributedLoader, made_together, without_labels
+from meshwright.data.nested import map_tensors
 from meshwright.data.peers import Peers
-from meshwright.data.tree import map_tensors
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch

@@ -12,9 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import all_gather
-from meshwright.parallel.mean import valid_labels
-from meshwright.parallel.uneven import rows_and_labels, said_of_ranks
-from meshwright.plans.adapters import without_wrappers
+from meshwright.parallel.mean_over_ranks import valid_labels
+from meshwright.parallel.uneven_batches import rows_and_labels, said_of_ranks
+from meshwright.roles.adapters import without_wrappers
 from meshwright_hf.trainer_data import evaluated_rows
 from meshwright_hf.trainer_items import ItemsUse
 from meshwright_hf.trl_trainers import evaluated_over

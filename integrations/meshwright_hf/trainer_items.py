@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from meshwright.optim.runtime import Runtime
+from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.collectives import maximum
-from meshwright.parallel.graph import tensors_in
 
 
 class ItemsUse:

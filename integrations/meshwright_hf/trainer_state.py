@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
+from meshwright.faults.together import on_first_rank
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.outcome import on_first_rank
 
 OPTIMIZER = "meshwright_optimizer"
 PROGRESS = "meshwright_progress.pt"

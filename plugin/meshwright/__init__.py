@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.export import full_gradients, full_state_dict
     from meshwright.checkpoint.optimizer_state import save_optimizer
     from meshwright.checkpoint.restore import load_optimizer, load_weights
-    from meshwright.checkpoint.weights import save_weights
+    from meshwright.checkpoint.save_weights import save_weights
+    from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
     from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
-    from meshwright.construct.deferred import deferred_init
+    from meshwright.construct.deferred_init import deferred_init
     from meshwright.data.shard_dataloader import shard_dataloader
     from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
-    from meshwright.distribute import to_distributed
+    from meshwright.distribute.to_distributed import to_distributed
     from meshwright.errors import (
         AlreadyDistributedError,
         CheckpointError,
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
         UnreadableTensorError,
         VerificationError,
     )
-    from meshwright.mesh import ParallelDims, ProcessMesh
-    from meshwright.optim.clip import clip_grad_norm_
+    from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
+    from meshwright.optim.attach_gradients import shard_optimizer
+    from meshwright.optim.clip_grad_norm import clip_grad_norm_
     from meshwright.optim.global_mean import global_mean
     from meshwright.optim.runtime import no_sync, plan_of
-    from meshwright.optim.shard import shard_optimizer
     from meshwright.placement import Partial, Replicate, Shard, reshard, shard_tensor
-    from meshwright.plans import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
+    from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
     from meshwright.verification.verify import verify
 
 # Where each public name lives. They are imported when first asked for, so that the planner and its command line,
 # which need no torch, do not wait for it.
 _HOMES = {
-    "checkpoint.export": ("full_gradients", "full_state_dict"),
+    "checkpoint.whole_tensors": ("full_gradients", "full_state_dict"),
     "checkpoint.optimizer_state": ("save_optimizer",),
     "checkpoint.restore": ("load_optimizer", "load_weights"),
-    "checkpoint.weights": ("save_weights",),
+    "checkpoint.save_weights": ("save_weights",),
     "config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
-    "construct.deferred": ("deferred_init",),
+    "construct.deferred_init": ("deferred_init",),
     "data.shard_dataloader": ("shard_dataloader",),
     "data_parallel": ("DataParallel", "fused_allreduce_gradients"),
-    "distribute": ("to_distributed",),
+    "distribute.to_distributed": ("to_distributed",),
     "errors": (
         "AlreadyDistributedError",
         "CheckpointError",
@@ -64,13 +64,13 @@ _HOMES = {
         "UnreadableTensorError",
         "VerificationError",
     ),
-    "mesh": ("ParallelDims", "ProcessMesh"),
-    "optim.clip": ("clip_grad_norm_",),
+    "mesh.process_mesh": ("ParallelDims", "ProcessMesh"),
+    "optim.clip_grad_norm": ("clip_grad_norm_",),
     "optim.global_mean": ("global_mean",),
     "optim.runtime": ("no_sync", "plan_of"),
-    "optim.shard": ("shard_optimizer",),
+    "optim.attach_gradients": ("shard_optimizer",),
     "placement": ("Partial", "Replicate", "Shard", "reshard", "shard_tensor"),
-    "plans": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),
+    "roles": ("Role", "ShardingPlan", "decoder_roles", "infer_plan", "register_plan"),
     "verification.verify": ("verify",),
 }
 _HOME = {name: f"meshwright.{module}" for module, names in _HOMES.items() for name in names}

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
-from meshwright.errors import PlanError
-from meshwright.fields import (
+from torch import Tensor
+
+from meshwright.config_fields import (
     check_bool,
     check_choice,
     check_int,
@@ -18,13 +19,14 @@ from meshwright.fields import (
     names_checked,
     unknown_field,
 )
-from meshwright.mesh import ParallelDims
-from meshwright.other_names import PLAN_NAMES
-from meshwright.parallel.head_losses import AveragesOver
-from meshwright.parallel.mean import NumItems
-from meshwright.planner.plan_text import format_plan
-from meshwright.plans import ShardingPlan
+from meshwright.errors import PlanError
+from meshwright.foreign_names import PLAN_NAMES
+from meshwright.mesh.process_mesh import ParallelDims
+from meshwright.plan_text import format_plan
+from meshwright.roles import ShardingPlan
 
+NumItems = Literal["auto", "global", "local"]
+AveragesOver = Literal["rows", "labels"] | Callable[[dict[str, Any]], Tensor | int]
 LANES = 32  # shards that a stream reads at a time
 
 

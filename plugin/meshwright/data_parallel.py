@@ -23,16 +23,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.faults.guard import Guard, active_guard, set_timeout, start_guard
-from meshwright.launch import start_process_group
-from meshwright.mesh import ProcessMesh
+from meshwright.mesh.process_group import start_process_group
+from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
-from meshwright.parallel.buckets import Bucket, group_parameters, make_buckets
+from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.comparison import ReplicaComparison
-from meshwright.parallel.gradients import AllReduce, GradientSync
-from meshwright.parallel.graph import tensors_in, unused_parameters
-from meshwright.parallel.layout import RowLayout, ShardRecord
-from meshwright.parallel.replicas import broadcast_tensors, check_agreement, describe_tensors
+from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
+from meshwright.parallel.gradient_sync import AllReduce, GradientSync
+from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.replicate_model import broadcast_tensors, check_agreement, describe_tensors
+from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.mesh import ProcessMesh
-from meshwright.process_group import ensure_process_group
-from meshwright.resharding.agreement import Claim, agreed
+from meshwright.faults.same_call import Claim, agreed
+from meshwright.mesh.process_group import ensure_process_group
+from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.resharding.layouts import check_dtype, decode, encode, layout_of, make_layout, process_mesh
 from meshwright.resharding.move import move, settle, wrap
 from meshwright.resharding.regions import Layout, of_gradient, within

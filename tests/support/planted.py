@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.parallel.block import BlockHooks
-from meshwright.parallel.buckets import Bucket
+from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.heads import HeadLayout
-from meshwright.parallel.layout import RowLayout, record_of
-from meshwright.plans import decoder_roles
+from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.head_layout import HeadLayout
+from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.roles import decoder_roles
 from support.models import build
 
 

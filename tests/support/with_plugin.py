@@ -11,7 +11,7 @@ import sys
 from torch import nn
 
 import meshwright as mw
-from meshwright.launch import world_size
+from meshwright.mesh.process_group import world_size
 from meshwright_hf.accelerate import activate
 
 seen: list[nn.Module] = []

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright.config import LoaderOptions, ParallelPlan
-from meshwright.data.tree import map_tensors
+from meshwright.data.nested import map_tensors
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright_hf.accelerate import state

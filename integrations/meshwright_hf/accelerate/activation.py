@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshwright.choose.given_plan import config_with, given_plan
 from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
-from meshwright.given import config_with, given_plan
 from meshwright.optim.runtime import find_runtime
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.checks import check_placement

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, PlanError
-from meshwright.launch import world_size
+from meshwright.mesh.process_group import world_size
 from meshwright_hf.accelerate.loader import PlannedLoader
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader, made_together
+from meshwright.data.nested import tensors_of
 from meshwright.data.peers import Peers
-from meshwright.data.tree import tensors_of
+from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.outcome import succeed_together
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 
 

@@ -18,18 +18,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.automatic import choose_plan
-from meshwright.completion import plan_to_complete
+from meshwright.choose.given_plan import config_with, given_plan, plan_in_model
+from meshwright.choose.picked_plan import choose_plan
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
-from meshwright.distribute import to_distributed
+from meshwright.distribute.attach_optimizer import plan_to_complete
+from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
-from meshwright.given import config_with, given_plan, plan_in_model
-from meshwright.launch import device_for
+from meshwright.mesh.process_group import device_for
 from meshwright.optim.runtime import device_of, find_runtime, no_sync
-from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.method import MethodOverride
-from meshwright.parallel.recompute import recompute_switch
-from meshwright.plans.adapters import without_wrappers
+from meshwright.parallel.method_override import MethodOverride
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.announced import check_announced, was_read_by_callers
 from meshwright_hf.accelerate.checks import check_launch, check_model, check_not_prepared, check_settings
@@ -231,16 +228,12 @@ def _pick_plan(
 ) -> ParallelPlan:
     """The planner's choice for the batch that it makes itself, since a rank's batch times dp is the global one."""
     dp, tried = accelerator.state.num_processes, set()
-    decoder = without_wrappers(model)[1]
-    has_known_loss = find_loss(decoder, config.loss_averages_over) is not None
     while True:
         loader = loaders[0] if loaders else None
         if loader is not None and not accelerator.split_batches:
             loader = global_batches(loader, dp)
-        plan = choose_plan(
-            model, optimizer, loader, None, config, device_for(device_of(model)),
-            splits_batches=has_known_loss, recomputes=recompute_switch(decoder) is not None,
-        )  # fmt: skip
+        device = device_for(device_of(model))
+        plan = choose_plan(model, optimizer, loader, config, node_num=None, device=device)
         tried.add(dp)
         if plan.dp in tried or accelerator.split_batches or config.input_spec is not None:
             return plan

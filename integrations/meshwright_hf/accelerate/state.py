@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.errors import CheckpointError
+from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import find_runtime, runtime_of
-from meshwright.parallel.dropout import DropoutStreams
-from meshwright.parallel.outcome import on_first_rank, succeed_together
+from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright_hf.accelerate.loader import PlannedLoader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 

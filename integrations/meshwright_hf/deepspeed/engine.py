@@ -21,15 +21,16 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
-from meshwright.distribute import to_distributed
+from meshwright.distribute.check_launch import check_launch
+from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.interpose import own_collectives
-from meshwright.launch import check_launch, start_process_group, world_size
+from meshwright.mesh.process_group import backend_for, start_process_group, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 from meshwright.parallel.structure import describe
-from meshwright.plans import plan_for
-from meshwright.plans.adapters import without_wrappers
+from meshwright.roles import plan_for
+from meshwright.roles.adapters import without_wrappers
 from meshwright_hf.deepspeed.config import BATCH, complete_config, read_config
 from meshwright_hf.deepspeed.export import full_state_dict
 from meshwright_hf.deepspeed.mpu import ModelParallelUnit, check_norms, mark_parameters
@@ -197,8 +198,7 @@ def _join(device: torch.device, timeout_s: float) -> None:
     """Join the process group, one of this process alone if nothing launched it, and tell DeepSpeed not to compile."""
     start_process_group(device, timeout_s)
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
         os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
         atexit.register(_leave)
     if device.type == "cpu":

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.errors import PlanError
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.layout import RowLayout, record_of
+from meshwright.parallel.row_layout import RowLayout, record_of
 
 
 class ModelParallelUnit:

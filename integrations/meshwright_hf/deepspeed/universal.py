@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.layout import RowLayout, ShardRecord, record_of
+from meshwright.parallel.row_layout import RowLayout, ShardRecord, record_of
 
 # What DeepSpeed's loader of stages 1 and 2 reads on a parameter, instead of guessing an even split.
 RESTORE = keys.DS_AUTOTP_UC_META

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.calibration.layer import DecoderLayer, norm, rotate
+from meshwright.calibration.decoder_layer import DecoderLayer, norm, rotate
 from meshwright.calibration.timing import Probe, Run, seconds_of
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy

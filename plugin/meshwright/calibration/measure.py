@@ -17,11 +17,11 @@ import torch.multiprocessing as mp
 
 from meshwright.calibration.communication import communication_probes
 from meshwright.calibration.compute import compute_probes, rough_rate
-from meshwright.calibration.copies import copy_probes
-from meshwright.calibration.fit import fit
+from meshwright.calibration.from_probes import fit
+from meshwright.calibration.host_copies import copy_probes
 from meshwright.calibration.timing import Probe, measure
 from meshwright.errors import PlanError
-from meshwright.launch import device_for, start_process_group, world_size
+from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
 from meshwright.planner.hardware import HardwareProfile, Measurement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,9 +80,8 @@ def _process(rank: int, count: int, dtype: str, seconds: float, folder: str) -> 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if count > 1:
         device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, init_method=f"file://{folder}/meet", rank=rank, world_size=count,
+            backend_for(device), init_method=f"file://{folder}/meet", rank=rank, world_size=count,
             timeout=datetime.timedelta(seconds=_TIMEOUT),
         )  # fmt: skip
     try:

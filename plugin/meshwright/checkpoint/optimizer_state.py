@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.assemble import assemble, is_first
+from meshwright.checkpoint.gather_tensor import assemble, is_first
 from meshwright.checkpoint.manifest import Manifest, encode, master_key, state_key, sync_folder
-from meshwright.checkpoint.stream import Form, StreamedFiles, parse_bytes, split, stream
+from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.errors import CheckpointError, PlanError
-from meshwright.optim.parts import OptimizerParts, Part, parts_of
+from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import device_of
-from meshwright.parallel.outcome import on_first_rank, succeed_together
+from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 
 _FILE = re.compile(r"optimizer-[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.assemble import is_first
-from meshwright.checkpoint.export import gather_full, gather_state
+from meshwright.checkpoint.gather_tensor import is_first
 from meshwright.checkpoint.safetensors_file import read_header, read_rows
-from meshwright.checkpoint.stream import Form, StreamedFiles, parse_bytes, split, stream
+from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
+from meshwright.checkpoint.whole_tensors import gather_full, gather_state
+from meshwright.faults.together import on_first_rank
 from meshwright.optim.runtime import Runtime, runtime_of
-from meshwright.parallel.layout import RowLayout, global_shape
-from meshwright.parallel.method import MethodOverride
-from meshwright.parallel.outcome import on_first_rank
-from meshwright.plans.adapters import wrapped
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.row_layout import RowLayout, global_shape
+from meshwright.roles.adapters import wrapped
 
 
 def export_with_full_weights(model: nn.Module) -> None:

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.manifest import NAME, Manifest, decode, master_key, state_key
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
-from meshwright.optim.parts import OptimizerParts, Part, parts_of
+from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import find_runtime
-from meshwright.parallel.layout import RowLayout, record_of
-from meshwright.parallel.outcome import succeed_together
-from meshwright.parallel.unreadable import reading_shards
+from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
+from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.parallel.shard_reads import reading_shards
 
 # How a step is computed, not what: these options stay those of the optimizer that is loaded into.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import RowLayout, Span
+from meshwright.parallel.row_layout import RowLayout, Span
 
 DTYPES = {
     "F64": torch.float64,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint.safetensors_file import Entry, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.parallel.layout import RowLayout, Span, global_shape
+from meshwright.parallel.row_layout import RowLayout, Span, global_shape
 from meshwright.progress import Progress
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ def calibrate(
     """
     try:
         from meshwright.calibration.measure import calibrate as measure
-        from meshwright.calibration.report import report
+        from meshwright.calibration.profile_report import report
 
         if not output.parent.is_dir():
             raise ValueError(f"--output {output}: there is no directory {output.parent}")

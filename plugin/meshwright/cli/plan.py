@@ -166,8 +166,8 @@ def _search(
 
 
 def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None) -> None:
+    from meshwright.choose.plan_file import save_plan
     from meshwright.planner import explain
-    from meshwright.planner.plan_file import save_plan
 
     if not found.choices:
         raise explain.no_fit(found)
@@ -192,8 +192,8 @@ def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit:
 
 
 def _accelerate_config(found: Search, save: Path | None) -> str:
+    from meshwright.choose.plan_file import runnable_fields
     from meshwright.errors import PlanError
-    from meshwright.planner.plan_file import runnable_fields
 
     plan, cluster = found.choices[0].plan, found.cluster
     if not plan.runs_today:
@@ -223,10 +223,10 @@ def _trace(model: Path, found: Search) -> None:
 def _validate(
     path: Path, calibrate_rows: int, seed: int, leave_out: LeaveOut, profile: Path | None, json: bool
 ) -> None:
+    from meshwright.calibration.runs import read_runs
+    from meshwright.calibration.validate import validate
+    from meshwright.calibration.validation_report import validation_dict, validation_table
     from meshwright.planner.hardware import HardwareProfile
-    from meshwright.planner.report import validation_dict, validation_table
-    from meshwright.planner.runs import read_runs
-    from meshwright.planner.validate import validate
 
     scores = validate(
         read_runs(path),

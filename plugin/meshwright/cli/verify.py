@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from meshwright.verification.report import Report
+    from meshwright.verification.comparison_report import Report
 
 _LEAST_PROCESSES = 4
 
@@ -82,9 +82,9 @@ def _verify(
     trust_remote_code: bool, tell: Callable[[str], None],
 ) -> Report:  # fmt: skip
     # Imported here: --help need not wait for them.
+    from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
-    from meshwright.given import resolve_plan
-    from meshwright.verification.smaller import smaller_plan
+    from meshwright.verification.smaller_plan import smaller_plan
 
     if processes is not None and processes < 1:
         raise PlanError(f"--processes {processes} must be at least 1")
@@ -96,7 +96,7 @@ def _verify(
             f"{wanted.label} needs {wanted.world_size} processes, so {chosen.label} was verified in its place, "
             "a smaller plan of the same kind."
         )
-    from meshwright.verification.processes import start_server
+    from meshwright.verification.local_processes import start_server
 
     start_server(_modules(model))
     from meshwright.verification.verify import verify as verify_model

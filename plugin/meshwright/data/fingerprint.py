@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.data.tree import digest, is_plain
+from meshwright.data.nested import digest, is_plain
 
 ROWS_READ = 16
 

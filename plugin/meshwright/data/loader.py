@@ -17,20 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import LoaderOptions
-from meshwright.data.batches import Portion, Sharing, even_share
-from meshwright.data.inputs import Placer
-from meshwright.data.labels import warn_without_labels
+from meshwright.data.equal_inputs import check_replicated, check_sizes
+from meshwright.data.global_batches import Portion, Sharing, even_share
+from meshwright.data.input_placement import Placer
+from meshwright.data.label_check import warn_without_labels
+from meshwright.data.nested import digest, is_batch, signature, to_device
 from meshwright.data.peers import Peers, check_same_rows, first_ranks
-from meshwright.data.read_map import MapReader
-from meshwright.data.read_split import SplitReader
-from meshwright.data.readers import make_reader
-from meshwright.data.reading import Position
-from meshwright.data.same_inputs import check_replicated, check_sizes
+from meshwright.data.readers.base import Position
+from meshwright.data.readers.choose import make_reader
+from meshwright.data.readers.map_style import MapReader
+from meshwright.data.readers.split import SplitReader
 from meshwright.data.shuffling import decoded, encoded
-from meshwright.data.tree import digest, is_batch, signature, to_device
+from meshwright.faults.same_call import Claim, agreed
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.mean import TARGETS, without_targets
-from meshwright.resharding.agreement import Claim, agreed
+from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 logger = logging.getLogger(__name__)
 

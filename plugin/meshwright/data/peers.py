@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.tree import fill, map_tensors
+from meshwright.data.nested import fill, map_tensors
 from meshwright.errors import DivergenceError, PeerFailedError
-from meshwright.faults.digest import is_plain
 from meshwright.faults.interpose import own_collectives
+from meshwright.faults.memory_digest import is_plain
+from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.collectives import Axis, all_gather
 
 ALIGNMENT = 8  # bytes, so that every tensor can be a view of one buffer
@@ -44,7 +45,7 @@ class Peers:
         """The numbers of every one of them."""
         own = torch.tensor([numbers], dtype=torch.int64)
         if self.axes:
-            own = own.to(communication_device())
+            own = own.to(wire_device())
         for axis in self.axes:
             own = all_gather(own, axis)
         return own.tolist()
@@ -111,11 +112,6 @@ def first_ranks(values: list[Any], everyone: Peers) -> list[Any]:
     return received.tolist() if isinstance(received, Tensor) else received
 
 
-def communication_device() -> torch.device:
-    """Where small tensors for the process group live."""
-    return torch.device("cpu" if "gloo" in str(dist.get_backend_config()) else "cuda")
-
-
 def _raised(value: Any) -> Any:
     if isinstance(value, Exception):
         raise value
@@ -177,7 +173,7 @@ def _unpack(payload: Tensor) -> Any:
 @own_collectives()
 def _broadcast_bytes(payload: Tensor | None, axis: Axis) -> Tensor:
     assert axis.group is not None
-    device = communication_device()
+    device = wire_device()
     length = torch.tensor([0 if payload is None else len(payload)], device=device)
     dist.broadcast(length, group_src=0, group=axis.group)
     buffer = torch.empty(int(length), dtype=torch.uint8) if payload is None else payload

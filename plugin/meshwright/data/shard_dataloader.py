@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config import LoaderOptions, Source
-from meshwright.data.batches import chunk_share, even_share
-from meshwright.data.inputs import Placer, Target, Targets, flat, match_targets
+from meshwright.data.global_batches import chunk_share, even_share
+from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets
 from meshwright.data.loader import DistributedLoader
-from meshwright.data.peers import Peers, communication_device
-from meshwright.data.read_stream import has_shards
+from meshwright.data.peers import Peers
+from meshwright.data.readers.stream_shards import has_shards
 from meshwright.faults.guard import active_guard, start_guard
-from meshwright.launch import device_for, start_process_group, world_size
-from meshwright.mesh import ProcessMesh
+from meshwright.faults.same_call import Claim, agreed
+from meshwright.mesh.process_group import device_for, ensure_process_group, start_process_group, wire_device, world_size
+from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.parallel.collectives import Axis
-from meshwright.process_group import ensure_process_group
-from meshwright.resharding.agreement import Claim, agreed
 
 
 def shard_dataloader(
@@ -115,7 +114,7 @@ def shard_dataloader(
 
     targets = _on_all_ranks(check)
     share = chunk_share if is_dtensor else even_share
-    device_type = communication_device().type if is_dtensor and device.type == "cpu" else device.type
+    device_type = wire_device().type if is_dtensor and device.type == "cpu" else device.type
     dp, peers = _places(targets, device_type)
     placer = Placer(targets, input_keys, share, as_dtensors=is_dtensor, device_type=device_type)
     everyone = _everyone(targets)

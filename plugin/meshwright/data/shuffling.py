@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from meshwright.data import order
-from meshwright.data.order import Order, Permutation, Permuted
+from meshwright.data import epoch_order as order
+from meshwright.data.epoch_order import Order, Permutation, Permuted
 
 
 class WorkerSeeds:

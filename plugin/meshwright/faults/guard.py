@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import interpose
+from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
 from meshwright.faults.hub import Hub
 from meshwright.faults.link import Link
 from meshwright.faults.statement import Statement, differences
-from meshwright.faults.trace import Trace, describe, describe_tensors, first_difference
+from meshwright.mesh.process_group import wire_device
 
 GRACE = 2.0  # seconds for the program to end by its own error, once another rank has failed
 ADDRESS_BYTES = 1024
@@ -333,7 +334,7 @@ def _listening_address() -> tuple[str, str]:
 
 def _from_first_rank(port: int, token: str) -> tuple[int, str]:
     """The hub's port and token, on every rank."""
-    device = "cpu" if "gloo" in str(dist.get_backend_config()) else "cuda"
+    device = wire_device()
     text = json.dumps([port, token]).encode().ljust(ADDRESS_BYTES)
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     dist.broadcast(message, src=0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.optim.runtime import runtime_of
-from meshwright.parallel.mean import GlobalMean
+from meshwright.parallel.mean_over_ranks import GlobalMean
 
 
 def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:

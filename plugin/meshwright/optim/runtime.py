@@ -16,17 +16,17 @@ from torch.optim import Optimizer
 from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, CheckpointError
 from meshwright.faults.guard import Guard
-from meshwright.optim.trained import FixedParameters, TrainedParameters
-from meshwright.optim.units import ShardedWeights
-from meshwright.optim.zero import ReduceScatter, slice_copies
+from meshwright.optim.thawing import FixedParameters, TrainedParameters
+from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.comparison import ReplicaComparison
-from meshwright.parallel.dropout import DropoutStreams
-from meshwright.parallel.gradients import GradientSync
+from meshwright.parallel.dropout_streams import DropoutStreams
+from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
-from meshwright.parallel.hooked import HookedModules
-from meshwright.parallel.layout import record_of
-from meshwright.parallel.uneven import UnevenBatches
+from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.user_hooks import HookedModules
 
 _ATTRIBUTE = "_meshwright"
 
@@ -51,6 +51,7 @@ class Runtime:
         loss: the model's loss; None for one that is not known.
         uneven: warns of batches that ranks share unevenly, where a loss is not known.
         hooked: warns of the program's hooks that see a part of the activations.
+        gathers_logits: whether ``outputs.logits`` are whole in training.
         trained: follows which parameters require a gradient.
         names_only: whether ``state_dict()`` is read for its names now: whoever saves has been given the values.
     """
@@ -70,6 +71,7 @@ class Runtime:
     uneven: UnevenBatches | None = None
     hooked: HookedModules | None = None
     trained: TrainedParameters | FixedParameters | None = None
+    gathers_logits: bool = False
     names_only: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None

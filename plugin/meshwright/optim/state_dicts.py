@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel.layout import ShardRecord, record_of
-from meshwright.parallel.unreadable import reading_shards
-from meshwright.parallel.windows import Window
+from meshwright.parallel.guard_windows import Window
+from meshwright.parallel.row_layout import ShardRecord, record_of
+from meshwright.parallel.shard_reads import reading_shards
 
 
 def guard_model(model: nn.Module, runtime: Runtime) -> None:

@@ -10,22 +10,22 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.config import AveragesOver
 from meshwright.errors import PlanError
-from meshwright.parallel.added import AddedToLoss, check_nothing_added
+from meshwright.parallel.added_losses import AddedToLoss, check_nothing_added
+from meshwright.parallel.causal_lm_loss import CausalLMLoss, next_words
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.forward import arguments
-from meshwright.parallel.loss import CausalLMLoss, next_words
-from meshwright.parallel.mean import IGNORE_INDEX, GlobalMean, valid_labels
-from meshwright.parallel.outputs import loss_of, with_loss
+from meshwright.parallel.forward_state import arguments
+from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
+from meshwright.parallel.output_loss import loss_of, with_loss
 
 Batch = Mapping[str, Any]
-AveragesOver = Literal["rows", "labels"] | Callable[[dict[str, Any]], Tensor | int]
 
 
 class BatchLoss(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel import saved
+from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import Axis, all_gather
 
 

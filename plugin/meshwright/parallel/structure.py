@@ -11,11 +11,12 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError, UncoveredParameterError
-from meshwright.parallel.heads import HeadLayout, head_layout
-from meshwright.parallel.layout import RowLayout
-from meshwright.parallel.rows import rows_of, wide_rows
-from meshwright.plans.adapters import check_adapters, is_adapted
-from meshwright.plans.base import (
+from meshwright.parallel.head_layout import HeadLayout, head_layout
+from meshwright.parallel.role_rows import rows_of, wide_rows
+from meshwright.parallel.row_layout import RowLayout
+from meshwright.roles.adapters import check_adapters, is_adapted
+from meshwright.roles.projection import in_features, is_projection, is_transposed, out_features
+from meshwright.roles.sharding_plan import (
     BLOCK_ROLES,
     COLUMN_ROLES,
     FUSED_QKV_ROLES,
@@ -25,7 +26,6 @@ from meshwright.plans.base import (
     Role,
     ShardingPlan,
 )
-from meshwright.plans.projection import in_features, is_projection, is_transposed, out_features
 
 PROJECTIONS = COLUMN_ROLES | ROW_ROLES
 _MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}

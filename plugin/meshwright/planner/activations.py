@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.families import Traits
+from meshwright.planner.family_traits import Traits
 from meshwright.planner.shapes import ModelShape
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.search import Choice, Search, search
-from meshwright.planner.units import gib, seconds
 
 TIE = 0.03  # runs of one plan differ by this much from each other
 _GIB = 2**30

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.planner.activations import Saved, saved_activations
-from meshwright.planner.buckets import Parameter, buckets, parameters, units
+from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import ModelShape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.planner.activations import Saved, saved_activations
-from meshwright.planner.buckets import BUCKET_BYTES
+from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, layers_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.kinds import kind_of
-from meshwright.planner.families import (
+from meshwright.model_kinds import kind_of
+from meshwright.planner.family_traits import (
     LEARNED_POSITIONS,
     NOT_GATED,
     UNKNOWN_SIZES,

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.mesh import ProcessMesh
+from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.resharding.regions import Layout, sizes
 
 _REDUCTIONS = ("sum", "avg", "max", "min")

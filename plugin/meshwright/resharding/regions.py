@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.mesh import ProcessMesh
+from meshwright.mesh.process_mesh import ProcessMesh
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) along each dim
 

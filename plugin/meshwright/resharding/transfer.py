@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.process_group import wire_device
 from meshwright.resharding.regions import Box, Layout, intersection, sizes, volume, within
 
 
@@ -41,7 +42,7 @@ def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Piece,
         target: any layout; the ranks that start a sum with zeros get nothing.
 
     Example:
-        >>> from meshwright.mesh import ProcessMesh
+        >>> from meshwright.mesh.process_mesh import ProcessMesh
         >>> halves, whole = Layout(ProcessMesh([0, 1]), (Shard(0),)), Layout(ProcessMesh([1, 2]), (Replicate(),))
         >>> for piece in plan((4,), halves, whole):
         ...     print(piece.source, "->", piece.target, piece.box)
@@ -140,7 +141,7 @@ def _pack(parts: list[Tensor]) -> Tensor:
 
 def _exchange(outgoing: dict[int, Tensor], lengths: dict[int, int], device: torch.device) -> dict[int, Tensor]:
     """Send each rank its bytes, and return the bytes that came from each."""
-    wire = _wire_device(device)
+    wire = wire_device(device)
     received = {rank: torch.empty(length, dtype=torch.uint8, device=wire) for rank, length in lengths.items()}
     messages = {rank: message.to(wire) for rank, message in outgoing.items()}
     operations = [dist.P2POp(dist.isend, message, rank) for rank, message in messages.items()]
@@ -149,11 +150,3 @@ def _exchange(outgoing: dict[int, Tensor], lengths: dict[int, int], device: torc
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
     return received
-
-
-def _wire_device(device: torch.device) -> torch.device:
-    """Where messages must lie to be sent: gloo sends from the CPU alone, NCCL from CUDA alone."""
-    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
-    if backends.get(device.type) == "nccl" or "cpu" not in backends:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -16,19 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
-from meshwright.construct.weights import InitialWeights
-from meshwright.distribute import install, make_weights
-from meshwright.launch import build_axes
+from meshwright.construct.initial_weights import InitialWeights
+from meshwright.distribute.check_launch import build_axes
+from meshwright.distribute.installation import Installation, structure_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.layout import ShardRecord, record_of
+from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.plans import ShardingPlan, plan_for
-from meshwright.plans.adapters import without_wrappers
+from meshwright.roles import ShardingPlan, plan_for
+from meshwright.roles.adapters import without_wrappers
 from meshwright.spmd.mode import Finding, TypeMode
-from meshwright.spmd.rows import RowsRead, compare_rows
 from meshwright.spmd.types import Kind
+from meshwright.spmd.weight_rows import RowsRead, compare_rows
 from meshwright.tracing.fake_world import fake_world
 
 __all__ = ["Finding", "check_plan"]
@@ -94,21 +94,22 @@ def _stride(plan: ParallelPlan) -> int:
 
 def _install(model: Any, plan: ParallelPlan, roles: ShardingPlan | None) -> tuple[Runtime, DecoderStructure | None]:
     """What ``to_distributed`` does on this rank, without communication."""
-    prefix, decoder = without_wrappers(model)
+    decoder = without_wrappers(model)[1]
+    config = ToDistributedConfig(plan=plan, sharding_plan=roles)
     tp, dp = build_axes(plan, torch.device("cpu"))
-    structure = None
-    if plan.tp > 1:
-        structure = describe(decoder, roles or plan_for(decoder), tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-    layouts = {prefix + name: layout for name, layout in structure.parameters.items()} if structure else {}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    runtime = Runtime(tp=tp, dp=dp, parameters=[], plan=plan)
-    weights = InitialWeights.find(model, None)
-    made = make_weights(model, plan, layouts, runtime, weights.make, torch.device("cpu"))
-    kind = find_loss(decoder)
-    made.attach(model)
-    config = ToDistributedConfig(plan=plan)
-    install(model, optimizer, structure, plan, config, runtime, 0, loss=kind)
-    return runtime, structure
+    installation = Installation(
+        model=model,
+        plan=plan,
+        config=config,
+        structure=structure_of(decoder, plan, config),
+        loss=find_loss(decoder),
+        runtime=Runtime(tp=tp, dp=dp, parameters=[], plan=plan),
+        device=torch.device("cpu"),
+    )
+    installation.make_weights(InitialWeights.find(model, None).make).attach(model)
+    installation.install(optimizer, seed=0)
+    return installation.runtime, installation.structure
 
 
 def _check_step(

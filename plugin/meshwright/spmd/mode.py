@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.parallel import collectives, mean
+from meshwright.parallel import collectives
+from meshwright.parallel import mean_over_ranks as mean
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.spmd.rules import makes_width, reduces_width, result_of
 from meshwright.spmd.types import Kind, Typed, TypeMismatch

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from meshwright.choose.plan_file import runnable_fields
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.explain import grid
 from meshwright.planner.footprint import footprint
-from meshwright.planner.plan_file import runnable_fields
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.traffic import step_traffic
 from meshwright.tracing.trace import Trace, trace_step
 
 MICRO_BATCHES = 2  # that are traced of many, which are all alike

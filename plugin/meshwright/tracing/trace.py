@@ -19,20 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
-from meshwright.construct.weights import NewTensors
-from meshwright.distribute import install, make_weights
-from meshwright.launch import build_axes
+from meshwright.construct.initial_weights import NewTensors
+from meshwright.distribute.check_launch import build_axes
+from meshwright.distribute.installation import Installation, structure_of
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.layout import RowLayout
-from meshwright.parallel.structure import describe
-from meshwright.parallel.tensor import Keep, make_shards
-from meshwright.plans import plan_for
+from meshwright.parallel.row_layout import RowLayout
+from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.tracing.fake_world import fake_world
-from meshwright.tracing.memory import LiveBytes
-from meshwright.tracing.traffic import AxisTraffic, Traffic
+from meshwright.tracing.traced_memory import LiveBytes
+from meshwright.tracing.traced_traffic import AxisTraffic, Traffic
 
 OptimizerFactory = Callable[[Any], Optimizer]
 
@@ -154,11 +152,8 @@ def _install(
     model: Any, plan: ParallelPlan, make_optimizer: OptimizerFactory, fake: FakeTensorMode
 ) -> tuple[Runtime, Optimizer]:
     tp, dp = build_axes(plan, torch.device("cpu"))
-    structure = None
-    if plan.tp > 1:
-        structure = describe(model, plan_for(model), tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    config = ToDistributedConfig(plan=plan)
     optimizer = make_optimizer(model.parameters())
-    layouts = structure.parameters if structure else {}
 
     def empty_shard(parameter: nn.Parameter, rows: RowLayout) -> Tensor:
         shape = list(parameter.shape)
@@ -170,14 +165,21 @@ def _install(
     def make(model: nn.Module, layouts: Any, tp: Axis, device: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
         return NewTensors(make_shards(model, layouts, tp, device, empty_shard, keep), _empty_buffers(model, fake))
 
-    runtime = Runtime(tp=tp, dp=dp, parameters=[])
+    installation = Installation(
+        model=model,
+        plan=plan,
+        config=config,
+        structure=structure_of(model, plan, config),
+        loss=find_loss(model),
+        runtime=Runtime(tp=tp, dp=dp, parameters=[]),
+        device=torch.device("cpu"),
+    )
     with fake:
-        made = make_weights(model, plan, layouts, runtime, make, torch.device("cpu"))
+        made = installation.make_weights(make)
     made.attach(model)
     with fake:
-        config = ToDistributedConfig(plan=plan)
-        install(model, optimizer, structure, plan, config, runtime, 0, loss=find_loss(model))
-    return runtime, optimizer
+        installation.install(optimizer, seed=0)
+    return installation.runtime, optimizer
 
 
 def _empty_buffers(model: nn.Module, fake: FakeTensorMode) -> list[tuple[dict[str, Any], str, Tensor]]:

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.checkpoint.export import full_gradients, full_state_dict
+from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
 from meshwright.config import ParallelPlan, ToDistributedConfig
-from meshwright.distribute import to_distributed
+from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
-from meshwright.optim.clip import clip_grad_norm_
+from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.parallel.head_losses import find_loss
-from meshwright.plans.adapters import without_wrappers
-from meshwright.verification.cases import Case, given_cases, token_cases
-from meshwright.verification.exact import in_float64
-from meshwright.verification.kinds import kinds_of
-from meshwright.verification.outputs import Output, Outputs, output_differences
-from meshwright.verification.report import Difference
+from meshwright.roles.adapters import without_wrappers
+from meshwright.verification.batch_cases import Case, given_cases, token_cases
+from meshwright.verification.comparison_report import Difference
+from meshwright.verification.float64_modules import in_float64
+from meshwright.verification.module_outputs import Output, Outputs, output_differences
+from meshwright.verification.parameter_kinds import kinds_of
 
 Factory = Callable[[], nn.Module]
 LossFunction = Callable[[Any, Any], Tensor]  # of the model and a batch

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.choose.given_plan import resolve_plan
 from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
-from meshwright.given import resolve_plan
-from meshwright.verification.cases import given_cases
-from meshwright.verification.processes import Tell, run_together, start_server
+from meshwright.verification.batch_cases import given_cases
+from meshwright.verification.comparison_report import Report, summarise
+from meshwright.verification.local_processes import Tell, run_together, start_server
 from meshwright.verification.program import Factory, LossFunction, Program, run_one_device, run_rank
-from meshwright.verification.report import Report, summarise
 
 
 def verify(

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.planner.explain import ties
+from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.page.draw import Svg, span, text_width
 from meshwright.planner.search import Search
-from meshwright.planner.units import gib, seconds
 
 _ROWS = 12  # bars at most; more are shortened in the middle
 _HEAD, _TAIL = 8, 3  # bars that stay

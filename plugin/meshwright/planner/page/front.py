@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.page.draw import Svg, number, text_width, ticks
 from meshwright.planner.search import Search
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
-from meshwright.planner.units import gib, seconds
 
 _GIB = 2**30
 _SLOWEST = 6.0  # times the best step: slower plans are counted, not drawn

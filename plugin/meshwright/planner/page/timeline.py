@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.planner.candidate import recomputed_share
+from meshwright.planner.formatting import seconds
 from meshwright.planner.page.draw import Svg, number, text_width, ticks
 from meshwright.planner.search import Search
 from meshwright.planner.simulate import Event, pipeline_events
 from meshwright.planner.time import StepModel
-from meshwright.planner.units import seconds
 
 _SHORT = 6  # micro-batches of a plan without a pipeline that are drawn one by one
 _STAGES = 8  # stages drawn at most; more are shortened in the middle

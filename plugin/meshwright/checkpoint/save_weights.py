@@ -1,0 +1,64 @@
+"""The weights of a model in training, written whole under the model's own names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from meshwright.checkpoint.gather_tensor import is_first
+from meshwright.checkpoint.streamed_files import StreamedFiles, stream
+from meshwright.checkpoint.whole_tensors import gather_full
+from meshwright.faults.together import on_first_rank
+from meshwright.optim.runtime import runtime_of
+from meshwright.parallel.row_layout import global_shape
+
+FILE = "model.safetensors"
+
+
+def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Write the one-device weights of a model, for ``load_weights``; every rank makes the call.
+
+    Rank 0 writes one file, and never holds more than one full tensor above its own shard. Unlike
+    ``model.save_pretrained`` it takes any model, adapters included: the names are the model's own. A tied weight is
+    written once.
+
+    Args:
+        model: what ``to_distributed`` returned.
+        directory: made if it is not there; an earlier save in it is replaced when this one is complete.
+
+    Raises:
+        OSError: what failed on rank 0, there; CheckpointError elsewhere.
+
+    Example::
+
+        mw.save_weights(model, "checkpoint")
+        mw.load_weights(model, "checkpoint")
+    """
+    runtime = runtime_of(model)
+    runtime.compare_before_save()
+    tensors = _tensors(model)
+    # Wide dtypes first, so that every tensor lies aligned in its file.
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    folder, staged = Path(directory), f"{FILE}.new"
+    files = {staged: {name: (tensors[name].dtype, tuple(global_shape(tensors[name]))) for name in ordered}}
+    on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True))
+    written = StreamedFiles(folder, files, f"writing {folder / FILE}") if is_first(runtime) else None
+    stream(files, lambda name: gather_full(tensors[name], runtime), written)
+
+    def finish() -> None:
+        if written is not None:
+            written.close()
+            os.replace(folder / staged, folder / FILE)
+
+    on_first_rank(finish)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Each parameter and persistent buffer, by its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())

@@ -1,0 +1,117 @@
+"""Whole tensors out of shards: one-device names and shapes, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.gather_tensor import assemble, is_first
+from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.parallel.collectives import maximum
+from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.parallel.shard_reads import reading_shards
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The one-device state dict of a distributed model, on the CPU of rank 0; empty elsewhere.
+
+    A collective call: every rank makes it. A tied weight appears under each of its names. The dict
+    holds the whole model in rank 0's memory; ``model.save_pretrained`` writes it without.
+
+    Example::
+
+        weights = mw.full_state_dict(model)
+        if dist.get_rank() == 0:
+            torch.save(weights, "model.pt")
+    """
+    if (runtime := find_runtime(model)) is not None:
+        runtime.compare_before_save()
+    return gather_state(model, model.state_dict(keep_vars=True))
+
+
+def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`full_state_dict`, of some of a model's tensors."""
+    runtime = find_runtime(model)
+    if runtime is None:
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
+    full: dict[str, Tensor] = {}
+    done: dict[int, Tensor | None] = {}
+    for name, value in state.items():
+        if id(value) not in done:
+            whole = gather_full(value, runtime)
+            # A tensor that is not sharded is the model's own: the user gets a copy.
+            done[id(value)] = whole.cpu().clone() if whole is not None and whole.shape == value.shape else whole
+        if (whole := done[id(value)]) is not None:
+            full[name] = whole
+    return full
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The one-device gradients of a distributed model, on the CPU of rank 0; empty elsewhere.
+
+    A collective call: every rank makes it. Parameters without a gradient are left out; a tied one
+    appears under its first name.
+
+    Raises:
+        ValueError: if the model is not distributed, or the last backward pass ran under ``no_sync``.
+    """
+    runtime = runtime_of(model)
+    runtime.check_own("full_gradients", "it may have reduced or freed them already")
+    runtime.check_synced()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    full: dict[str, Tensor] = {}
+    for parameter, local in _local_gradients(runtime):
+        whole = _gather(local, parameter, runtime)
+        if whole is not None:
+            full[names[id(parameter)]] = whole.cpu().clone() if whole.shape == local.shape else whole
+    return {name: full[name] for name in names.values() if name in full}
+
+
+def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The gradients of this rank's TP shards, on every data-parallel rank; those of one bucket at a time."""
+    sharded_ones: set[int] = set()
+    if runtime.zero is not None:
+        runtime.zero.settle()
+        sharded_ones = {id(parameter) for parameter in runtime.zero.parameters}
+        for sharded in runtime.zero.sharded:
+            for parameter, gradient in sharded.bucket.segments(sharded.gather_gradients()):
+                if _has_any(parameter, runtime):
+                    yield parameter, gradient
+    for parameter in runtime.parameters:
+        if id(parameter) not in sharded_ones and parameter.grad is not None:
+            yield parameter, parameter.grad.as_subclass(Tensor)
+
+
+def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
+    """Whether some data-parallel rank has a gradient of a parameter."""
+    return bool(maximum(torch.tensor(float(parameter.grad is not None), device=parameter.device), runtime.dp))
+
+
+def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
+    """The whole of a distributed model's parameter or buffer on rank 0, None elsewhere; every rank calls it.
+
+    On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
+    """
+    with reading_shards():
+        return _gather_full(value, runtime)
+
+
+def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
+    if isinstance(value, nn.Parameter):
+        if runtime.weights is not None:
+            part, cut = runtime.weights.part(value)
+            return assemble(part, record_of(value), cut, runtime)
+        if runtime.materialise is None:
+            return _gather(value.detach(), value, runtime)
+        with runtime.materialise(value):
+            whole = _gather(value.detach(), value, runtime)
+            return None if whole is None else whole.cpu().clone()
+    return value.detach() if is_first(runtime) else None
+
+
+def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
+    """The whole of a tensor shaped like a parameter's shard."""
+    cut = RowLayout.replicated(local.numel(), runtime.dp.size)
+    return assemble(local.reshape(-1), record_of(parameter), cut, runtime)

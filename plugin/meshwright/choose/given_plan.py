@@ -1,0 +1,157 @@
+"""The plan that a user gave: in the config, to the launcher, or in the model's own config."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwright.choose.plan_file import PLAN_VARIABLE, fields_of_text, launched_plan, read_plan
+from meshwright.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
+from meshwright.config_fields import unknown_field
+from meshwright.errors import PlanError
+from meshwright.foreign_names import PLAN_NAMES
+from meshwright.mesh.process_group import world_size
+from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
+
+_AHEAD = {"context", "interleave", "replicate", "recomputed_layers"}  # what only the planner has a word for
+
+
+def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
+    """Return the plan that the user gave, in the config or to the launcher; None where the planner shall pick.
+
+    Raises:
+        PlanError: neither a plan nor the path of one, one that this version cannot run, or a plan in the config
+            that is not the launcher's.
+    """
+    fields = launched_plan()
+    launched = None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
+    plan = config.plan
+    if plan is None or plan == "auto":
+        return None if launched is None else with_sequence_parallel(launched, config)
+    plan = resolve_plan(plan, "ToDistributedConfig.plan")
+    plan = with_sequence_parallel(plan, config)
+    if launched is not None and (launched := with_sequence_parallel(launched, config)) != plan:
+        raise PlanError(
+            f"ToDistributedConfig.plan is {plan}, but this program was launched with {launched} ({PLAN_VARIABLE}); "
+            "leave one of them out, or make them equal"
+        )
+    return plan
+
+
+def config_with(config: ToDistributedConfig | None, plan: PlanLike | None) -> ToDistributedConfig:
+    """Return the config that a call's ``config=`` and ``plan=`` mean together.
+
+    The config is a copy, so that what the user assigns to theirs later changes nothing.
+
+    Raises:
+        PlanError: something else than a config, or two plans.
+    """
+    if config is not None and not isinstance(config, ToDistributedConfig):
+        if isinstance(config, ParallelPlan | str | os.PathLike | Mapping):
+            raise PlanError(
+                f"config={config!r} is a plan, and config takes the options; write plan={_shown(config)}, or "
+                f"config=ToDistributedConfig(plan={_shown(config)})"
+            )
+        raise PlanError(f"config={config!r} must be a meshwright.ToDistributedConfig, not {type(config).__name__}")
+    if isinstance(plan, ToDistributedConfig):
+        raise PlanError(
+            "plan= got a ToDistributedConfig, which holds options too; write config=ToDistributedConfig(...)"
+        )
+    if plan is None:
+        return dataclasses.replace(config) if config is not None else ToDistributedConfig()
+    if config is not None and config.plan is not None:
+        raise PlanError(
+            f"plan={_shown(plan)} and config=ToDistributedConfig(plan={_shown(config.plan)}) both say the plan; "
+            "leave one of them out"
+        )
+    return dataclasses.replace(config or ToDistributedConfig(), plan=plan)
+
+
+def resolve_plan(plan: PlanLike, source: str = "plan") -> ParallelPlan:
+    """Return the plan that a user wrote in any of the forms that ``to_distributed(plan=...)`` takes, but "auto".
+
+    Args:
+        plan: a ParallelPlan, its words, a dict of its fields, or the path of a plan file.
+        source: where it comes from, for messages.
+
+    Raises:
+        PlanError: none of them, a field that does not exist, or a plan that this version cannot run.
+
+    Example:
+        >>> resolve_plan("dp2 tp2+sp zero1") == ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
+        True
+    """
+    if isinstance(plan, ParallelPlan):
+        return plan
+    if isinstance(plan, Mapping):
+        return plan_of_fields(plan, source)
+    if isinstance(plan, str):
+        return plan_of_fields(fields_of_text(plan, source), source if not os.path.isfile(plan) else plan)
+    if isinstance(plan, os.PathLike):
+        return plan_of_fields(read_plan(plan), str(plan))
+    raise PlanError(
+        f"{source}={plan!r} must be a meshwright.ParallelPlan, its words ('dp2 tp2+sp zero1'), a dict of its fields, "
+        f"'auto' or the path of a plan file, not {type(plan).__name__}"
+    )
+
+
+def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
+    """Return the plan of a file's or a launcher's fields.
+
+    Args:
+        fields: the arguments of ``ParallelPlan``.
+        source: where they come from, for messages.
+
+    Raises:
+        PlanError: what this version has no word for, or cannot run.
+    """
+    if planned := sorted(set(fields) & _AHEAD):
+        raise PlanError(
+            f"{source}: {', '.join(planned)} is not available in this version; plan again without --allow-future"
+        )
+    for name in fields:
+        if name not in PLAN_FIELDS:
+            raise PlanError(f"{source}: {unknown_field('a plan', name, PLAN_FIELDS, PLAN_NAMES)}")
+    try:
+        return ParallelPlan(**fields)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from None
+
+
+def _shown(plan: PlanLike) -> str:
+    return f"{plan.label!r}" if isinstance(plan, ParallelPlan) else repr(plan)
+
+
+def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan | None:
+    """Return the plan that came with the model, under "meshwright" in its config.json; None without one.
+
+    Raises:
+        PlanError: one that this version cannot run, or for another number of processes; it says where it is.
+    """
+    saved = getattr(getattr(model, "config", None), CONFIG_KEY, None)
+    if saved is None or config.plan == "auto":
+        return None
+    source = f'"{CONFIG_KEY}" in the config of {getattr(model.config, "name_or_path", "") or type(model).__name__}'
+    if not isinstance(saved, Mapping):
+        raise PlanError(f"{source} must be an object with the fields of a ParallelPlan, not {saved!r}")
+    fields = {name: value for name, value in saved.items() if name != ROLES_KEY}
+    if not fields:
+        return None
+    plan = plan_of_fields(fields, source)
+    if plan.world_size != world_size():
+        raise PlanError(
+            f"{source} plans dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} = {plan.world_size} processes, "
+            f"but {world_size()} were launched; pass another: ToDistributedConfig(plan=ParallelPlan(...)), or launch "
+            f"with: torchrun --nproc-per-node {plan.world_size} SCRIPT"
+        )
+    return with_sequence_parallel(plan, config)
+
+
+def with_sequence_parallel(plan: ParallelPlan, config: ToDistributedConfig) -> ParallelPlan:
+    """Return the plan with what the config says of sequence parallelism, which one rank has none of."""
+    wanted = plan.sequence_parallel if config.sequence_parallel is None else config.sequence_parallel
+    return dataclasses.replace(plan, sequence_parallel=wanted and plan.tp > 1)

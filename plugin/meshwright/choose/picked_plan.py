@@ -1,0 +1,279 @@
+"""The plan that the planner picks for ``to_distributed``: the best for this model, batch and machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from meshwright.choose.given_plan import with_sequence_parallel
+from meshwright.choose.plan_file import runnable_fields
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import OptimizerMismatchError, PlanError
+from meshwright.faults.together import text_from_first
+from meshwright.mesh.process_group import node_count, world_size
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.model_shape import shape_of
+from meshwright.parallel.recompute import can_recompute
+from meshwright.parallel.structure import describe as describe_structure
+from meshwright.planner import explain
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.devices import Device
+from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
+from meshwright.planner.search import Choice, Search, search
+from meshwright.planner.shapes import ModelShape, describe
+from meshwright.planner.space import FUTURE
+from meshwright.roles import plan_for
+from meshwright.roles.adapters import without_wrappers
+
+logger = logging.getLogger(__name__)
+
+_ROWS_TO_MEASURE = 8  # samples that say how long a row is
+_TOLERANCE = 0.1  # of the parameters that a model may have more or fewer than the planner thinks
+_CHOICES = 64  # plans to try on the model, which may have its own reasons against some
+
+
+def choose_plan(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    dataloader: Iterable[Any] | None,
+    config: ToDistributedConfig,
+    *,
+    node_num: int | None,
+    device: torch.device,
+) -> ParallelPlan:
+    """Return the plan that the planner thinks best, the same on every rank: rank 0's.
+
+    Args:
+        model: with a transformers config, or a decoder's structure.
+        optimizer: decides whether its state may be sharded.
+        dataloader: says the batch, unless ``config.input_spec`` does.
+        config: ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec``.
+        node_num: the number of nodes; None for what was launched.
+        device: the device of this process.
+
+    Raises:
+        PlanError: a model that the planner cannot describe, a batch that nothing tells the size of, or no
+            plan that fits; the same on every rank.
+    """
+
+    def pick() -> str:
+        rows, length = _batch(dataloader, config)
+        found = _search(model, rows, length, node_num or node_count(), config, device)
+        choice = _first_runnable(found, model, optimizer, config)
+        logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is dropped by default
+        return json.dumps(runnable_fields(choice.plan))
+
+    return with_sequence_parallel(ParallelPlan(**json.loads(text_from_first(pick, device))), config)
+
+
+def _search(
+    model: Any, rows: int, length: int, nodes: int, config: ToDistributedConfig, device: torch.device
+) -> Search:
+    shape = _shape(model, config)
+    profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
+    cluster = _cluster(device, nodes, profile)
+    job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu")
+    if next(model.parameters()).element_size() == 4:
+        job = job.in_32_bits()
+    budget = config.memory_budget
+    if budget is not None and budget <= 1:
+        budget *= cluster.device.memory
+    parameters = sum(p.numel() for p in model.parameters())
+    if abs(shape.parameters - parameters) > _TOLERANCE * parameters:
+        logger.warning(
+            "the planner takes %s for one of %.1f M parameters, and it has %.1f M: its sizes are not what its config "
+            "usually means, and the estimates are off as much; a plan of your own: ToDistributedConfig(plan=...)",
+            type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
+        )  # fmt: skip
+    found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget, most_zero=2)
+    if config.prefer == "memory" and found.choices:
+        # With no budget at all every plan is weighed with the most recompute.
+        leanest = search(shape, cluster, job, profile, budget=1, most_zero=2).smallest[1].total
+        found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest, most_zero=2)
+    if not found.choices:
+        # Stage 3's memory is known as well as the others'; its time was never measured, so it is the last resort.
+        found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
+    if not found.choices:
+        raise explain.no_fit(found)
+    return found
+
+
+def _shape(model: Any, config: ToDistributedConfig) -> ModelShape:
+    """What the model's transformers config says, else what its structure shows."""
+    if hasattr(getattr(model, "config", None), "to_dict"):
+        return describe(model.config, name=type(model).__name__)
+    try:
+        return shape_of(model, config.sharding_plan or plan_for(model))
+    except PlanError as error:
+        raise PlanError(
+            f"a plan is picked by the model's transformers config or by a decoder's structure, and "
+            f"{type(model).__name__} has none; pass a plan: plan='dp{world_size()}' ({error})"
+        ) from error
+
+
+def _first_runnable(
+    found: Search, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
+) -> Choice:
+    """The fastest plan that this model and this optimizer have nothing against."""
+    refusals: dict[str, str] = {}
+    for choice in found.choices:
+        refusal = next(_refusals(choice.plan, model, optimizer, config), None)
+        if refusal is None:
+            return choice
+        refusals[choice.plan.label] = refusal
+    reasons = "; ".join(f"{label}: {reason}" for label, reason in list(refusals.items())[:3])
+    raise PlanError(f"none of the plans that fit can run {type(model).__name__}: {reasons}")
+
+
+def _refusals(
+    plan: Candidate, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
+) -> Iterator[str]:
+    decoder = without_wrappers(model)[1]
+    if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
+        yield "the model has a loss of its own, so a batch cannot be split into micro-batches"
+    if plan.recompute == "full" and not can_recompute(decoder):
+        yield "the model cannot compute its layers again"
+    try:
+        if optimizer is not None and (plan.tp > 1 or plan.zero_stage):
+            check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+        if plan.tp > 1:
+            sharding = config.sharding_plan or plan_for(model)
+            describe_structure(model, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    except (PlanError, OptimizerMismatchError) as error:
+        yield str(error)
+
+
+def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tuple[int, int]:
+    """Rows and tokens a row of one device's batch."""
+    if config.input_spec is not None:
+        shapes = [tuple(spec[0]) for spec in config.input_spec.values()]
+        for shape in shapes:
+            if len(shape) == 2:
+                return shape
+        raise PlanError(f"ToDistributedConfig.input_spec has no entry of shape (rows, tokens), only {shapes}")
+    if isinstance(dataloader, DataLoader) and _is_mapped(dataloader.dataset):
+        rows = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
+        if rows and len(dataloader.dataset):  # type: ignore[arg-type]
+            return rows, _length(dataloader)
+    raise PlanError(
+        "picking a plan needs the size of a batch, which this dataloader does not tell; say it, e.g. "
+        'ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)}), or pass a plan'
+    )
+
+
+def _is_mapped(dataset: Any) -> bool:
+    """Whether a row can be read without taking it from whoever reads next."""
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _length(dataloader: DataLoader[Any]) -> int:
+    """Tokens of the longest of the first rows, as they are collated."""
+    state, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):  # rank 0 alone reads: it must stay where the others are
+        count = min(_ROWS_TO_MEASURE, len(dataloader.dataset))  # type: ignore[arg-type]
+        batch = dataloader.collate_fn([dataloader.dataset[index] for index in range(count)])
+    random.setstate(state)
+    np.random.set_state(of_numpy)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    for tensor in [ids, *_leaves(batch)]:
+        if isinstance(tensor, Tensor) and tensor.ndim == 2:
+            return tensor.shape[1]
+    raise PlanError(
+        "picking a plan needs the length of a row, and the dataloader's batches have no tensor of shape (rows, "
+        'tokens); say it, e.g. ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)})'
+    )
+
+
+def _leaves(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    return batch if isinstance(batch, tuple | list) else ()
+
+
+def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
+    """What was launched, with the memory that is really there."""
+    world = world_size()
+    per_node = max(1, world // nodes)
+    if device.type == "cpu":
+        kind, memory = "cpu", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / per_node
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        memory = properties.total_memory
+        kind = _nearest(properties.name, memory)
+    if profile is not None and profile.device is not None:
+        cluster = profile.cluster(gpus=world, gpus_per_node=per_node)
+    else:
+        cluster = Cluster(device=CATALOGUE[kind], gpus=world, gpus_per_node=per_node)
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory))
+
+
+def _nearest(name: str, memory: float) -> str:
+    """The catalogue's name of a GPU; for one it lacks, the A100, whose ratios are usual."""
+    name = name.lower()
+    for part, entry in (("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"), ("4090", "rtx-4090"),
+                        ("mi300x", "mi300x")):  # fmt: skip
+        if part in name:
+            return entry
+    if "h100" in name:
+        return "h100-pcie" if "pcie" in name else "h100-sxm"
+    size = memory / 2**30
+    if "v100" in name:
+        return "v100-32" if size > 20 else "v100-16"
+    return "a100-40" if size < 48 else "a100-80"
+
+
+def _lines(found: Search, choice: Choice, name: str) -> list[str]:
+    """What was picked, what it costs, and why not another."""
+    job, cluster = found.job, found.cluster
+    slower = ""
+    for other in found.choices:
+        if other is not choice:
+            slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
+            break
+    against = "; ".join(f"{axis} {reason}" for axis, reason in explain.reasons(found) if reason != FUTURE)
+    return [
+        f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "
+        f"{job.global_batch} x {job.seq_len} tokens a step on {cluster.gpus} x {cluster.device.name}",
+        f"  estimated {seconds(choice.time.total)} a step (±{found.profile.band:.0%}), "
+        f"{gib(choice.memory.total)} of {gib(found.budget)} a device; {found.fitting} of "
+        f"{found.considered} plans fit",
+        f"  {slower}{against or 'nothing was ruled out'}. Your own: ToDistributedConfig(plan=ParallelPlan(...))",
+    ]
+
+
+def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device: torch.device) -> str:
+    """What the planner would pick for a model on what was launched, and what it expects; communicates nothing.
+
+    Args:
+        model: with a transformers config.
+        dataloader: tells the length of a row.
+        rows: of one device's batch, in one optimizer step.
+        device: this process's.
+
+    Raises:
+        PlanError: a model that the planner cannot describe, rows whose length nothing tells, or where no plan fits.
+    """
+    if not _is_mapped(getattr(dataloader, "dataset", None)):
+        raise PlanError("the dataset is a stream, which does not tell how long a row is")
+    found = _search(model, rows, _length(dataloader), 1, ToDistributedConfig(), device)  # type: ignore[arg-type]
+    choice = found.choices[0]
+    speed = choice.tokens_per_second * found.cluster.gpus
+    return "\n".join([*_lines(found, choice, type(model).__name__)[:2], f"  expected: {speed:,.0f} tokens/s in all"])
+
+
+def device_at_hand(device: torch.device) -> Device:
+    """The catalogue's figures of this process's device, or of the nearest one that it has."""
+    return _cluster(device, 1, None).device

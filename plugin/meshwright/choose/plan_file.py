@@ -1,0 +1,163 @@
+"""A plan as a small YAML file that people can read and change, and as the line that launchers hand to programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.errors import PlanError
+from meshwright.plan_text import is_plan_text, parse_plan
+from meshwright.planner.candidate import Candidate
+
+PLAN_VERSION = 1
+PLAN_VARIABLE = (
+    "MESHWRIGHT_PLAN"  # of the environment: a launcher's plan: its words, a line of JSON or the path of a file
+)
+
+_FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
+
+
+def plan_fields(plan: Candidate) -> dict[str, Any]:
+    """Return the keyword arguments that make the runtime's ``ParallelPlan`` of a candidate.
+
+    What the runtime has no word for yet is named too, so that a plan made ahead is refused, not run as another.
+
+    Example:
+        >>> plan_fields(Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2))["dp"]
+        4
+    """
+    fields: dict[str, Any] = {
+        "dp": plan.dp,
+        "tp": plan.tp,
+        "cp": plan.cp,
+        "pp": plan.pp,
+        "sequence_parallel": plan.sequence_parallel,
+        "zero_stage": plan.zero_stage,
+        "micro_batch_size": plan.micro_batch,
+        "recompute": plan.recompute,
+    }
+    if plan.cp > 1:
+        fields["context"] = "ring" if plan.ring else "ulysses"
+    if plan.interleave > 1:
+        fields["interleave"] = plan.interleave
+    if plan.replicate > 1 and plan.zero_stage:
+        fields["replicate"] = plan.replicate
+    if plan.recomputed is not None:
+        fields["recomputed_layers"] = plan.recomputed
+    return fields
+
+
+def runnable_fields(plan: Candidate) -> dict[str, Any]:
+    """Return the arguments of ``ParallelPlan`` for a candidate that this version runs.
+
+    Example:
+        >>> runnable_fields(Candidate(replicate=2, micro_batch=4))["micro_batch_size"] is None
+        True
+    """
+    assert plan.runs_today
+    return {**plan_fields(plan), "micro_batch_size": plan.micro_batch if plan.accumulation > 1 else None}
+
+
+def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
+    """Write a plan.
+
+    Args:
+        plan: the plan.
+        path: the file to write.
+        comment: lines that say where it comes from.
+
+    Raises:
+        PlanError: a directory that is not there, or a file that cannot be written.
+    """
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    lines.append(f"version: {PLAN_VERSION}")
+    lines += [f"{key}: {json.dumps(value)}" for key, value in plan_fields(plan).items()]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise PlanError(f"--save {path}: {error.strerror}; name another file") from None
+
+
+def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of a plan file, its version checked and left out.
+
+    Raises:
+        PlanError: no such file, one that is not YAML's ``key: value``, or another version.
+    """
+    try:
+        content = Path(path).read_text()
+    except FileNotFoundError:
+        raise PlanError(
+            f"{path}: no such plan; write one with meshwright plan --save, or give the plan in words: "
+            "plan='dp2 tp2+sp zero1'"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            f"{path} cannot be read as a plan file ({error}); write one with meshwright plan --save"
+        ) from None
+    return _fields_in(content, str(path))
+
+
+def fields_of_text(text: str, source: str) -> dict[str, Any]:
+    """Return the fields that a string gives: a plan's words, a dict in JSON or YAML, or the path of a plan file.
+
+    Args:
+        text: the string.
+        source: where it comes from, for messages.
+
+    Raises:
+        PlanError: none of them.
+
+    Example:
+        >>> fields_of_text("dp2 zero1", "plan"), fields_of_text('{"tp":2}', "plan")
+        ({'dp': 2, 'zero_stage': 1}, {'tp': 2})
+    """
+    if text.lstrip().startswith("{"):
+        return _fields_in(text, source)
+    if not text.strip() or is_plan_text(text):
+        return parse_plan(text, source)
+    return read_plan(text)
+
+
+def plan_line(fields: Mapping[str, Any]) -> str:
+    """Return a plan as one line of JSON, which reaches every process of every machine without a shared file.
+
+    Args:
+        fields: those of ``ParallelPlan``.
+
+    Example:
+        >>> plan_line({"dp": 2, "tp": 2})
+        '{"version": 1, "dp": 2, "tp": 2}'
+    """
+    return json.dumps({"version": PLAN_VERSION, **fields})
+
+
+def launched_plan() -> dict[str, Any] | None:
+    """Return the fields of the plan in the environment (``MESHWRIGHT_PLAN``); None where there is none.
+
+    Raises:
+        PlanError: neither a plan's words, a line of JSON nor the path of a plan file, or of another version.
+    """
+    text = os.environ.get(PLAN_VARIABLE, "").strip()
+    return fields_of_text(text, PLAN_VARIABLE) if text else None
+
+
+def _fields_in(content: str, source: str) -> dict[str, Any]:
+    """The fields of a YAML mapping, of which JSON is a part."""
+    try:
+        fields = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        raise PlanError(f"{source}: {line}{getattr(error, 'problem', None) or error}; {_FORM}") from None
+    if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
+        raise PlanError(f"{source}: {fields!r} is not 'key: value'; {_FORM}")
+    version = fields.pop("version", PLAN_VERSION)  # by hand one need not write it
+    if version != PLAN_VERSION:
+        raise PlanError(f"{source}: a plan of version {version}, and this is version {PLAN_VERSION}; plan again")
+    return fields

@@ -1,0 +1,262 @@
+"""``deferred_init``: build a module whose parameters' memory is not allocated, and remember how to fill it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+
+from meshwright.construct.init_recording import Tape, Window, reserve
+
+_ATTRIBUTE = "_meshwright_recipe"
+_EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How to compute one deferred tensor.
+
+    Args:
+        tape: what was recorded.
+        window: where on the tape the tensor lies.
+        version: of the tensor when recording ended; a later in-place change would be lost.
+    """
+
+    tape: Tape
+    window: Window
+    version: int = 0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether anything initialised the tensor."""
+        return self.tape.is_written(self.window)
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """Whether the tensor is as recording left it; only its dtype may have changed."""
+        return tensor._version == self.version and tuple(tensor.shape) == self.window.size
+
+    def compute(self, dtype: torch.dtype) -> Tensor:
+        """The whole tensor, on the CPU."""
+        return self.tape.replay(self.window).to(dtype)
+
+
+def recipe_of(tensor: Tensor) -> Recipe | None:
+    """The recipe that ``deferred_init`` left on a parameter."""
+    return getattr(tensor, _ATTRIBUTE, None)
+
+
+def forget_recipe(tensor: Tensor) -> None:
+    """Let go of a parameter's recipe: it has its values."""
+    vars(tensor).pop(_ATTRIBUTE, None)
+
+
+@contextlib.contextmanager
+def deferred_init() -> Iterator[None]:
+    """Build a model without allocating its weights; ``to_distributed`` then allocates each rank's shard only.
+
+    Inside, random numbers are drawn as they would be without it, and thrown away: afterwards the
+    generators stand where they would, and the weights that ``to_distributed`` makes equal to the bit
+    those of a model built in one process with the same seed. After the block the parameters are on the
+    meta device. Buffers, and parameters made from values (``torch.ones(n)``), are real throughout.
+
+    Initialise inside the block: a change of the weights after it is an error in ``to_distributed``.
+    ``parameter.data = values`` after the block, and weights drawn on another device than the CPU,
+    are not deferred.
+
+    Example::
+
+        torch.manual_seed(0)
+        with mw.deferred_init():
+            model = LlamaForCausalLM(config)
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=...)
+    """
+    with record(Tape()):
+        yield
+
+
+@contextlib.contextmanager
+def record(tape: Tape) -> Iterator[Recorder]:
+    """Record on a tape inside; at the end the deferred parameters get their recipes."""
+    recorder = Recorder(tape)
+    hook = register_module_parameter_registration_hook(recorder.register)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        hook.remove()
+    recorder.finish()
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the operations on deferred tensors from running, and records them.
+
+    A deferred tensor is an ordinary CPU tensor over memory that is reserved and never touched, rather
+    than one on the meta device, on which torch's and users' initialisers return without a draw.
+    """
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.tape = tape
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # address -> number on the tape
+        # Weak references keep the addresses from being used again, but not the memory.
+        self._untouched: dict[int, StorageWeakRef] = {}
+
+    def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """Defer a parameter that is being registered, if nobody has given it values."""
+        if type(parameter) is not nn.Parameter or (address := _address(parameter)) is None:
+            return  # a subclass may hold more than a tensor on the meta device would
+        if self._untouched.pop(address, None) is not None:
+            self._defer(parameter.untyped_storage())
+        if address in self._storages:
+            self._parameters[id(parameter)] = parameter
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """A deferred tensor of the same form."""
+        window = _window(tensor, -1)
+        storage = reserve(window.num_bytes)
+        self._defer(storage)
+        return window.on(storage)
+
+    def is_written(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor has values, or a record of how to compute them."""
+        return not self._is_deferred(tensor) or self.tape.is_written(self._window(tensor))  # type: ignore[arg-type]
+
+    def finish(self) -> None:
+        """Move the deferred parameters to the meta device, and fill whatever else still uses their memory."""
+        for parameter in self._parameters.values():
+            if self._is_deferred(parameter):  # its .data may have been replaced by real values
+                window = self._window(parameter)
+                meta = nn.Parameter(_on_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+                meta.__dict__.update(parameter.__dict__)
+                # Where something holds on to its tensor (an LSTM's flat weights) it stays real, and is filled below.
+                with contextlib.suppress(RuntimeError):
+                    torch.utils.swap_tensors(parameter, meta)
+                    setattr(parameter, _ATTRIBUTE, Recipe(self.tape, window, parameter._version))
+                del meta
+        self._parameters.clear()
+        numbers = {number: StorageWeakRef(storage) for number, storage in self._storages.values()}
+        self._storages.clear()
+        for number, reference in numbers.items():
+            if not reference.expired():
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                window = Window(number, (storage.nbytes(),), (1,), 0, torch.uint8)
+                if self.tape.is_written(window):
+                    window.on(storage).copy_(self.tape.replay(window))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _only_looks(func):
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_cpu = _device(args, kwargs).type == "cpu"
+        if func._schema.name in _EMPTY:
+            return self._empty(func, args, kwargs) if is_cpu else func(*args, **kwargs)
+        if any(self._is_deferred(x) for x in tensors):
+            return self._record(func, args, kwargs, is_recordable=is_cpu)
+        for x in tensors:
+            self._untouched.pop(_address(x), None)  # type: ignore[arg-type]
+        return func(*args, **kwargs)
+
+    def _empty(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """A new tensor without values; deferred if it is made like one that is."""
+        is_like_deferred = bool(args) and self._is_deferred(args[0])
+        form = func(*args, **{**kwargs, "device": torch.device("meta")})
+        if kwargs.get("pin_memory") or form.layout is not torch.strided:
+            return func(*args, **kwargs)
+        if is_like_deferred:
+            return self.adopt(form)
+        window = _window(form, -1)
+        tensor = window.on(reserve(window.num_bytes))
+        self._untouched[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    def _record(self, func: Any, args: Any, kwargs: Any, *, is_recordable: bool) -> Any:
+        written = _written(func, args, kwargs)
+        fresh = sum(value.alias_info is None for value in func._schema.returns)
+        gives_values = any("Tensor" not in str(value.type) for value in func._schema.returns)
+        if gives_values or (written and fresh) or not is_recordable or not all(map(self._is_deferred, written)):
+            return self._compute(func, args, kwargs, written)
+        try:
+            args_, kwargs_ = tree_map_only(Tensor, _on_meta, tree_map_only(Generator, lambda _: None, (args, kwargs)))
+            form = func(*args_, **({**kwargs_, "device": torch.device("meta")} if "device" in kwargs_ else kwargs_))
+        except (NotImplementedError, RuntimeError):
+            # No rule for the result's shape, or it depends on values. If the call is wrong, it fails here.
+            return self._compute(func, args, kwargs, written)
+        arguments = tree_map_only(Tensor, self._window_or_value, (args, kwargs))
+        if written:
+            self.tape.record(func, arguments, [self._window(x) for x in written])
+            return form if form is None else written[0] if isinstance(form, Tensor) else tuple(written)
+        made = {id(x): self.adopt(x) for x in tree_iter(form) if isinstance(x, Tensor)}
+        self.tape.record(func, arguments, (), [self._window(x) for x in made.values()])
+        return tree_map(lambda x: made.get(id(x), x), form)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+        """Run an operation now, on values that are computed for it and then forgotten."""
+        deferred = {id(x): x for x in tree_iter((args, kwargs)) if self._is_deferred(x)}
+        values = {key: self.tape.replay(self._window(x)) for key, x in deferred.items()}
+        args_, kwargs_ = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
+        result = func(*args_, **kwargs_)
+        for x in written:
+            if id(x) in values:
+                arguments: Any = ((self._window(x), values[id(x)]), {})
+                self.tape.record(torch.ops.aten.copy_.default, arguments, [self._window(x)])
+        originals = {id(value): deferred[key] for key, value in values.items()}
+        return tree_map(lambda x: originals.get(id(x), x), result)
+
+    def _defer(self, storage: torch.UntypedStorage) -> None:
+        self._storages[storage._cdata] = (self.tape.add_storage(storage.nbytes()), storage)
+
+    def _is_deferred(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and _address(x) in self._storages
+
+    def _window(self, x: Tensor) -> Window:
+        return _window(x, self._storages[x.untyped_storage()._cdata][0])
+
+    def _window_or_value(self, x: Tensor) -> Tensor | Window:
+        return self._window(x) if self._is_deferred(x) else x
+
+
+def _address(x: Tensor) -> int | None:
+    """What tells a CPU tensor's storage from all others that are alive."""
+    return x.untyped_storage()._cdata if x.device.type == "cpu" and x.layout is torch.strided else None
+
+
+def _device(args: Any, kwargs: Any) -> torch.device:
+    """Where an operation's result goes."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    return args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
+
+
+def _only_looks(func: Any) -> bool:
+    """Whether an operator makes views of its arguments, and touches no values."""
+    if torch.Tag.inplace_view in func.tags:
+        return True
+    aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            found += [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _window(x: Tensor, storage: int) -> Window:
+    return Window(storage, tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype)
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

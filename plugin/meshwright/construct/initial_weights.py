@@ -1,0 +1,225 @@
+"""Where each rank's shard of each weight comes from: the model itself, a recipe, or a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.checkpoint.safetensors_file import memory_of
+from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
+from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of
+from meshwright.construct.init_recording import Tape
+from meshwright.construct.rebuild_from_config import build_twin, meta_tensors
+from meshwright.errors import PlanError, UninitialisedParameterError
+from meshwright.faults.memory_digest import memory_digest
+from meshwright.faults.together import take_from_first
+from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.row_layout import RowLayout
+from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
+
+
+@dataclass(frozen=True)
+class NewTensors:
+    """What this rank is to hold of a model: shards, and (dict, key, values) of the tensors beside the parameters."""
+
+    shards: Shards
+    buffers: list[tuple[dict[str, Any], str, Tensor]]
+
+    def attach(self, model: nn.Module) -> None:
+        """Put everything in its place; see ``attach_shards``."""
+        for owner, name, values in self.buffers:
+            owner[name] = values
+        attach_shards(model, self.shards)
+        for parameter in model.parameters():
+            forget_recipe(parameter)
+
+
+@dataclass
+class InitialWeights:
+    """The sources of the tensors whose values are not, or not to stay, in the model; keyed by ``id``.
+
+    Args:
+        files: the checkpoint, if any.
+        names: tensors to read from the checkpoint -> their name there.
+        recipes: deferred parameters -> how to compute them.
+        values: tensors on the meta device -> their values, where those are small enough to be there.
+    """
+
+    files: WeightFiles | None = None
+    names: dict[int, str] = field(default_factory=dict)
+    recipes: dict[int, Recipe] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def find(model: nn.Module, source: WeightSource | None) -> InitialWeights:
+        """Find a source for everything that has no values; the model is not changed.
+
+        Args:
+            model: materialised, deferred, or on the meta device.
+            source: a checkpoint (see ``WeightFiles.open``), from which all parameters are then read.
+
+        Raises:
+            CheckpointError: for a checkpoint that is unsound or not this model's.
+            UninitialisedParameterError: naming every tensor that nothing initialises.
+            PlanError: for a model on the meta device that its config does not describe.
+        """
+        weights = InitialWeights()
+        if source is not None:
+            weights.files = WeightFiles.open(source)
+            weights.names = weights.files.names_for(model)
+        for name, parameter in model.named_parameters():
+            recipe = recipe_of(parameter)
+            if parameter.is_meta and recipe is not None and id(parameter) not in weights.names:
+                _check_current(name, parameter, recipe)
+                weights.recipes[id(parameter)] = recipe
+        if lacking := weights._lacking(model):
+            are_drawn = any(isinstance(x, nn.Parameter) for x in lacking.values())
+            weights._take_from(build_twin(model, draws=are_drawn), lacking)
+        if empty := [
+            *weights._lacking(model),
+            *(
+                n
+                for n, p in model.named_parameters()
+                if id(p) in weights.recipes and not weights.recipes[id(p)].is_written
+            ),
+        ]:
+            raise UninitialisedParameterError(sorted(empty))
+        return weights
+
+    def make(
+        self,
+        model: nn.Module,
+        layouts: dict[str, Any],
+        axis: Axis,
+        device: torch.device,
+        keep: Keep = lambda _, shard: shard,
+    ) -> NewTensors:
+        """Compute and read everything that this rank is to hold; the model is not changed."""
+        source = functools.partial(self._shard, rank=axis.rank)
+        if self.files is None:
+            return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
+        with self.files.progress as progress:
+            progress.start(self._bytes_to_read(model, layouts, axis))
+            return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
+
+    def _shard(self, parameter: nn.Parameter, rows: RowLayout, rank: int) -> Tensor | None:
+        if self.files is not None and id(parameter) in self.names:
+            return self.files.read(self.names[id(parameter)], rows, rank, parameter.dtype)
+        if id(parameter) in self.recipes:
+            full = self.recipes[id(parameter)].compute(parameter.dtype)
+        elif id(parameter) in self.values:
+            full = self.values[id(parameter)].to(parameter.dtype)
+        else:
+            return None
+        return full if rows.is_replicated else rows.take(full, rank)
+
+    def _buffers(self, model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+        found: list[tuple[dict[str, Any], str, Tensor]] = []
+        for module in model.modules():
+            for owner in (module._buffers, vars(module)):
+                for name, tensor in owner.items():
+                    if not isinstance(tensor, Tensor):
+                        continue
+                    if self.files is not None and id(tensor) in self.names:
+                        whole = RowLayout.replicated(1, 1)
+                        found.append((owner, name, self.files.read(self.names[id(tensor)], whole, 0, tensor.dtype)))
+                    elif tensor.is_meta:
+                        found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
+        return found
+
+    def _bytes_to_read(self, model: nn.Module, layouts: dict[str, Any], axis: Axis) -> int:
+        assert self.files is not None
+        total = 0
+        for name, parameter in model.named_parameters():
+            num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
+            rows = layouts[name].rows if name in layouts else None
+            total += num_bytes if rows is None else num_bytes * rows.real_rows(axis.rank) // max(rows.size, 1)
+        return total
+
+    def _own_tensors(self, model: nn.Module) -> list[Tensor]:
+        """The real tensors that the model starts from."""
+        found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
+        return [*found, *self.values.values()]
+
+    def equalise(self, model: nn.Module, tp: Axis, dp: Axis, device: torch.device) -> bool:
+        """Give every rank the first rank's weights where they differ, for example for want of a seed.
+
+        Returns:
+            Whether any rank's differed.
+
+        Raises:
+            PlanError: where the ranks did not build the same model.
+        """
+        if tp.size * dp.size == 1:
+            return False
+        differ = self._equalise_draws(device)
+        if tensors := [t.detach() for t in self._own_tensors(model)]:
+            digest = torch.stack([memory_digest(t) for t in tensors]).to(device)
+            ranks = all_gather(all_gather(digest[None], tp), dp)
+            if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
+                differ = True
+                for tensor in tensors:
+                    take_from_first(tensor, device)
+        return differ
+
+    def _equalise_draws(self, device: torch.device) -> bool:
+        """Make the recipes of all ranks those of rank 0; whether any rank's differed.
+
+        Raises:
+            PlanError: where the ranks did not build the same model.
+        """
+        tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
+        form = [len(self.recipes), len(self.values), sorted(self.names.values()), *(tape.form() for tape in tapes)]
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, (form, _digest(tapes)))
+        if others := [rank for rank, (other, _) in enumerate(digests) if other != digests[0][0]]:
+            raise PlanError(
+                f"rank(s) {', '.join(map(str, others))} built another model than rank 0, or pass another "
+                "ToDistributedConfig.weights: the weights are initialised in other ways, or come from other places"
+            )
+        if all(digest == digests[0][1] for _, digest in digests):
+            return False
+        for tape in tapes:
+            for tensor in (*tape.states, *tape.constants()):
+                take_from_first(tensor, device)
+        return True
+
+    def _lacking(self, model: nn.Module) -> dict[str, Tensor]:
+        """The tensors on the meta device without a source, by name."""
+        found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_meta}
+        for name, module in model.named_modules():
+            found |= {f"{name}.{key}".lstrip("."): x for key, x in meta_tensors(module).items()}
+        sources = self.names.keys() | self.recipes.keys() | self.values.keys()
+        return {name: x for name, x in found.items() if id(x) not in sources}
+
+    def _take_from(self, twin: nn.Module, lacking: dict[str, Tensor]) -> None:
+        for name, tensor in lacking.items():
+            owner_name, _, attribute = name.rpartition(".")
+            made = getattr(twin.get_submodule(owner_name), attribute, None)
+            if isinstance(made, Tensor) and made.shape == tensor.shape:
+                if (recipe := recipe_of(made)) is not None:
+                    self.recipes[id(tensor)] = recipe
+                elif not made.is_meta:
+                    self.values[id(tensor)] = made.detach()
+
+
+def _check_current(name: str, parameter: Tensor, recipe: Recipe) -> None:
+    if not recipe.is_current(parameter):
+        raise PlanError(
+            f"{name} was changed after meshwright.deferred_init() ended, where its values do not exist yet; "
+            "move the change into the block"
+        )
+
+
+def _digest(tapes: list[Tape]) -> str:
+    digest = hashlib.sha256()
+    for tape in tapes:
+        for tensor in (*tape.states, *tape.constants()):
+            digest.update(memory_of(tensor))
+    return digest.hexdigest()

@@ -1,0 +1,112 @@
+"""Recipes for a model that torch's own meta context built: a second one, recorded while it initialises itself."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.construct.deferred_init import record
+from meshwright.construct.init_recording import Tape
+from meshwright.errors import PlanError
+
+
+def build_twin(model: nn.Module, *, draws: bool) -> nn.Module:
+    """A module with the names of ``model``, its weights deferred and its buffers real.
+
+    A model that is built from its ``.config`` (as transformers' are) is built again, so the weights are
+    those that one process would have drawn from the present seed. Any other is copied, and the
+    ``reset_parameters`` of its modules run in the order of ``modules()``.
+
+    Args:
+        model: built on the meta device.
+        draws: False where no weight will be drawn, so that the generators need not move.
+
+    Raises:
+        PlanError: where the configuration builds something else.
+    """
+    if _is_built_from_config(model):
+        twin = _from_config(model, draws)
+        _check_same_form(model, twin)
+        return twin
+    return _reset_copy(model, draws)
+
+
+def _is_built_from_config(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(type(model), "config_class"):
+        return False
+    required = [
+        parameter
+        for parameter in inspect.signature(type(model)).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    return len(required) == 1
+
+
+def _from_config(model: Any, draws: bool) -> nn.Module:
+    dtype = next((p.dtype for p in model.parameters() if p.is_meta and p.is_floating_point()), None)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or previous)
+    try:
+        with torch.device("cpu"), record(Tape(draws)):
+            return type(model)(copy.deepcopy(model.config))
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _check_same_form(model: nn.Module, twin: nn.Module) -> None:
+    ours = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    built = {name: tuple(p.shape) for name, p in twin.named_parameters(remove_duplicate=False)}
+    if differing := sorted(name for name in ours.keys() | built.keys() if ours.get(name) != built.get(name)):
+        shown = "\n  ".join(f"{n}: {ours.get(n)} in the model, {built.get(n)} from its config" for n in differing[:20])
+        raise PlanError(
+            f"{type(model).__name__} is on the meta device, and its config builds another model; {len(differing)} "
+            f"parameter(s) differ:\n  {shown}\nBuild and change it under meshwright.deferred_init() instead"
+        )
+
+
+def _reset_copy(model: nn.Module, draws: bool) -> nn.Module:
+    twin = copy.deepcopy(model)
+    with torch.no_grad(), record(Tape(draws)) as recorder:
+        deferred: dict[int, Tensor] = {}
+
+        def defer(tensor: Tensor | None) -> Any:
+            if tensor is None or not tensor.is_meta:
+                return tensor
+            if id(tensor) not in deferred:
+                values = recorder.adopt(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                deferred[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+            return deferred[id(tensor)]
+
+        metas = {name: x for name, x in twin.named_buffers() if x.is_meta}
+        modules = [m for m in twin.modules() if any(x.is_meta for x in (*_own(m._parameters), *_own(m._buffers)))]
+        for module in modules:
+            for name, parameter in list(module._parameters.items()):
+                module.register_parameter(name, defer(parameter))
+            module._buffers.update({name: defer(buffer) for name, buffer in module._buffers.items()})
+        for module in modules:
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+        for name, buffer in metas.items():
+            owner, _, suffix = name.rpartition(".")
+            buffers = twin.get_submodule(owner)._buffers
+            if not recorder.is_written(buffers[suffix]):
+                buffers[suffix] = buffer
+    return twin
+
+
+def _own(tensors: dict[str, Any]) -> list[Tensor]:
+    return [x for x in tensors.values() if x is not None]
+
+
+def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a module keeps on the meta device beside its parameters, by attribute."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return {name: x for name, x in {**module._buffers, **plain}.items() if x is not None and x.is_meta}

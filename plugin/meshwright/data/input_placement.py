@@ -1,0 +1,233 @@
+"""Which input of a batch belongs on which mesh, and how it is laid out there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from meshwright.data.global_batches import Portion, Sharing
+from meshwright.data.nested import is_dense, kind_of, map_tensors, take_rows
+from meshwright.mesh.process_mesh import ProcessMesh
+from meshwright.parallel.collectives import Axis
+from meshwright.resharding.layouts import process_mesh
+from meshwright.resharding.move import wrap
+
+ShardDim = str | int | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where one input goes.
+
+    Args:
+        mesh: its ranks.
+        axis: the name of the axis that shards its rows; None to replicate it.
+    """
+
+    mesh: ProcessMesh
+    axis: str | None
+
+    @property
+    def axis_size(self) -> int:
+        return 1 if self.axis is None else self.mesh.axis_size(self.axis)
+
+
+Targets = Target | list[Any]  # of Targets, for an input that is a list itself
+
+
+def match_targets(meshes: Any, shard_dims: Any, *, is_dataset_splitted: bool = False) -> list[Targets]:
+    """The target of every input, or one for all of them.
+
+    Args:
+        meshes: a mesh, or a list of them, whose entries may be lists for inputs that are lists.
+        shard_dims: an axis by name or index for all meshes, or a list like ``meshes``; None to replicate.
+        is_dataset_splitted: whether the rows are split already, along ``shard_dims``.
+
+    Raises:
+        ValueError: no mesh; lists of different length; an unknown axis; a rank in two different meshes; a split
+            dataset without ``shard_dims``.
+
+    Example:
+        >>> match_targets(ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]), "dp")[0].axis_size
+        2
+    """
+    entries = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
+    if not entries:
+        raise ValueError("meshes is empty; pass a ProcessMesh, or one for each input")
+    if is_dataset_splitted and shard_dims is None:
+        raise ValueError(
+            "is_dataset_splitted=True says that the ranks hold different rows, and shard_dims=None that they hold the "
+            "same; set shard_dims to the axis along which the dataset was split"
+        )
+    targets = _match(entries, shard_dims)
+    distinct = list(dict.fromkeys(target.mesh for target in flat(targets)))
+    for number, mesh in enumerate(distinct):
+        for other in distinct[number + 1 :]:
+            if shared := sorted(set(mesh.ranks) & set(other.ranks)):
+                raise ValueError(
+                    f"ranks {shared} are in two different meshes, and would have to read two different sets of rows:\n"
+                    f"{mesh}\nand\n{other}\nUse one mesh for both inputs, or meshes without common ranks"
+                )
+    return targets
+
+
+def flat(targets: Targets) -> list[Target]:
+    """The targets without their nesting."""
+    if isinstance(targets, Target):
+        return [targets]
+    return [target for entry in targets for target in flat(entry)]
+
+
+def _match(entries: Sequence[Any], shard_dims: Any) -> list[Targets]:
+    dims = list(shard_dims) if isinstance(shard_dims, list | tuple) else [shard_dims] * len(entries)
+    if len(dims) != len(entries):
+        raise ValueError(
+            f"shard_dims has {len(dims)} entries for {len(entries)} meshes; pass one for each, or a single one for all"
+        )
+    matched: list[Targets] = []
+    for entry, dim in zip(entries, dims, strict=True):
+        if isinstance(entry, list | tuple):
+            matched.append(_match(entry, dim))
+        else:
+            mesh = process_mesh(entry)
+            matched.append(Target(mesh, _axis_name(mesh, dim)))
+    return matched
+
+
+def _axis_name(mesh: ProcessMesh, dim: Any) -> str | None:
+    if dim is None:
+        return None
+    if isinstance(dim, str) and dim in mesh.dim_names:
+        return dim
+    if isinstance(dim, int) and not isinstance(dim, bool) and -mesh.ndim <= dim < mesh.ndim:
+        return mesh.dim_names[dim]
+    raise ValueError(f"shard_dims={dim!r} is no axis of the mesh, whose axes are {mesh.dim_names}:\n{mesh}")
+
+
+class Placer:
+    """Turns what a rank has read into a batch whose every input is on its mesh.
+
+    Args:
+        targets: of the inputs; a single one goes for all.
+        input_keys: of a dict batch, the inputs that ``targets`` speak of; None for all of its keys.
+        share: which rows of a batch a rank takes.
+        as_dtensors: give DTensors; else this rank's tensors, and None for an input on other ranks.
+        device_type: of the DTensors.
+    """
+
+    def __init__(
+        self,
+        targets: list[Targets],
+        input_keys: Sequence[str] | None,
+        share: Sharing,
+        *,
+        as_dtensors: bool,
+        device_type: str,
+    ):
+        if input_keys is not None and len(targets) > 1 and len(input_keys) != len(targets):
+            raise ValueError(
+                f"input_keys has {len(input_keys)} entries {list(input_keys)} for {len(targets)} meshes; name one "
+                "input for each mesh"
+            )
+        self._targets, self._input_keys, self._share = targets, input_keys, share
+        self._device_meshes: dict[ProcessMesh, DeviceMesh] = {}
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.as_dtensors = as_dtensors
+        # What was read for one and the same layout of all inputs is this rank's part of each already.
+        here = [target for target in flat(targets) if self._rank in target.mesh]
+        self._leaves_as_read = len(here) == len(flat(targets)) and len({target.axis for target in here}) == 1
+        if as_dtensors:
+            # Creating groups is collective, so that every rank does it here, in the order of the inputs.
+            for target in flat(targets):
+                self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
+
+    def place(self, batch: Any, portion: Portion) -> Any:
+        """The batch with its inputs on their meshes.
+
+        Args:
+            batch: this rank's rows.
+            portion: which of the global batch's they are.
+
+        Raises:
+            ValueError: its inputs do not fit the meshes, or it is of an unsupported type.
+        """
+        if isinstance(batch, Mapping):
+            keys = list(batch) if self._input_keys is None else list(self._input_keys)
+            if missing := [key for key in keys if key not in batch]:
+                raise ValueError(f"the batch has no input {missing[0]!r} of input_keys; its keys are {list(batch)}")
+            targets = self._targets_for(len(keys), f"inputs {keys}")
+            placed = {key: self._place(batch[key], targets[i], portion) for i, key in enumerate(keys)}
+            return {key: placed.get(key, value) for key, value in batch.items()}
+        if self._input_keys is not None:
+            raise ValueError(f"input_keys={list(self._input_keys)}, but the batch is a {type(batch).__name__}, no dict")
+        if isinstance(batch, Tensor):
+            return self._place(batch, self._targets[0], portion)  # the i-th input is on the i-th mesh
+        if isinstance(batch, list | tuple):
+            targets = self._targets_for(len(batch), f"{len(batch)} inputs")
+            inputs = [self._place(value, target, portion) for value, target in zip(batch, targets, strict=True)]
+            return type(batch)(*inputs) if hasattr(batch, "_fields") else type(batch)(inputs)
+        raise AssertionError(f"no batch: {type(batch).__name__}")
+
+    def inputs_of(self, batch: Any) -> Any:
+        """What of a batch the meshes speak of."""
+        if self._input_keys is None or not isinstance(batch, Mapping):
+            return batch
+        return {key: batch[key] for key in self._input_keys if key in batch}
+
+    def _targets_for(self, count: int, what: str) -> list[Targets]:
+        if len(self._targets) == 1:
+            return self._targets * count
+        if len(self._targets) != count:
+            raise ValueError(f"the batch has {what}, and there are {len(self._targets)} meshes; pass one for each")
+        return self._targets
+
+    def _place(self, value: Any, targets: Targets, portion: Portion) -> Any:
+        if isinstance(targets, Target):
+            if self._leaves_as_read and not self.as_dtensors:
+                return value
+            return map_tensors(value, self._on(targets, portion))
+        if not isinstance(value, list | tuple) or len(value) != len(targets):
+            got = f"{len(value)} values" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+            raise ValueError(f"an input has a list of {len(targets)} meshes and must be a list as long, got {got}")
+        return type(value)(self._place(item, target, portion) for item, target in zip(value, targets, strict=True))
+
+    def _on(self, target: Target, portion: Portion) -> Callable[[Tensor], Any]:
+        def place(x: Tensor) -> Any:
+            if self.as_dtensors and not is_dense(x):
+                raise ValueError(
+                    f"an input of the batch is a {kind_of(x)} tensor, which cannot be the rows of a DTensor; return "
+                    "x.to_dense() from collate_fn, set output='local', or name the other inputs in input_keys, which "
+                    "leaves this one as it is"
+                )
+            has_rows = x.ndim > 0 and x.shape[0] == portion.held
+            is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_replicated
+            is_sharded &= target.axis is not None
+            if is_sharded and portion.is_whole and self._rank in target.mesh:
+                if not self.as_dtensors and portion.total % target.axis_size:
+                    raise ValueError(
+                        f"a batch of {portion.total} rows does not divide over axis {target.axis!r} of size "
+                        f"{target.axis_size}, and other inputs are laid out in another way, so that no weight makes up "
+                        "for it; use output='dtensor', or set drop_last=True"
+                    )
+                share = self._share(portion.total, self._axis_of(target))
+                x = take_rows(x, slice(share.low, share.high))
+            if not self.as_dtensors:
+                return x if self._rank in target.mesh else None
+            mesh = target.mesh
+            shape = (portion.total, *x.shape[1:]) if has_rows else tuple(x.shape)
+            placements = [Shard(0) if is_sharded and name == target.axis else Replicate() for name in mesh.dim_names]
+            return wrap(x, self._device_meshes[mesh], placements, shape)
+
+        return place
+
+    def _axis_of(self, target: Target) -> Axis:
+        assert target.axis is not None
+        coordinate = target.mesh.coordinate(self._rank)
+        assert coordinate is not None
+        return Axis(target.axis, target.axis_size, coordinate[target.mesh.dim_names.index(target.axis)])

@@ -1,0 +1,71 @@
+"""Which reader fits a loader."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from meshwright.config import LoaderOptions
+from meshwright.data.global_batches import Sharing
+from meshwright.data.peers import Peers
+from meshwright.data.readers.base import Reader
+from meshwright.data.readers.map_style import MapReader
+from meshwright.data.readers.split import SplitReader
+from meshwright.data.readers.stream_shards import StreamReader, has_shards, stage_over_shards
+from meshwright.data.readers.whole_stream import WholeReader, is_stock
+from meshwright.data.sampler_order import split_by
+from meshwright.parallel.collectives import Axis
+
+logger = logging.getLogger(__name__)
+
+
+def make_reader(
+    loader: Any,
+    dp: Axis,
+    share: Sharing,
+    *,
+    readers: Peers,
+    is_dataset_splitted: bool,
+    has_dtensors: bool,
+    options: LoaderOptions,
+) -> Reader:
+    """The reader that fits a loader.
+
+    Raises:
+        ValueError: an empty dataset, one that is split without ``is_dataset_splitted``, or options that do not fit it.
+    """
+    if is_dataset_splitted:
+        own = _reader_of_whole(loader, Axis(dp.name), share, Peers(), options, may_stream=False)
+        drop_last = bool(getattr(loader, "drop_last", False))
+        return SplitReader(own, dp, drop_last=drop_last, needs_equal_rows=has_dtensors)
+    if what := split_by(loader):
+        raise ValueError(
+            f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
+            "plain DataLoader, or set is_dataset_splitted=True of shard_dataloader"
+        )
+    return _reader_of_whole(loader, dp, share, readers, options, may_stream=True)
+
+
+def _reader_of_whole(
+    loader: Any, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions, *, may_stream: bool
+) -> Reader:
+    name = options.fingerprint
+    if may_stream and has_shards(loader):
+        return StreamReader(loader, dp, share, {**options.of_stream, "name": name})
+    if options.shuffle:
+        raise ValueError(
+            "shuffle=True shuffles an iterable dataset with several numbered shards, and this loader has none; set "
+            "shuffle=True of its DataLoader, or shuffle the dataset itself"
+        )
+    if is_stock(loader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
+        return MapReader(loader, dp, share, seed=options.seed, name=name)
+    if is_stock(loader) and may_stream and dp.size > 1 and (stage := stage_over_shards(loader.dataset)):
+        logger.warning(
+            "the dataset's pipeline has a %s, which cannot be done shard by shard, so that every rank reads all of it "
+            "and resuming reads it again up to there; shuffle by LoaderOptions(shuffle=True) instead of shuffle(), and "
+            "select rows before streaming",
+            stage,
+        )
+    return WholeReader(loader, dp, share, readers=readers, name=name)

@@ -1,0 +1,210 @@
+"""Reading a map-style dataset: this rank's indices of every global batch, from any sample on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Generator
+from torch.utils.data import DataLoader
+
+from meshwright.data.epoch_order import InOrder, Order
+from meshwright.data.fingerprint import fingerprint
+from meshwright.data.global_batches import Portion, Sharing
+from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.sampler_order import Batches, Sampling
+from meshwright.parallel.collectives import Axis
+
+
+class MapReader:
+    """Reads by index, in the order of the user's sampler.
+
+    A state is a number of samples, so that it holds on any number of ranks and workers and with any batch size.
+
+    Args:
+        loader: the user's, over a map-style dataset.
+        dp: this rank's place among those that read different rows.
+        share: which rows of a batch it takes.
+        seed: of the shuffling, instead of the loader's generator.
+        name: of the dataset, instead of its fingerprint.
+
+    Raises:
+        ValueError: the dataset is empty.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], dp: Axis, share: Sharing, *, seed: int | None = None, name: str | None = None
+    ):
+        if len(loader.dataset) == 0:  # type: ignore[arg-type]
+            raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
+        self.position = Position()
+        self.dropped = 0
+        self.least: int | None = None  # rows of the smallest batch of the epoch under way
+        self._sampling = Sampling(loader, seed)
+        self._fingerprint = fingerprint(loader.dataset) if name is None else name
+        self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
+        self._user_loader, self._dp, self._share = loader, dp, share
+        self._indices = _RankIndices(dp, share, self._sampling.exhaust)
+        self._generator = Generator()
+        self._inner: DataLoader[Any] | None = None
+        self._order: int | None = None  # a digest of the epoch that a sampler of the user's drew
+
+    def __len__(self) -> int:
+        return len(self._sampling)
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._sampling.batch_size
+
+    @property
+    def seed(self) -> int | None:
+        return self._sampling.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._sampling.seed = seed
+
+    @property
+    def generator(self) -> Generator | None:
+        """What says the orders, unless torch's random state does."""
+        return self._sampling.generator
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self._sampling.is_repeatable
+
+    def describe(self) -> dict[str, str]:
+        sampling = self._sampling
+        return {
+            "samples": str(sampling.length),
+            "order": sampling.kind,
+            "batch size": str(sampling.batch_size),
+            "drop_last": str(sampling.drop_last),
+            "has a generator or seed": str(sampling.generator is not None),
+        }
+
+    def draw(self) -> list[Any]:
+        return self._sampling.draw(self.position.epoch, self.position.samples)
+
+    @property
+    def follows_torch(self) -> bool:
+        return self._sampling.follows_torch
+
+    def read(self, draws: list[Any]) -> Iterator[Portion]:
+        position = self.position
+        order, batches = self._sampling.begin(draws, position.epoch)
+        self._check_order(draws)
+        self._indices.begin(order, batches, position.samples)
+        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
+        self.dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
+        rest = batches.after(position.samples)
+        for (start, rows), batch in zip(rest, self._loader(), strict=True):
+            share = self._share(rows, self._dp)
+            position.samples = start + rows
+            yield Portion.of(share, batch, rows)
+        position.finish()
+        self._sampling.finish()
+
+    def set_epoch(self, epoch: int) -> None:
+        place = (self.position.epoch, self.position.samples)
+        self.position.set_epoch(epoch)
+        if (self.position.epoch, self.position.samples) != place:
+            self._sampling.leave()
+        self._tell_epoch()
+
+    def skip(self, samples: int) -> None:
+        """Have the next iteration begin after the first samples of its epoch."""
+        if not self.position.is_fresh:
+            self._sampling.leave()
+            self.position.set_epoch(self.position.epoch + 1)
+        self.position.samples = min(samples, self._sampling.length)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "reader": "map",
+            "epoch": self.position.epoch,
+            "samples": self.position.samples,
+            "length": self._sampling.length,
+            "dataset": self._fingerprint,
+            "order": self._sampling.kind,
+            "seed": self._sampling.seed,
+            "drawn": self._order if self.position.samples else None,
+            **self._sampling.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        expected = {
+            "reader": "map",
+            "length": self._sampling.length,
+            "dataset": self._fingerprint,
+            "order": self._sampling.kind,
+            "seed": self._sampling.seed,
+        }
+        check_state(state, expected, f"sample k would be another one. {NAMED}")
+        self.position.load(state, self._sampling.length if self._sampling.kind != "listed" else None)
+        self._sampling.load(state)
+        self._order = state.get("drawn")
+        self._tell_epoch()
+
+    def _tell_epoch(self) -> None:
+        """Datasets and samplers of the user's may have an order of their own for each epoch."""
+        loader = self._user_loader
+        batch_sampler = loader.batch_sampler
+        for part in (loader.dataset, getattr(batch_sampler, "sampler", None), batch_sampler):
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(self.position.epoch)
+
+    def _check_order(self, draws: list[Any]) -> None:
+        """A sampler that drew another order would give other samples from here on."""
+        if self._sampling.kind != "listed":
+            return
+        drawn = zlib.crc32(repr(draws[1:]).encode())
+        if self.position.samples and self._order not in (None, drawn):
+            raise ValueError(
+                "the loader's sampler drew another order than it did in the epoch of the state, so the samples not yet "
+                "seen are not known; give it the same seed or state before the loop goes on"
+            )
+        self._order = drawn
+
+    def _loader(self) -> DataLoader[Any]:
+        """One for all epochs, whose workers may persist."""
+        if self._inner is None:
+            loader = self._user_loader
+            self._inner = DataLoader(
+                loader.dataset,
+                batch_sampler=self._indices,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                persistent_workers=loader.persistent_workers,
+                generator=self._generator,
+                **worker_options(loader),
+            )
+        return self._inner
+
+
+class _RankIndices:
+    """The batch sampler of the DataLoader that reads: this rank's indices.
+
+    Args:
+        exhaust: called when the sampler of one device would be at its end, which workers reach before the loop does.
+    """
+
+    def __init__(self, dp: Axis, share: Sharing, exhaust: Callable[[], None]):
+        self._dp, self._share, self._exhaust = dp, share, exhaust
+        self._order: Order = InOrder()
+        self._batches: Batches | None = None
+        self._samples = 0
+
+    def begin(self, order: Order, batches: Batches, samples: int) -> None:
+        self._order, self._batches, self._samples = order, batches, samples
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        assert self._batches is not None
+        for start, rows in self._batches.after(self._samples):
+            share = self._share(rows, self._dp)
+            if rows < self._batches.most:
+                self._exhaust()  # BatchSampler meets the end while it fills the last batch
+            yield self._order.take(start + share.low, start + share.high)
+        self._exhaust()

@@ -1,0 +1,128 @@
+"""Reading a dataset that the user has split: each rank its own part, with an end that all agree on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from meshwright.data.global_batches import Portion
+from meshwright.data.peers import Peers
+from meshwright.data.readers.base import VERSION, Position, Reader, check_state
+from meshwright.parallel.collectives import Axis
+
+logger = logging.getLogger(__name__)
+
+
+class SplitReader:
+    """Reads the loader as it is. The ranks tell each other at each step how many rows they have.
+
+    Its position counts batches, which all ranks take alike, where other readers count samples.
+
+    Args:
+        own: reads this rank's part; the axis it was given has one rank.
+        dp: the ranks that hold the other parts.
+        drop_last: stop all ranks where the first one's part ends.
+        needs_equal_rows: whether a batch must have as many rows on each rank.
+    """
+
+    def __init__(self, own: Reader, dp: Axis, *, drop_last: bool, needs_equal_rows: bool):
+        self.position = Position()
+        self.dropped = 0
+        self._own, self._dp = own, dp
+        self._drop_last, self._needs_equal_rows = drop_last, needs_equal_rows
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._own.batch_size
+
+    @property
+    def seed(self) -> None:
+        """Each rank's loader has its own."""
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        raise AssertionError("the ranks of a split dataset agree on no seed")
+
+    @property
+    def follows_torch(self) -> bool:
+        """Each rank has an order of its own, and a state is of all of them."""
+        return False
+
+    def describe(self) -> dict[str, str]:
+        return {"drop_last": str(self._drop_last), "batch size": str(self.batch_size)}
+
+    def draw(self) -> list[Any]:
+        return []
+
+    def read(self, draws: list[Any]) -> Iterator[Portion]:
+        self._own.position = Position(self.position.epoch, 0, is_fresh=False)
+        portions = islice(self._own.read(self._own.draw()), self.position.samples, None)
+        last: Portion | None = None
+        while True:
+            portion = next(portions, None)
+            rows = [count for (count,) in Peers((self._dp,)).gather(0 if portion is None else portion.total)]
+            total = sum(rows)
+            if total == 0 or self._must_stop(rows):
+                break
+            if portion is None:
+                if last is None:
+                    raise ValueError(f"the user's split left a rank without a single row: {self._said(rows)}")
+                portion = Portion(last.batch, total, last.held, 0)
+            last = Portion(portion.batch, total, portion.held, portion.counted)
+            self.position.samples += 1
+            yield last
+        self.position.finish()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.position.set_epoch(epoch)
+        self._own.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        place = {"epoch": self.position.epoch, "samples": self.position.samples}
+        return {"version": VERSION, "reader": "split", **place, **self._settings()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(
+            state,
+            {"reader": "split", **self._settings()},
+            "a dataset that was split by the user can only go on with the same split and settings",
+        )
+        if state.get("samples") and not self._own.is_repeatable:
+            raise ValueError(
+                "the loader of a split dataset is shuffled without a seed, so that its order cannot be gone back to; "
+                "give the DataLoader a generator, or pass the whole dataset without is_dataset_splitted"
+            )
+        self.position.load(state)
+        self._own.set_epoch(self.position.epoch)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"ranks": self._dp.size, "batch_size": self.batch_size}
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self._own.is_repeatable
+
+    def _said(self, rows: list[int]) -> str:
+        return ", ".join(f"{count} on rank {rank} of {self._dp.name}" for rank, count in enumerate(rows))
+
+    def _must_stop(self, rows: list[int]) -> bool:
+        """Whether some ranks have run dry, or have fewer rows than others, and nothing can make up for it."""
+        if all(rows) and (len(set(rows)) == 1 or not self._needs_equal_rows):
+            return False
+        if self._drop_last:
+            self.dropped = sum(rows)
+            if self._dp.rank == 0:
+                logger.warning("the parts are not equally long: the last batch is dropped, with %d rows", self.dropped)
+            return True
+        if self._needs_equal_rows:
+            raise ValueError(
+                f"step {self.position.samples}: the user's split gave a batch of other sizes to the ranks: "
+                f"{self._said(rows)}. A DTensor must have as many rows on each; set drop_last=True on the loaders, "
+                "output='local', or pass the whole dataset without is_dataset_splitted"
+            )
+        return False

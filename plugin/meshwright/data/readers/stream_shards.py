@@ -1,0 +1,169 @@
+"""Reading an iterable dataset whose shards can be shared out over ranks and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from meshwright.data.global_batches import Portion, Sharing, chunk_share
+from meshwright.data.nested import map_tensors
+from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.readers.whole_stream import is_stock
+from meshwright.data.shards import ShardedSource
+from meshwright.data.shuffling import WorkerSeeds
+from meshwright.data.stream import ShardedStream, gather_objects
+from meshwright.parallel.collectives import Axis
+
+# The stages of ``datasets`` that treat each row, or each batch of a shard's rows, by itself.
+STAGES_BY_ROW = {
+    "ExamplesIterable",
+    "ArrowExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "MappedExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+}
+
+
+class StreamReader:
+    """Reads a ShardedStream and collates its rows.
+
+    Args:
+        loader: the user's, over a dataset with numbered shards.
+        dp: this rank's place among those that read different rows.
+        share: which rows of a batch it takes.
+        options: of the ShardedStream: ``shuffle``, ``buffer_size``, ``seed``, ``lanes``.
+    """
+
+    def __init__(self, loader: DataLoader[Any], dp: Axis, share: Sharing, options: Mapping[str, Any]):
+        assert loader.batch_size is not None
+        self.position = Position()
+        self._loader, self._dp, self._share = loader, dp, share
+        self._worker_seeds, self._generator = WorkerSeeds.of(loader), Generator()
+        self._stream = ShardedStream(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            dp=dp,
+            drop_last=loader.drop_last,
+            num_workers=loader.num_workers,
+            loader_options={**worker_options(loader), "generator": self._generator},
+            **options,
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def batch_size(self) -> int:
+        return self._stream.batch_size
+
+    @property
+    def dropped(self) -> int:
+        return self._stream.dropped
+
+    def describe(self) -> dict[str, str]:
+        order = {name: value for name, value in self._stream.state_dict().items() if name != "lanes"}
+        return {"stream": str(order), "batch size": str(self.batch_size), "drop_last": str(self._stream.drop_last)}
+
+    @property
+    def seed(self) -> None:
+        """The stream's own is among what must be the same on all ranks."""
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        raise AssertionError("a stream has its seed from the start")
+
+    @property
+    def is_repeatable(self) -> bool:
+        return True
+
+    @property
+    def follows_torch(self) -> bool:
+        return False
+
+    def draw(self) -> list[Any]:
+        """The seed that a DataLoader draws for its workers, lest a loader that is shuffled by the same state differ."""
+        samples = self.position.samples
+        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
+
+    def read(self, draws: list[Any]) -> Iterator[Portion]:
+        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
+        self._stream.set_epoch(self.position.epoch)
+        for rows in self._stream:
+            samples, counted = rows.samples, 0 if rows.is_blank else len(rows.samples)
+            if self._share is chunk_share and rows.total % self._dp.size:
+                samples = self._in_chunks(samples[:counted], rows.total)
+                counted = len(samples)
+            self.position.samples = self._stream.samples
+            held = len(samples)
+            yield Portion(self._collate(samples), rows.total, held, counted, is_whole=held == rows.total)
+        self.position.finish()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.position.set_epoch(epoch)
+        self._stream.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.position.is_fresh and self.position.epoch != self._stream.epoch:
+            self._stream.set_epoch(self.position.epoch)
+        place = {"epoch": self.position.epoch, "samples": self.position.samples}
+        return {"version": VERSION, "reader": "stream", **place, "stream": self._stream.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, {"reader": "stream"}, "it is of another kind of dataset")
+        if not isinstance(state.get("stream"), Mapping):
+            raise ValueError("the state says nothing of a stream; it was cut or changed")
+        self._stream.load_state_dict(state["stream"])
+        self.position.load(state)
+
+    def _in_chunks(self, samples: list[Any], total: int) -> list[Any]:
+        """The rows of the last batch dealt out as DTensor has them."""
+        everything = [sample for part in gather_objects(samples, self._dp) for sample in part]
+        share = self._share(total, self._dp)
+        return everything[share.low : share.high]
+
+    def _collate(self, samples: list[Any]) -> Any:
+        batch = self._loader.collate_fn(samples)
+        if self._loader.pin_memory and torch.cuda.is_available():
+            return map_tensors(batch, Tensor.pin_memory)
+        return batch
+
+
+def has_shards(loader: Any) -> bool:
+    """Whether a loader's dataset can be read as a ShardedStream: it has several shards, and rows that do not depend on
+    those of other shards."""
+    if not is_stock(loader) or not loader.batch_size:
+        return False
+    dataset: Any = loader.dataset
+    is_streamed = isinstance(loader.dataset, IterableDataset) and hasattr(dataset, "shard") and hasattr(dataset, "iter")
+    return (
+        (isinstance(dataset, ShardedSource) or is_streamed)
+        and getattr(dataset, "num_shards", 1) > 1
+        and stage_over_shards(dataset) is None
+    )
+
+
+def stage_over_shards(dataset: Any) -> str | None:
+    """The stage of a Hugging Face pipeline that does something else when each shard goes through it alone.
+
+    ``take`` and ``skip`` count rows over all shards, as does a function that is given indices; ``shuffle`` has a buffer
+    that no state holds; interleaving draws from several datasets.
+    """
+    stages = [getattr(dataset, "_ex_iterable", None)]
+    while stages:
+        stage: Any = stages.pop()
+        if stage is None:
+            continue
+        name = type(stage).__name__
+        if getattr(stage, "with_indices", False) or getattr(stage, "drop_last_batch", False):
+            return f"{name} with indices or drop_last_batch"
+        if name not in STAGES_BY_ROW:
+            return name
+        stages += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+    return None

@@ -1,0 +1,243 @@
+"""Reading what can only be gone through: every rank goes through all of it and keeps its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from meshwright.data.fingerprint import fingerprint, outline
+from meshwright.data.global_batches import Portion, Sharing
+from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows
+from meshwright.data.peers import Peers, check_same_rows
+from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
+from meshwright.data.shuffling import WorkerSeeds
+from meshwright.parallel.collectives import Axis
+
+ENDED = -1
+
+
+class WholeReader:
+    """Reads any iterable of batches, or a DataLoader over a dataset without numbered shards.
+
+    Nothing but the data itself says that the ranks go through the same, so that they compare it at each step. A state
+    is gone back to by reading up to there again. With workers the order depends on their number and on the batch size,
+    which must then stay the same.
+
+    Args:
+        loader: the user's.
+        dp: this rank's place among those that take different rows.
+        share: which rows of a batch it takes.
+        readers: all ranks that read.
+        name: of the dataset, instead of its fingerprint.
+    """
+
+    def __init__(self, loader: Iterable[Any], dp: Axis, share: Sharing, *, readers: Peers, name: str | None = None):
+        self.position = Position()
+        self.dropped = 0
+        self._loader, self._dp, self._share, self._readers = loader, dp, share, readers
+        self._dataset: Any = getattr(loader, "dataset", loader)
+        self._name = name
+        self._fingerprint = fingerprint(self._dataset) if name is None else name
+        self._batches = 0  # given out in this epoch
+        self._told: int | None = getattr(self._dataset, "epoch", None)  # the dataset's own epoch
+        self._cuts_samples = is_stock(loader) and bool(getattr(loader, "batch_size", None))
+        self._num_workers = getattr(loader, "num_workers", 0)
+        self._generator = Generator()
+        self._worker_seeds = WorkerSeeds.of(loader) if self._cuts_samples else None
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    @property
+    def batch_size(self) -> int | None:
+        return getattr(self._loader, "batch_size", None)
+
+    @property
+    def seed(self) -> None:
+        """The order is the dataset's own."""
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        raise AssertionError("a dataset that is read whole has no seed of ours")
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Nobody knows; the user must see to it."""
+        return True
+
+    def describe(self) -> dict[str, str]:
+        dataset = outline(self._dataset) if self._name is None else self._name
+        settings = {"batch size": self.batch_size, "num_workers": self._num_workers, "dataset": dataset}
+        return {name: str(value) for name, value in settings.items()}
+
+    @property
+    def follows_torch(self) -> bool:
+        return False
+
+    def draw(self) -> list[Any]:
+        """The seed that a DataLoader draws for its workers; other loaders draw for themselves."""
+        if self._worker_seeds is None:
+            return []
+        samples = self.position.samples
+        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
+
+    def read(self, draws: list[Any]) -> Iterator[Portion]:
+        position = self.position
+        if draws:
+            self._generator.manual_seed(draws[0] % WORKER_SEEDS)
+        if not position.samples:
+            self._batches = 0
+        rest = self._rest()
+        while True:
+            code, portion = next(rest, (ENDED, None))
+            if self._readers.count > 1:
+                where = f"epoch {position.epoch}, batch {self._batches} of a dataset that every rank reads whole"
+                check_same_rows(self._readers, 0, code, where)
+            if portion is None:
+                break
+            position.samples += portion.total
+            self._batches += 1
+            yield portion
+        position.finish()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.position.set_epoch(epoch)
+        self._tell(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "reader": "whole",
+            "epoch": self.position.epoch,
+            "samples": self.position.samples,
+            "batches": self._batches if self.position.samples else 0,
+            "dataset_epoch": self._told,
+            "dataset": self._fingerprint,
+            **self._settings(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        expected = {"reader": "whole", "dataset": self._fingerprint}
+        check_state(state, expected, f"it is of another dataset. {NAMED}")
+        check_state(state, self._settings(), "the order of a dataset without numbered shards depends on it")
+        self.position.load(state)
+        self._batches = state["batches"]
+        if state["dataset_epoch"] is not None:
+            self._tell(state["dataset_epoch"])
+
+    def _tell(self, epoch: int) -> None:
+        if callable(tell := getattr(self._dataset, "set_epoch", None)):
+            tell(epoch)
+            self._told = epoch
+
+    def _settings(self) -> dict[str, Any]:
+        is_elastic = self._cuts_samples and not self._num_workers
+        return {"num_workers": self._num_workers, "batch_size": None if is_elastic else self.batch_size}
+
+    def _rest(self) -> Iterator[tuple[int, Portion]]:
+        """The batches that follow the position, and digests of what all ranks have read for them."""
+        if not self._cuts_samples:
+            for batch in islice(self._loader, self._batches, None):
+                yield self._digest(batch), self._cut(batch)
+            return
+        loader: Any = self._loader
+        if loader.num_workers:
+            yield from islice(self._sharing(loader.dataset), self._batches, None)
+        else:
+            yield from self._sharing(_After(loader.dataset, self.position.samples))
+
+    def _digest(self, batch: Any) -> int:
+        return digest(batch) if self._readers.count > 1 else 0
+
+    def _sharing(self, dataset: Any) -> Any:
+        """The user's DataLoader, but that it collates this rank's samples only."""
+        loader: Any = self._loader
+        return DataLoader(
+            dataset,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate_fn=_CollateShare(loader.collate_fn, self._dp, self._share, self._readers.count > 1),
+            pin_memory=loader.pin_memory,
+            generator=self._generator,
+            persistent_workers=loader.persistent_workers,
+            **worker_options(loader),
+        )
+
+    def _cut(self, batch: Any) -> Portion:
+        rows = _num_rows(batch)
+        share = self._share(rows, self._dp)
+        return Portion.of(share, _rows_of(batch, rows, slice(share.low, share.high)), rows)
+
+
+def is_stock(loader: Any) -> bool:
+    """Whether a loader is torch's own DataLoader, or one that iterates as it does."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+
+
+class _Pinnable(Portion):
+    """A portion whose tensors a DataLoader can pin."""
+
+    def pin_memory(self) -> Portion:
+        """What DataLoader calls on batches of its own types."""
+        return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
+
+
+class _CollateShare:
+    """Collates this rank's run of the samples of a batch; a class, so that workers can unpickle it."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dp: Axis, share: Sharing, has_digest: bool):
+        self._collate, self._share, self._has_digest = collate, share, has_digest
+        self._dp = Axis(dp.name, dp.size, dp.rank)  # a process group cannot be sent to a worker
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Portion]:
+        share = self._share(len(samples), self._dp)
+        portion = _Pinnable.of(share, self._collate(samples[share.low : share.high]), len(samples))
+        return digest(samples) if self._has_digest else 0, portion
+
+
+class _After(IterableDataset[Any]):
+    """The samples of a dataset that follow the first ones."""
+
+    def __init__(self, dataset: Any, samples: int):
+        self._dataset, self._samples = dataset, samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._dataset, self._samples, None)
+
+
+def _num_rows(batch: Any) -> int:
+    """The rows of a batch, on which its tensors must agree.
+
+    Raises:
+        ValueError: they do not, or there are none.
+    """
+    tensors = {name: leaf for name, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    dense = {name: x for name, x in tensors.items() if is_dense(x)}  # a sparse one may be of the batch as a whole
+    rows = {name: x.shape[0] for name, x in (dense or tensors).items()}
+    if not rows:
+        raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"the tensors of a batch have different numbers of rows, {rows}, so that it cannot be split over "
+            "data-parallel ranks; pass a DataLoader over samples, whose collate function then runs on each rank"
+        )
+    return next(iter(rows.values()))
+
+
+def _rows_of(value: Any, rows: int, own: slice) -> Any:
+    """The rows of a batch: of its tensors, and of lists that hold a value for each row."""
+    if isinstance(value, Mapping):
+        return {key: _rows_of(item, rows, own) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        if len(value) == rows and not any(isinstance(leaf, Tensor) for _, leaf in leaves(value)):
+            return value[own]
+        items = [_rows_of(item, rows, own) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Tensor) and value.ndim and (is_dense(value) or value.shape[0] == rows):
+        return take_rows(value, own)
+    return value

@@ -1,0 +1,233 @@
+"""What the sampler of the user's DataLoader asks for, as an order that any rank can start anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Generator
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from meshwright.data.epoch_order import InOrder, Listed, Order, shuffled
+from meshwright.data.global_batches import EqualBatches, ListedBatches
+from meshwright.data.shuffling import GeneratorShuffle, RandomState, WorkerSeeds, decoded, random_number
+
+Batches = EqualBatches | ListedBatches
+
+MOST_DRAWN = 2**26  # indices of an epoch that a sampler of the user's may draw: 0.5 GB
+
+
+class Sampling:
+    """The orders and batches of a DataLoader over a map-style dataset.
+
+    What an epoch draws at random is drawn by ``draw`` alone, as a plain DataLoader would draw it, so that the ranks
+    can agree on the first rank's numbers before ``begin`` makes an order of them.
+
+    Args:
+        loader: the user's.
+        seed: shuffle by this one, instead of the loader's generator or torch's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int | None = None):
+        self.length = len(loader.dataset)  # type: ignore[arg-type]
+        self._loader = loader
+        self._batch_sampler: Any = loader.batch_sampler
+        self._sampler: Any = getattr(self._batch_sampler, "sampler", None)
+        self.has_equal_batches = type(self._batch_sampler) is BatchSampler
+        self.kind = self._kind()
+        if seed is not None and self.kind == "listed":
+            raise ValueError(
+                f"seed={seed} can only seed shuffle=True of the DataLoader; a {type(self._sampler).__name__} draws "
+                "from a generator of its own"
+            )
+        self._worker_seeds = WorkerSeeds.of(loader)
+        generator: Generator | None = getattr(self._sampler, "generator", None) if self.kind == "shuffled" else None
+        if seed is not None and self.kind == "shuffled":
+            generator = Generator().manual_seed(seed)
+            self._worker_seeds = WorkerSeeds(generator)
+        self.generator = generator
+        # Where a generator says the orders:
+        self._shuffle = None if generator is None else GeneratorShuffle(self.length, generator, self._worker_seeds)
+        self._order_seed: int | None = None  # of the epoch under way, drawn from torch's random state
+        self._drawn_from: RandomState | None = None  # where a sampler of the user's drew the epoch under way
+        self._is_begun = False  # whether an epoch is under way, or was when the loaded state was saved
+        self._is_loaded = False
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch; None where the user's batch sampler has batches of its own."""
+        return self._batch_sampler.batch_size if self.has_equal_batches else None
+
+    @property
+    def drop_last(self) -> bool:
+        return self.has_equal_batches and self._batch_sampler.drop_last
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of all epochs, where there is one."""
+        return self._shuffle.seed if self._shuffle else None
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        assert self._shuffle is not None
+        if seed != self.seed:
+            self._shuffle.seed = seed
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the order of an epoch can be had again."""
+        return self.kind == "sequential" or self._shuffle is not None
+
+    @property
+    def follows_torch(self) -> bool:
+        """Whether torch's random state may say the orders of later epochs."""
+        return self._shuffle is None and self.kind != "sequential"
+
+    def __len__(self) -> int:
+        if self.has_equal_batches and self.kind != "listed":
+            return len(self._batches(self.length))
+        return len(self._batch_sampler)
+
+    def draw(self, epoch: int, samples: int) -> list[Any]:
+        """This epoch's random numbers: a seed for the workers, and what the order needs.
+
+        Args:
+            epoch: to read.
+            samples: of it that were given out.
+        """
+        goes_on = self._is_loaded and samples > 0
+        self._is_loaded = False
+        if goes_on and self.kind != "listed":
+            return [self._worker_seeds.go_on(samples)]
+        if self._shuffle:
+            return self._shuffle.draw(epoch)
+        if goes_on:
+            return [self._worker_seeds.go_on(samples), *self._listed_again()]
+        worker_seed = self._worker_seeds.draw()
+        if self.kind == "sequential":
+            return [worker_seed]
+        if self.kind == "shuffled":
+            return [worker_seed, random_number(None)]
+        self._drawn_from = RandomState(self._source.get_state())
+        return [worker_seed, *self._listed()]
+
+    def begin(self, draws: list[Any], epoch: int) -> tuple[Order, Batches]:
+        """The order and the batches of an epoch, from numbers drawn on some rank."""
+        self._is_begun = True
+        own = draws[1:]
+        if self.kind == "listed":
+            sizes, indices = own[1 : 1 + own[0]], own[1 + own[0] :]
+            batches = self._batches(len(indices)) if self.has_equal_batches else ListedBatches(sizes)
+            return Listed(indices), batches
+        order: Order = InOrder()
+        if self._shuffle:
+            order = self._shuffle.begin(own, epoch) if own else self._shuffle.go_on()
+        elif self.kind == "shuffled":
+            if own:
+                self._order_seed = own[0]
+            assert self._order_seed is not None
+            order = shuffled(self.length, self._order_seed)
+        return order, self._batches(self.length)
+
+    def exhaust(self) -> None:
+        """The sampler of one device would be asked for an index after its last."""
+        if self._shuffle:
+            self._shuffle.exhaust()
+
+    def finish(self) -> None:
+        """The epoch is read to its end."""
+        self._is_begun = False
+
+    def state(self) -> dict[str, Any]:
+        """What later draws follow from: of the epoch under way, or of the next."""
+        state = {"is_begun": self._is_begun, **self._worker_seeds.state()}
+        if self._shuffle:
+            state |= self._shuffle.state(is_begun=self._is_begun)
+        elif self._is_begun and self.kind == "shuffled":
+            state["order_seed"] = self._order_seed
+        elif self._is_begun and self._drawn_from is not None:
+            state["drawn_from"] = self._drawn_from.text
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Draw what the run of a state would have drawn."""
+        self._is_begun = self._is_loaded = bool(state["is_begun"])
+        self._worker_seeds.load(state)
+        if self._shuffle:
+            self._shuffle.load(state, is_begun=self._is_begun)
+        self._order_seed, drawn_from = state.get("order_seed"), state.get("drawn_from")
+        self._drawn_from = None if drawn_from is None else RandomState(decoded(drawn_from))
+
+    def leave(self) -> None:
+        """The next epoch to be read is not the one that was under way or loaded."""
+        self._is_begun = self._is_loaded = False
+
+    def _listed(self) -> list[Any]:
+        """The sizes of the batches, if they are the sampler's own, and the indices."""
+        if self.has_equal_batches:
+            indices = list(islice(self._sampler, MOST_DRAWN))
+            self._check_drawn(len(indices))
+            return [0, *indices]
+        batches: list[list[Any]] = []
+        drawn = 0
+        for batch in self._batch_sampler:
+            if not batch:
+                raise ValueError(f"batch {len(batches)} of the {type(self._batch_sampler).__name__} is empty")
+            batches.append(batch)
+            drawn += len(batch)
+            self._check_drawn(drawn)
+        return [len(batches), *map(len, batches), *chain.from_iterable(batches)]
+
+    def _listed_again(self) -> list[Any]:
+        """The same from where the sampler drew them first; torch's own random state stays where it is."""
+        source = self._source
+        now = source.get_state()
+        if self._drawn_from is not None:
+            source.set_state(self._drawn_from.state)
+        try:
+            return self._listed()
+        finally:
+            if source is torch.default_generator:
+                source.set_state(now)
+
+    @property
+    def _source(self) -> Generator:
+        """What a sampler of the user's draws from, unless it draws from something that torch knows nothing of."""
+        generator = getattr(self._sampler, "generator", None) or getattr(self._batch_sampler, "generator", None)
+        return generator if isinstance(generator, Generator) else torch.default_generator
+
+    def _batches(self, samples: int) -> EqualBatches:
+        return EqualBatches(samples, self._batch_sampler.batch_size, self._batch_sampler.drop_last)
+
+    def _kind(self) -> str:
+        is_in_order = self.has_equal_batches and type(self._sampler) is SequentialSampler
+        if is_in_order and len(self._sampler) == self.length:
+            return "sequential"
+        is_shuffle = self.has_equal_batches and type(self._sampler) is RandomSampler
+        if is_shuffle and not self._sampler.replacement and self._sampler.num_samples == self.length:
+            return "shuffled"
+        return "listed"
+
+    def _check_drawn(self, count: int) -> None:
+        if count >= MOST_DRAWN:
+            raise ValueError(
+                f"a {type(self._batch_sampler).__name__} has drawn {count} samples for one epoch, and is not at its "
+                "end; the loader needs to know the whole epoch, so that a sampler must end"
+            )
+
+
+def split_by(loader: Any) -> str | None:
+    """What in a loader shows that it reads only this rank's part of the dataset, if anything does."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if getattr(dataset, "_distributed", None) is not None:
+        return f"split_dataset_by_node(rank={dataset._distributed.rank}, world_size={dataset._distributed.world_size})"
+    batch_sampler: Any = getattr(loader, "batch_sampler", None)
+    samplers: list[Any] = [getattr(batch_sampler, "sampler", None), batch_sampler]
+    for sampler in samplers:
+        if isinstance(sampler, DistributedSampler):
+            return f"a DistributedSampler(rank={sampler.rank}, num_replicas={sampler.num_replicas})"
+        if getattr(sampler, "num_processes", 1) > 1:
+            return f"a {type(sampler).__name__} over {sampler.num_processes} processes"
+    return None

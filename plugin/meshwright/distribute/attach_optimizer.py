@@ -1,0 +1,139 @@
+"""The rest of a program whose model was distributed alone: its optimizer, and what of the plan that brings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.choose.given_plan import given_plan
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.distribute.installation import split_batches
+from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.optim.attach_gradients import install_gradient_sync
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.runtime import Runtime
+from meshwright.optim.shard_state import check_ownership
+from meshwright.parallel.recompute import recompute_layers
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.roles.adapters import without_wrappers
+
+# Options that took effect, or did not, when the model was distributed.
+_SETTLED = (
+    "weights",
+    "sharding_plan",
+    "gather_logits",
+    "num_items_in_batch",
+    "loss_averages_over",
+    "check_replicas_every",
+    "timeout_s",
+)
+
+
+def plan_to_complete(
+    runtime: Runtime, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
+) -> ParallelPlan:
+    """Check that an optimizer and a plan go with a distributed model; nothing is changed.
+
+    Args:
+        runtime: the model's.
+        model: distributed without an optimizer.
+        optimizer: over the model's parameters as they are now, shards.
+        config: its plan may be None, and may say more than the one by which the model was distributed.
+
+    Returns:
+        The plan with what it says more.
+
+    Raises:
+        AlreadyDistributedError: for a model that has an optimizer.
+        PlanError: for a plan or an option that contradicts how the model was distributed.
+        OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
+    """
+    if optimizer is not None and runtime.has_optimizer:
+        raise AlreadyDistributedError(
+            "this model was distributed by an earlier call, with an optimizer; build it anew to change the optimizer"
+        )
+    before = runtime.plan
+    if before is None:
+        raise AlreadyDistributedError("this model is in a sharded optimizer; build it anew for to_distributed")
+    late = [name for name in _SETTLED if getattr(config, name) != getattr(ToDistributedConfig(), name)]
+    if late:
+        raise PlanError(
+            f"ToDistributedConfig.{late[0]} cannot change a model that is distributed already; say it in the call that "
+            "distributes the model"
+        )
+    given = None if config.plan is None else given_plan(config)
+    plan = before if given is None else given
+    for field in dataclasses.fields(ParallelPlan):
+        old, new = getattr(before, field.name), getattr(plan, field.name)
+        if old != new and not _may_follow(field.name, old, new, field.default, has_optimizer=optimizer is not None):
+            raise PlanError(
+                f"ParallelPlan.{field.name}={new!r}, but the model was distributed with {field.name}={old!r}; leave "
+                "ToDistributedConfig.plan=None to go on with the model's plan, or build the model anew"
+            )
+    if config.sequence_parallel not in (None, before.sequence_parallel):
+        raise PlanError(
+            f"ToDistributedConfig.sequence_parallel={config.sequence_parallel}, but the model was distributed with "
+            f"sequence_parallel={before.sequence_parallel}; leave it None, or build the model anew"
+        )
+    if optimizer is not None:
+        check_ownership(model, optimizer)
+        _check_unchanged(runtime, model)
+        if plan.tp > 1 or plan.zero_stage > 0:
+            check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+        if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
+            raise PlanError(
+                f"ParallelPlan.zero_stage={plan.zero_stage} shards gradients, and the model has some already; call "
+                "model.zero_grad() before to_distributed"
+            )
+    return plan
+
+
+def complete(
+    runtime: Runtime, model: Any, optimizer: Optimizer | None, plan: ParallelPlan, *, bucket_bytes: int
+) -> None:
+    """Bind the optimizer to a distributed model's gradients, and install what the plan says more; no communication.
+
+    Args:
+        runtime: the model's, filled in.
+        model: distributed.
+        optimizer: checked by ``plan_to_complete``, as is the plan.
+        plan: what that returned.
+        bucket_bytes: gradients communicate in buckets of this size.
+    """
+    before, runtime.plan = runtime.plan, plan
+    assert before is not None
+    if optimizer is not None:
+        with reading_shards():
+            install_gradient_sync(runtime, model, optimizer, zero_stage=plan.zero_stage, bucket_bytes=bucket_bytes)
+    decoder: Any = without_wrappers(model)[1]
+    if plan.has_micro_batches and not before.has_micro_batches:
+        assert runtime.hooked is not None
+        runtime.hooked.is_split = True
+        split_batches(decoder, runtime, plan)
+    if plan.recompute == "full" and before.recompute == "none":
+        recompute_layers(decoder)
+
+
+def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
+    added = [name for name, parameter in model.named_parameters() if not hasattr(parameter, "meshwright")]
+    if added:
+        raise PlanError(
+            f"{added[0]} and {len(added) - 1} more parameter(s) were added after the model was distributed; add "
+            "adapters first, and distribute the model with them"
+        )
+    changed = [] if runtime.weights is None else runtime.weights.changed()
+    if changed:
+        raise PlanError(
+            f"requires_grad of {changed[0]} and {len(changed) - 1} more parameter(s) was changed after the model was "
+            "distributed, and ZeRO stage 3 keeps trained and frozen ones apart; freeze them first, or use zero_stage=2"
+        )
+
+
+def _may_follow(name: str, old: Any, new: Any, default: Any, *, has_optimizer: bool) -> bool:
+    """Whether a field of the plan may still be said after the model was distributed with ``old``."""
+    if name == "zero_stage":
+        return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which are there
+    return name in ("micro_batch_size", "gradient_accumulation_steps", "recompute") and old == default

@@ -1,0 +1,157 @@
+"""What ``to_distributed`` is called with: objects of another kind, or in another order, are errors with the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.model_kinds import kind_of
+from meshwright.optim.runtime import find_runtime
+
+CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
+
+
+def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
+    """Check what the objects are, not yet whether they fit each other.
+
+    Raises:
+        PlanError: naming what was passed, and what to write instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(_no_model(model))
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise PlanError(_no_optimizer(optimizer, dataloader))
+    if dataloader is not None:
+        _check_loader(dataloader)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that something has distributed or compiled already, or that has nothing to distribute.
+
+    Raises:
+        AlreadyDistributedError: naming what has distributed it.
+        PlanError: for a compiled model, and for one without parameters.
+    """
+    wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
+    for module in model.modules():
+        names = {kind.__name__ for kind in type(module).__mro__} & wrappers
+        if names:
+            raise AlreadyDistributedError(
+                f"the model is wrapped by {names.pop()} already; pass the plain module (before wrapping it), and let "
+                "ParallelPlan.dp and zero_stage do what the wrapper did"
+            )
+    if find_runtime(model) is not None:
+        raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew to change the plan")
+    if inside := next((module for module in model.modules() if find_runtime(module) is not None), None):
+        raise AlreadyDistributedError(
+            f"the {type(inside).__name__} in this {type(model).__name__} was distributed by an earlier call; wrap it "
+            "(get_peft_model) first, and distribute the whole"
+        )
+    _check_compiled(model)
+    parameters = list(model.named_parameters())
+    if not parameters:
+        raise PlanError(f"{type(model).__name__} has no parameters to distribute")
+    for name, parameter in parameters:
+        if hasattr(parameter, "meshwright"):
+            raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build the model anew")
+        if hasattr(parameter, "placements"):
+            raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
+
+
+def explained(error: PlanError, model: nn.Module) -> PlanError:
+    """The error of a model that no plan over tp fits, led by what the model is, if that is the reason."""
+    if is_quantised(model):
+        method = getattr(model, "quantization_method", None) or "quantization_config"
+        return PlanError(
+            f"{type(model).__name__} is quantised ({method}), and its packed weights cannot be cut over tp; load it "
+            f"without quantization_config, or train adapters data-parallel: plan='dp2' ({error})"
+        )
+    kind = kind_of(getattr(model, "config", None))
+    return error if kind is None else PlanError(f"{type(model).__name__} is {kind} ({error})")
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether transformers loaded the weights packed into fewer bits."""
+    return bool(getattr(model, "is_quantized", False)) or getattr(model, "hf_quantizer", None) is not None
+
+
+def _check_compiled(model: nn.Module) -> None:
+    """A graph that was compiled before runs the unsharded program: it does not see what is added here."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            raise PlanError(
+                f"the model is compiled (torch.compile made {name or 'it'} an OptimizedModule), and the compiled "
+                "program would run without the plan's collectives; pass the plain module, and compile afterwards: "
+                "model, ... = to_distributed(model, ...); model = torch.compile(model)"
+            )
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            where = f"{name}.compile()" if name else "model.compile()"
+            raise PlanError(
+                f"the model is compiled ({where} was called), and the compiled program would run without the plan's "
+                f"collectives; call to_distributed first, and {where} afterwards"
+            )
+
+
+def _no_model(model: Any) -> str:
+    must = "model must be a torch.nn.Module"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return f"{must}, not the class {model.__name__}; make one: model = {model.__name__}(config)"
+    if isinstance(model, str):
+        return f"{must}, not the string {model!r}; load it: model = AutoModelForCausalLM.from_pretrained({model!r})"
+    if hasattr(model, "model_type") and hasattr(model, "to_dict"):
+        return f"{must}, not a {type(model).__name__}; make one: model = AutoModelForCausalLM.from_config(config)"
+    if isinstance(model, Optimizer | DataLoader | Mapping | list | tuple):
+        return f"{must}, not a {type(model).__name__}; the order is {CALL}"
+    if callable(model) and not hasattr(model, "parameters"):
+        return f"{must}, not the function {getattr(model, '__name__', model)!r}; call it, and pass what it returns"
+    return f"{must}, not a {type(model).__name__}; the order is {CALL}"
+
+
+def _no_optimizer(optimizer: Any, dataloader: Any) -> str:
+    must = "optimizer must be a torch.optim.Optimizer"
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        return f"{must}, not the class {optimizer.__name__}; make one: {optimizer.__name__}(model.parameters(), lr=...)"
+    if isinstance(dataloader, Optimizer):
+        return (
+            f"optimizer is a {type(optimizer).__name__} and dataloader a {type(dataloader).__name__}: they are "
+            f"swapped; write {CALL}"
+        )
+    if isinstance(optimizer, DataLoader):
+        return (
+            f"{must}, not a {type(optimizer).__name__}; without an optimizer write to_distributed(model, None, loader)"
+        )
+    if isinstance(optimizer, LRScheduler):
+        return f"{must}, not a {type(optimizer).__name__}; pass scheduler.optimizer: a scheduler stays as it is"
+    if isinstance(optimizer, ToDistributedConfig):
+        return f"{must}, not a ToDistributedConfig; write to_distributed(model, config=...)"
+    if isinstance(optimizer, ParallelPlan | str):
+        return f"{must}, not {optimizer!r}; a plan is passed by name: to_distributed(model, plan=...)"
+    if isinstance(optimizer, list | tuple):
+        return f"{must}, not a {type(optimizer).__name__} of {len(optimizer)}; one optimizer steps all, in groups"
+    return f"{must}, not a {type(optimizer).__name__}; the order is {CALL}"
+
+
+def _check_loader(loader: Any) -> None:
+    must = "dataloader must yield batches"
+    kind = type(loader)
+    if isinstance(loader, type):
+        raise PlanError(
+            f"{must}, and is the class {loader.__name__}; make one: {loader.__name__}(dataset, batch_size=8)"
+        )
+    if isinstance(loader, str | bytes | Tensor | Mapping | nn.Module | Optimizer | ParallelPlan | ToDistributedConfig):
+        raise PlanError(f"{must}, as torch.utils.data.DataLoader does, and is a {kind.__name__}; the order is {CALL}")
+    is_hf = kind.__module__.partition(".")[0] == "datasets"
+    if (isinstance(loader, Dataset) and not isinstance(loader, DataLoader)) or is_hf:
+        raise PlanError(
+            f"{must}, and is the dataset itself ({kind.__name__}), which yields single samples; wrap it: "
+            "DataLoader(dataset, batch_size=8), or with batch_size=None if it yields whole batches"
+        )
+    if isinstance(loader, Sampler):
+        raise PlanError(f"{must}, and is a {kind.__name__}; pass it on: DataLoader(dataset, batch_sampler=...)")

@@ -1,0 +1,90 @@
+"""What was launched: the processes, this one's device, and the groups of a plan's axes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.mesh.process_group import node_count, world_size
+from meshwright.parallel.collectives import Axis
+
+
+def check_devices(device_num: int | None, node_num: int | None) -> None:
+    """Compare the devices that the program names with what was launched.
+
+    Raises:
+        PlanError: naming the two numbers that differ and how to change either.
+    """
+    world = world_size()
+    for name, value in (("device_num", device_num), ("node_num", node_num)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise PlanError(f"{name} must be a positive integer, not {value!r}")
+    nodes = node_num or node_count()
+    if device_num is not None and device_num * nodes != world:
+        raise PlanError(
+            f"device_num={device_num} x node_num={nodes} = {device_num * nodes} devices, but {world} process(es) "
+            f"were launched; launch with: torchrun --nnodes {nodes} --nproc-per-node {device_num} SCRIPT"
+        )
+    if world % nodes:
+        processes = f"{world} process{'es' if world > 1 else ''}"
+        raise PlanError(
+            f"node_num={nodes} nodes cannot share {processes} evenly; launch on {nodes} nodes with: torchrun --nnodes "
+            f"{nodes} --nproc-per-node {device_num or 'N'} SCRIPT, or leave node_num out"
+        )
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world // nodes))
+    if node_num is not None and node_num != world // per_node:
+        raise PlanError(
+            f"node_num={node_num}, but the launcher started {per_node} of {world} processes on this node, which makes "
+            f"{world // per_node} node(s); write node_num={world // per_node}, or leave it out"
+        )
+
+
+def check_launch(plan: ParallelPlan) -> None:
+    """Compare the plan with what was launched.
+
+    Raises:
+        PlanError: naming the two numbers that differ and how to change either.
+    """
+    world = world_size()
+    if plan.world_size != world:
+        raise PlanError(
+            f"the plan dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} needs {plan.world_size} processes, "
+            f"but {world} were launched; change the sizes of ParallelPlan, or launch with: torchrun "
+            f"--nproc-per-node {plan.world_size} SCRIPT\nThe plan's ranks:\n{plan.dims.rank_grid()}"
+        )
+
+
+def check_agreement(plan: ParallelPlan) -> None:
+    """Compare the plans of all ranks, before they build groups that would not fit together.
+
+    Raises:
+        PlanError: on every rank, naming one of those that differ.
+    """
+    if not dist.is_initialized() or world_size() == 1:
+        return
+    plans: list[Any] = [None] * world_size()
+    dist.all_gather_object(plans, plan)
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            raise PlanError(
+                f"the ranks were given different plans; rank 0: {plans[0]}, rank {rank}: {other}. Every process must "
+                "make the same call"
+            )
+
+
+def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Axis, Axis]:
+    """This rank's place on the plan's tp and dp axes."""
+    if plan.world_size == 1:
+        return Axis("tp"), Axis("dp")
+    mesh = plan.dims.build(device.type)
+
+    def axis(name: str) -> Axis:
+        sub = mesh[name]
+        return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())
+
+    return axis("tp"), axis("dp")

@@ -1,0 +1,88 @@
+"""``copy.deepcopy`` of a distributed model: another one under the same plan, with weights of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from meshwright.optim.attach_gradients import install_gradient_sync
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.shard_reads import reading_shards
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:
+    """Let ``copy.deepcopy`` and ``torch.optim.swa_utils.AveragedModel`` copy a distributed model.
+
+    Args:
+        part: the model, or the decoder inside the wrappers of adapters.
+        model: the whole.
+        runtime: of the model.
+    """
+    object.__setattr__(part, "__deepcopy__", _Copier(part, model, runtime))
+
+
+class _Copier:
+    """The ``__deepcopy__`` of a model, itself copied with the model.
+
+    A copy has shards, hooks and a runtime of its own, and the model's axes and guard. It has no optimizer yet:
+    ``to_distributed(copy, optimizer)`` adds one.
+    """
+
+    def __init__(self, part: nn.Module, model: nn.Module, runtime: Runtime):
+        self.part, self.model, self.runtime = part, model, runtime
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        if id(self.runtime) in memo:  # inside a wrapper that is being copied
+            return _reconstruct(self.part, memo)
+        new = self.runtime.without_gradients()
+        memo[id(self.runtime)], memo[id(self.runtime.syncs)] = new, new.syncs
+        if self.runtime.comparison is not None:
+            memo[id(self.runtime.comparison)] = new.comparison = self.runtime.comparison.for_copy()
+        if self.runtime.weights is not None:
+            self.runtime.weights.release()
+        for parameter in self.model.parameters():
+            _copy_parameter(parameter, self.runtime, memo)
+        part = _reconstruct(self.part, memo)
+        model = copy.deepcopy(self.model, memo)
+        if new.comparison is not None:
+            new.comparison.look_at(model)
+        new.streams = copy.deepcopy(self.runtime.streams, memo)
+        of_model = (self.runtime.loss, self.runtime.uneven, self.runtime.hooked)
+        new.loss, new.uneven, new.hooked = copy.deepcopy(of_model, memo)
+        new.weights = copy.deepcopy(self.runtime.weights, memo)
+        if new.weights is not None:
+            new.weights.find_places()
+            new.weights.guard()
+        stage = 0 if self.runtime.plan is None else self.runtime.plan.zero_stage
+        with reading_shards():
+            install_gradient_sync(new, model, None, zero_stage=stage, bucket_bytes=_BUCKET_BYTES)
+        return part
+
+
+def _copy_parameter(parameter: nn.Parameter, runtime: Runtime, memo: dict[int, Any]) -> None:
+    """Put a copy with the parameter's record into the memo of a ``deepcopy``."""
+    if id(parameter) in memo:
+        new = memo[id(parameter)]
+    elif runtime.weights is not None and runtime.weights.holds(parameter):
+        # Its values are copied with the weights; the parameter itself has no memory.
+        new = nn.Parameter(runtime.weights.place_holder(parameter), requires_grad=parameter.requires_grad)
+    else:
+        new = copy.deepcopy(parameter, memo)
+    memo[id(parameter)] = new
+    new.meshwright = parameter.meshwright  # type: ignore[attr-defined]
+
+
+def _reconstruct(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` does to an object without a ``__deepcopy__``."""
+    if (own := getattr(type(module), "__deepcopy__", None)) is not None:
+        return own(module, memo)
+    reduced: Any = module.__reduce_ex__(4)
+    make, args, state = reduced[:3]
+    new = make(*args)
+    memo[id(module)] = new
+    new.__setstate__(copy.deepcopy(state, memo))
+    return new

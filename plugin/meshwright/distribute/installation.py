@@ -1,0 +1,263 @@
+"""What was decided about one model, and the steps that distribute it by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.pretrained import export_with_full_weights
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.construct.initial_weights import NewTensors
+from meshwright.distribute.check_arguments import explained
+from meshwright.distribute.copy_model import make_copyable
+from meshwright.errors import PlanError
+from meshwright.faults.together import succeed_together
+from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
+from meshwright.optim.runtime import Runtime, attach
+from meshwright.optim.shard_state import shard_state
+from meshwright.optim.state_dicts import guard_model
+from meshwright.optim.step_watch import watch_steps
+from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.parallel.collectives import agree
+from meshwright.parallel.document_masks import keep_documents_apart
+from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
+from meshwright.parallel.forward_state import ForwardState
+from meshwright.parallel.generate_together import sample_together
+from meshwright.parallel.head_losses import LossKind, install_loss
+from meshwright.parallel.mean_over_ranks import GlobalMean
+from meshwright.parallel.recompute import recompute_layers
+from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.split_forward import SplitForward
+from meshwright.parallel.structure import DecoderStructure, ParameterLayout, describe
+from meshwright.parallel.tensor_guards import refuse_wrapping
+from meshwright.parallel.tensor_parallel import (
+    guard_shards,
+    install_tensor_parallel,
+    shard_shape,
+    share_partial_gradients,
+)
+from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.user_hooks import HookedModules
+from meshwright.roles import plan_for
+from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
+
+
+def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure | None:
+    """Return how a plan cuts a decoder; None for a plan without tensor parallelism, which cuts nothing.
+
+    Raises:
+        PlanError: for a decoder that the plan cannot cut.
+    """
+    if plan.tp == 1:
+        return None
+    try:
+        roles = config.sharding_plan or plan_for(decoder)
+        return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    except PlanError as error:
+        if (shown := explained(error, decoder)) is error:
+            raise
+        raise shown from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    """One model and everything that was decided about it; the methods carry the decisions out.
+
+    ``to_distributed`` calls ``distribute``. The traced step and the static check have no other ranks: they call
+    ``make_weights`` and ``install`` themselves.
+
+    Args:
+        model: the user's model, with adapters and other wrappers around its decoder.
+        plan: the plan to carry out.
+        config: the options of the call.
+        structure: how the plan cuts the decoder; None where it does not.
+        loss: what the model's loss averages over; None if that is not known.
+        runtime: the state that the model will carry; it holds this rank's axes.
+        device: the device of this rank's weights.
+    """
+
+    model: Any
+    plan: ParallelPlan
+    config: ToDistributedConfig
+    structure: DecoderStructure | None
+    loss: LossKind | None
+    runtime: Runtime
+    device: torch.device
+
+    @property
+    def decoder(self) -> Any:
+        return without_wrappers(self.model)[1]
+
+    @property
+    def layouts(self) -> dict[str, ParameterLayout]:
+        """The layout of each parameter that the structure names, by its name in the whole model."""
+        prefix = without_wrappers(self.model)[0]
+        return {prefix + name: layout for name, layout in self.structure.parameters.items()} if self.structure else {}
+
+    def distribute(self, optimizer: Optimizer | None, make: Callable[..., NewTensors]) -> None:
+        """Give the model its shards and its hooks, and guard what would read a shard as the whole.
+
+        Args:
+            optimizer: the optimizer over the model's parameters, if the call has one.
+            make: computes this rank's shards; see ``make_weights``.
+        """
+        model, decoder, runtime = self.model, self.decoder, self.runtime
+        succeed_together(lambda: self.make_weights(make)).attach(model)
+        model.to(self.device)
+        seed = int(agree(torch.tensor([dropout_seed()], device=self.device), runtime.tp, runtime.dp))
+        self.install(optimizer, seed=seed)
+        if runtime.engine is None:
+            self._guard_shards()
+        guard_model(model, runtime)
+        # With adapters, the model is around the decoder, and a user may save either.
+        for part in {id(x): x for x in (model, decoder)}.values():
+            export_with_full_weights(part)
+            attach(part, runtime)
+            if runtime.engine is None:
+                make_copyable(part, model, runtime)
+        if self.structure is not None:
+            refuse_unloading(model)
+        if runtime.weights is not None:
+            refuse_merging(model)
+        refuse_wrapping(model)
+        refuse_resizing(model)
+
+    def make_weights(self, make: Callable[..., NewTensors]) -> NewTensors:
+        """Return what this rank is to hold of the model; the model is not changed.
+
+        Under ZeRO stage 3, this rank's part of each shard goes to ``runtime.weights``.
+
+        Args:
+            make: called with the model, its layouts, the TP axis, the device and, under stage 3, what to keep of each
+                shard.
+        """
+        if self.plan.zero_stage < 3 or self.plan.dp == 1:
+            return make(self.model, self.layouts, self.runtime.tp, self.device)
+        layouts = self.layouts
+        sharded = ShardedWeights(
+            self.model, lambda name, p: shard_shape(p, layouts.get(name)), self.runtime.dp, self.device
+        )
+        made = make(self.model, layouts, self.runtime.tp, self.device, sharded.keep)
+        self.runtime.weights = sharded
+        return made
+
+    def install(self, optimizer: Optimizer | None, *, seed: int) -> None:
+        """Make a model whose parameters are shards already work as one of many; communicates nothing.
+
+        Args:
+            optimizer: the optimizer over the model's parameters, if the call has one.
+            seed: the seed of the dropout streams, the same on all ranks.
+        """
+        runtime, decoder = self.runtime, self.decoder
+        if optimizer is not None:
+            shard_state(optimizer)
+        if runtime.weights is not None:
+            runtime.weights.attach(self.model)
+        runtime.streams = DropoutStreams(tp=runtime.tp, dp=runtime.dp, seed=seed)
+        if runtime.guard is not None:
+            runtime.comparison = self._comparison()
+        self._install_forward(runtime.streams)
+        if runtime.engine is not None:
+            leave_gradients_to_engine(runtime, self.model)
+        else:
+            bucket_bytes = int(self.config.bucket_size_mb * 2**20)
+            install_gradient_sync(
+                runtime, self.model, optimizer, zero_stage=self.plan.zero_stage, bucket_bytes=bucket_bytes
+            )
+            watch_steps(runtime, is_trusted=self.config.optimizer_is_elementwise)
+        if self.loss is not None:
+            mean = GlobalMean(runtime.dp, self.config.num_items_in_batch)
+            vocab_size = self.structure.vocab_size if self.structure else 0
+            runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=vocab_size)
+            if self.plan.has_micro_batches:
+                split_batches(decoder, runtime, self.plan)
+        for part in {id(x): x for x in (self.model, decoder)}.values():
+            sample_together(part, runtime.tp, runtime.guard)
+        if self.plan.recompute == "full":
+            recompute_layers(decoder)
+
+    def _install_forward(self, streams: DropoutStreams) -> None:
+        """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
+        runtime, structure, plan = self.runtime, self.structure, self.plan
+        uneven = runtime.uneven = UnevenBatches(runtime.dp, runtime.tp)
+        hooked = runtime.hooked = HookedModules(
+            self.decoder, structure, sequence_parallel=plan.sequence_parallel, is_split=plan.has_micro_batches
+        )
+        forward = ForwardState(
+            self.decoder,
+            streams,
+            inner=self._callable_alone(),
+            tp=runtime.tp,
+            dp=runtime.dp,
+            guard=runtime.guard,
+            comparison=runtime.comparison,
+            has_sharded_loss=self._has_sharded_loss,
+            has_known_loss=self.loss is not None,
+            uneven=uneven,
+            hooked=hooked,
+            refuses_internals=structure is not None,
+            shares_weights=runtime.weights is not None,
+            follow=runtime.follow,
+        )
+        keep_documents_apart(self.decoder)
+        if structure is not None:
+            install_tensor_parallel(
+                structure,
+                runtime.tp,
+                sequence_parallel=plan.sequence_parallel,
+                streams=streams,
+                keep_logits_sharded=forward.keep_logits_sharded,
+            )
+
+    @property
+    def _has_sharded_loss(self) -> bool:
+        is_causal_lm = self.loss is not None and self.loss.is_causal_lm
+        return is_causal_lm and self.structure is not None and not self.config.gather_logits
+
+    def _comparison(self) -> ReplicaComparison:
+        runtime, plan = self.runtime, self.plan
+        assert runtime.guard is not None
+        every = self.config.check_replicas_every
+        if every is None:
+            # Under ZeRO's stages 1 and 2 the next step overwrites all copies of a weight by its owner's, a faulty one
+            # too.
+            every = 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
+        return ReplicaComparison(
+            self.model,
+            tp=runtime.tp,
+            dp=runtime.dp,
+            guard=runtime.guard,
+            every=every,
+            has_weights=runtime.weights is None and runtime.engine is None,
+        )
+
+    def _guard_shards(self) -> None:
+        if self.structure is not None:
+            guard_shards(self.model, self.structure)
+        if self.runtime.weights is not None:
+            self.runtime.weights.guard()
+        elif self.structure is not None:
+            share_partial_gradients(self.model, self.decoder, self.structure)
+
+    def _callable_alone(self) -> list[nn.Module]:
+        """The modules in a model that programs call by themselves: transformers' base model, and the layers' owner."""
+        inner = [getattr(self.decoder, "base_model", None), None if self.structure is None else self.structure.model]
+        return [module for module in inner if isinstance(module, nn.Module)]
+
+
+def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
+    """Make the decoder's forward run its batch as the plan's micro-batches."""
+    assert runtime.loss is not None
+    decoder.forward = SplitForward(
+        decoder,
+        count=plan.count_micro_batches,
+        dp=runtime.dp,
+        syncs=runtime.syncs,
+        loss=runtime.loss,
+        keeps_logits=runtime.gathers_logits,
+    )

@@ -1,0 +1,174 @@
+"""``to_distributed``: a one-device program's model, optimizer and loader, made distributed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.choose.given_plan import config_with, given_plan, plan_in_model
+from meshwright.choose.picked_plan import choose_plan
+from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
+from meshwright.construct.initial_weights import InitialWeights
+from meshwright.data.loader import DistributedLoader, made_together
+from meshwright.data.peers import Peers
+from meshwright.distribute.attach_optimizer import complete, plan_to_complete
+from meshwright.distribute.check_arguments import check_arguments, check_model
+from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
+from meshwright.distribute.installation import Installation, structure_of
+from meshwright.errors import PlanError
+from meshwright.faults.guard import start_guard
+from meshwright.faults.together import succeed_together
+from meshwright.mesh.process_group import device_for, start_process_group
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.runtime import Runtime, device_of, find_runtime
+from meshwright.optim.shard_state import check_ownership
+from meshwright.parallel.causal_lm_loss import CausalLMLoss
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.recompute import can_recompute
+from meshwright.roles.adapters import without_wrappers
+
+logger = logging.getLogger(__name__)
+
+
+def to_distributed(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    dataloader: Iterable[Any] | None = None,
+    device_num: int | None = None,
+    node_num: int | None = None,
+    config: ToDistributedConfig | None = None,
+    *,
+    plan: PlanLike | None = None,
+) -> tuple[Any, Any, Any]:
+    """Turn a one-device program into a distributed one; its training loop stays as it is.
+
+    Without a plan in the config it is the one in the model's own config, if any; else the planner picks
+    the fastest that fits, and logs it. Every launched process calls it with the same arguments. The model
+    and the optimizer stay the user's objects, changed in place. If the call raises, nothing was changed.
+
+    A model that was distributed alone, by this call or as it was loaded, may be passed again with an
+    optimizer over its parameters and with loaders; the plan is then the model's.
+
+    Args:
+        model: a causal LM of transformers (or of the same shape): whole, on this process's device; or
+            without memory, built under ``deferred_init`` or on the meta device, of which each rank then
+            makes its shard only (on CUDA where there is any).
+        optimizer: over the model's parameters; its groups and its state are kept.
+        dataloader: yields global batches, of the size that one device would train on.
+        device_num: devices a node; None: what was launched.
+        node_num: nodes; None: what was launched.
+        config: the options, and the plan where ``plan`` does not say it.
+        plan: how a step is spread over devices: a ParallelPlan, its words as the planner prints them ("dp2 tp2+sp
+            zero1"), a dict of its fields, the path of a plan file, or "auto" to have the planner pick.
+
+    Returns:
+        The model, the optimizer and a loader of this rank's rows. What was None stays None.
+
+    Raises:
+        PlanError: for a plan that the model, the launch or this version cannot run, or where none fits.
+        AlreadyDistributedError: for a model that DDP, FSDP, DeepSpeed or an earlier call distributed.
+        OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
+        CheckpointError: for ``config.weights`` that are unsound or not this model's.
+        UninitialisedParameterError: for a model on the meta device that nothing initialises.
+
+    Example::
+
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader, plan="dp2 tp2+sp zero1")
+    """
+    config = config_with(config, plan)
+    check_arguments(model, optimizer, dataloader)
+    runtime = find_runtime(model)
+    if runtime is not None and (optimizer is not None or dataloader is not None):
+        check_devices(device_num, node_num)
+        return _complete(model, runtime, optimizer, dataloader, config)
+    check_model(model)
+    if optimizer is not None:
+        check_ownership(model, optimizer)
+    decoder = without_wrappers(model)[1]
+    loss = find_loss(decoder, config.loss_averages_over)
+    device = device_for(_starting_device(model))
+    check_devices(device_num, node_num)
+    plan = given_plan(config) or plan_in_model(model, config)
+    if plan is None:
+        start_process_group(device, config.timeout_s)
+        plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
+    check_launch(plan)
+    if optimizer is not None and (plan.tp > 1 or plan.zero_stage > 0):
+        check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
+    structure = structure_of(decoder, plan, config)
+    _check_passes(plan, loss is not None, decoder)
+
+    start_process_group(device, config.timeout_s)
+    check_agreement(plan)
+    tp, dp = build_axes(plan, device)
+    guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
+    weights = succeed_together(lambda: InitialWeights.find(model, config.weights))
+    if weights.equalise(model, tp, dp, device):
+        logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
+
+    loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
+    if loader is not None:
+        loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
+    runtime = Runtime(
+        tp=tp, dp=dp, parameters=[], guard=guard, plan=plan, engine=config.engine, gathers_logits=config.gather_logits
+    )
+    installation = Installation(
+        model=model, plan=plan, config=config, structure=structure, loss=loss, runtime=runtime, device=device
+    )
+    installation.distribute(optimizer, weights.make)
+    if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
+    return model, optimizer, loader
+
+
+def _complete(
+    model: Any,
+    runtime: Runtime,
+    optimizer: Optimizer | None,
+    dataloader: Iterable[Any] | None,
+    config: ToDistributedConfig,
+) -> tuple[Any, Any, Any]:
+    """Add an optimizer or a loader to a model that was distributed without."""
+    runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
+    plan = plan_to_complete(runtime, model, optimizer, config)
+    _check_passes(plan, runtime.loss is not None, model)
+    loader = None
+    if dataloader is not None:
+        loader = _make_loader(dataloader, runtime.tp, runtime.dp, device_of(model), config)
+        loader.feeds_causal_lm = isinstance(runtime.loss, CausalLMLoss)
+    complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
+    return model, optimizer, loader
+
+
+def _make_loader(
+    dataloader: Iterable[Any], tp: Axis, dp: Axis, device: torch.device, config: ToDistributedConfig
+) -> DistributedLoader:
+    return made_together(
+        lambda: DistributedLoader(dataloader, dp=dp, peers=Peers((tp,)), device=device, options=config.loader)
+    )
+
+
+def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:
+    if plan.has_micro_batches and not has_known_loss:
+        raise PlanError(
+            f"the plan splits the batch into micro-batches, and what the loss of {type(model).__name__} averages over "
+            "is not known, so that those of the micro-batches cannot be put together. Set "
+            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or "
+            "gradient_accumulation_steps=1 and micro_batch_size=None"
+        )
+    if plan.recompute == "full" and not can_recompute(model):
+        raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
+
+
+def _starting_device(model: nn.Module) -> torch.device:
+    """Where the model is; for one without memory, CUDA where there is any."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device_of(model)

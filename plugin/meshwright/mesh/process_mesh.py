@@ -1,0 +1,343 @@
+"""Which rank sits where: an n-d mesh of ranks, and the sizes of the parallel axes that make one.
+
+A mesh here is a description. It starts nothing and talks to nobody, so a planner, a test or an error message
+can build one for any world; ``to_device_mesh`` is the one step that creates process groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, get_world_size
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.mesh.rank_grid import flatten, grid_text, nest
+
+# By the world's process group: a new world starts with none.
+_device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[ProcessMesh, str], DeviceMesh]] = WeakKeyDictionary()
+
+
+def _let_groups_end(reference: ref[DeviceMesh]) -> None:
+    """At exit, take the groups from a mesh, which DTensor's caches keep for the life of the process.
+
+    The threads of a gloo group end with its last reference. One that is still there when the interpreter ends
+    may free the tensors of the last collective only then, and so abort a run that has succeeded.
+    """
+    if (device_mesh := reference()) is not None:
+        getattr(device_mesh, "_pg_registry", {}).clear()
+
+
+class ProcessMesh:
+    """An n-d array of unique global ranks with named axes; any subset of the world, in any order.
+
+    Args:
+        ranks: nested sequences of ints, or an integer tensor or numpy array, of one or more axes.
+        dim_names: one name an axis; ``d0, d1, ...`` when left out.
+
+    Raises:
+        ValueError: ranks that are ragged, repeated, negative, not integers or none at all; names that are
+            repeated, empty or not one an axis.
+
+    Example:
+        >>> mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
+        >>> print(mesh)
+              tp=0  tp=1
+        dp=0     0     1
+        dp=1     2     3
+        >>> mesh.coordinate(2)
+        (1, 0)
+        >>> mesh.axis_ranks(2, "dp")
+        (0, 2)
+        >>> mesh[1]
+        ProcessMesh([2, 3], dim_names=('tp',))
+    """
+
+    def __init__(self, ranks: Any, dim_names: Sequence[str] | None = None) -> None:
+        self._shape, self._ranks = flatten(ranks)
+        if dim_names is None:
+            dim_names = [f"d{axis}" for axis in range(len(self._shape))]
+        self._dim_names = (dim_names,) if isinstance(dim_names, str) else tuple(dim_names)
+        positions = itertools.product(*map(range, self._shape))
+        self._coordinates = dict(zip(self._ranks, positions, strict=True))
+        if not self._shape or not self._ranks:
+            raise ValueError(f"a mesh needs one axis and one rank at least, got shape {self._shape}")
+        if len(self._dim_names) != len(self._shape):
+            raise ValueError(
+                f"dim_names has {len(self._dim_names)} names {self._dim_names} for {len(self._shape)} axes "
+                f"of shape {self._shape}; give one name an axis"
+            )
+        if len(set(self._dim_names)) != len(self._dim_names) or not all(self._dim_names):
+            raise ValueError(f"dim_names must be unique and not empty, got {self._dim_names}")
+        if repeated := sorted(rank for rank, count in Counter(self._ranks).items() if count > 1):
+            raise ValueError(f"every rank sits in a mesh once; repeated: {repeated} in {list(self._ranks)}")
+        if min(self._ranks) < 0:
+            raise ValueError(f"ranks start at 0, got {min(self._ranks)}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self._shape)
+
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        """The name of each axis."""
+        return self._dim_names
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self._ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank, row-major: the last axis varies fastest."""
+        return self._ranks
+
+    @property
+    def array(self) -> torch.Tensor:
+        """The ranks as an int64 CPU tensor of this shape; a copy, so that writing to it changes no mesh."""
+        return torch.tensor(self._ranks, dtype=torch.int64, device="cpu").view(self._shape)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._coordinates
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Return the position of a rank on each axis, or None for a rank outside the mesh."""
+        return self._coordinates.get(rank)
+
+    def axis_size(self, name: str) -> int:
+        """Return the size of the axis of that name."""
+        return self._shape[self._axis(name)]
+
+    def axis_ranks(self, rank: int, name: str) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` along one axis only, itself included, in axis order."""
+        return self.submesh(name, rank).ranks
+
+    def submesh(self, axes: str | Sequence[str], rank: int) -> ProcessMesh:
+        """Return the part of the mesh that ``rank`` sits in, along these axes and in their order.
+
+        Raises:
+            ValueError: a name that is no axis, or a rank outside the mesh.
+
+        Example:
+            >>> ParallelDims(dp=2, cp=2, tp=2).process_mesh().submesh(("cp", "tp"), rank=6)
+            ProcessMesh([[4, 5], [6, 7]], dim_names=('cp', 'tp'))
+        """
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        chosen = [self._axis(name) for name in names]
+        if (coordinate := self.coordinate(rank)) is None:
+            raise ValueError(f"rank {rank} is not in the mesh:\n{self}")
+        picks = [range(size) if i in chosen else [coordinate[i]] for i, size in enumerate(self._shape)]
+        return self._pick(picks, chosen)
+
+    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> ProcessMesh:
+        """Index like an array: an int drops its axis, a slice keeps it and its name."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, (int, slice)) for part in keys):
+            raise TypeError(f"a mesh is indexed by ints and slices, got {key!r}; by name: submesh(axes, rank)")
+        if len(keys) > self.ndim:
+            raise IndexError(f"{len(keys)} indices for the {self.ndim} axes {self._dim_names}")
+        keys += (slice(None),) * (self.ndim - len(keys))
+        picks: list[Sequence[int]] = []
+        for part, size, name in zip(keys, self._shape, self._dim_names, strict=True):
+            if isinstance(part, int) and not -size <= part < size:
+                raise IndexError(f"index {part} is outside axis {name!r} of size {size}")
+            picks.append(range(size)[part] if isinstance(part, slice) else [part % size])
+        kept = [axis for axis, part in enumerate(keys) if isinstance(part, slice)]
+        if not kept:
+            raise ValueError(f"mesh[{key!r}] leaves no axis; keep one with a slice, or index mesh.array")
+        return self._pick(picks, kept)
+
+    def _axis(self, name: str) -> int:
+        if name not in self._dim_names:
+            raise ValueError(f"no axis {name!r} in the mesh; its axes are {self._dim_names}")
+        return self._dim_names.index(name)
+
+    def _pick(self, picks: Sequence[Sequence[int]], kept: Sequence[int]) -> ProcessMesh:
+        """The mesh over ``kept`` axes, in that order, of the ranks at ``picks`` (one index list an axis)."""
+        strides = [math.prod(self._shape[axis + 1 :]) for axis in range(self.ndim)]
+        order = [*(axis for axis in range(self.ndim) if axis not in kept), *kept]
+        offsets = itertools.product(*([index * strides[axis] for index in picks[axis]] for axis in order))
+        ranks = [self._ranks[sum(parts)] for parts in offsets]
+        shape = [len(picks[axis]) for axis in kept]
+        return ProcessMesh(nest(ranks, shape), [self._dim_names[axis] for axis in kept])
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, ProcessMesh) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[tuple[object, ...], ...]:
+        return self._shape, self._ranks, self._dim_names
+
+    def __repr__(self) -> str:
+        return f"ProcessMesh({nest(self._ranks, self._shape)}, dim_names={self._dim_names})"
+
+    def __str__(self) -> str:
+        return grid_text(self._ranks, self._shape, self._dim_names)
+
+    def to_device_mesh(self, device_type: str) -> DeviceMesh:
+        """Create the process groups of every axis and return them as torch's ``DeviceMesh``.
+
+        Creating groups is collective: every rank of the world makes this call, those outside the mesh too,
+        and all of them in the same order. A mesh that was asked for before is returned again and creates
+        none, for as long as the world's process group lives.
+
+        Args:
+            device_type: ``"cpu"`` or ``"cuda"``.
+
+        Raises:
+            ValueError: a rank outside the world; ranks that do not ascend along each axis, on a torch older
+                than 2.13.
+        """
+        world_size = get_world_size()
+        if max(self._ranks) >= world_size:
+            raise ValueError(f"rank {max(self._ranks)} is outside the world of {world_size} ranks:\n{self}")
+        world = dist.group.WORLD
+        assert world is not None
+        if world not in _device_meshes:
+            _device_meshes.clear()  # a mesh of the whole world holds its group, and would keep an ended one alive
+        known = _device_meshes.setdefault(world, {})
+        if (self, device_type) not in known:
+            ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
+            known[self, device_type] = self._create(device_type) if ascending else self._create_in_order(device_type)
+            atexit.register(_let_groups_end, ref(known[self, device_type]))
+        return known[self, device_type]
+
+    def _create(self, device_type: str) -> DeviceMesh:
+        return DeviceMesh(device_type, self.array, mesh_dim_names=self._dim_names)
+
+    def _create_in_order(self, device_type: str) -> DeviceMesh:
+        """A device mesh whose groups keep the order of the mesh: DeviceMesh itself sorts the ranks of a group."""
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise ValueError(
+                f"torch {torch.__version__} sorts the ranks of a process group: they must ascend along each axis, "
+                f"or torch be 2.13 or newer:\n{self}"
+            )
+        groups = []
+        for axis, size in enumerate(self._shape):
+            for ranks in self.array.movedim(axis, -1).reshape(-1, size).tolist():
+                group = dist.new_group(ranks, group_desc=f"mesh_{self._dim_names[axis]}", sort_ranks=False)
+                if dist.get_rank() in ranks:
+                    groups.append(group)
+        if groups:
+            return DeviceMesh.from_group(groups, device_type, self.array, mesh_dim_names=self._dim_names)
+        outside = DeviceMesh(device_type, self.array, mesh_dim_names=self._dim_names, _init_backend=False)
+        outside._dim_group_names = []
+        return outside
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """The sizes of the parallel axes, from the outermost to the innermost: PP, DP, CP, TP.
+
+    TP is innermost because it talks most: neighbouring ranks share a node.
+
+    Args:
+        pp: pipeline stages.
+        dp: data-parallel replicas.
+        cp: ranks that share one sequence, attention included.
+        tp: ranks that share each layer.
+
+    Raises:
+        ValueError: a size that is not a positive int.
+
+    Example:
+        >>> dims = ParallelDims(dp=2, tp=2)
+        >>> dims.world_size
+        4
+        >>> print(dims.rank_grid(rank=2))
+              tp=0  tp=1
+        dp=0     0     1
+        dp=1   [2]     3
+    """
+
+    axis_names: ClassVar[tuple[str, ...]] = ("pp", "dp", "cp", "tp")
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in zip(self.axis_names, self.shape, strict=True):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} must be a positive int, got {name}={size!r}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each axis, in the order of ``axis_names``."""
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks: the product of the sizes."""
+        return math.prod(self.shape)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The axes larger than 1."""
+        return tuple(name for name, size in zip(self.axis_names, self.shape, strict=True) if size > 1)
+
+    def process_mesh(self, ranks: Sequence[int] | None = None) -> ProcessMesh:
+        """Return the mesh of all four axes over ``ranks``, or over ranks 0 to ``world_size - 1``.
+
+        Raises:
+            ValueError: a number of ranks other than ``world_size``.
+        """
+        ranks = range(self.world_size) if ranks is None else ranks
+        if len(ranks) != self.world_size:
+            raise ValueError(f"{self._product()} = {self.world_size} ranks, but {len(ranks)} were given")
+        return ProcessMesh(nest(ranks, self.shape), self.axis_names)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise unless the sizes multiply to the number of ranks that were started.
+
+        Raises:
+            ValueError: with both numbers, the rank grid and the field to change.
+        """
+        if world_size == self.world_size:
+            return
+        replica = self.world_size // self.dp
+        change = f"change pp, cp or tp so that pp x cp x tp (now {replica}) divides {world_size}"
+        if world_size % replica == 0:
+            change = f"set dp={world_size // replica}"
+        raise ValueError(
+            f"{self._product()} = {self.world_size} ranks, but the world has {world_size}:\n"
+            f"{self.rank_grid()}\nStart {self.world_size} processes, or {change}."
+        )
+
+    def build(self, device_type: str) -> DeviceMesh:
+        """Create the process groups and return the 4-d ``DeviceMesh`` (pp, dp, cp, tp) of the whole world.
+
+        Every rank of the world makes this call: creating groups is collective.
+
+        Raises:
+            ValueError: a world of another size than ``world_size``.
+        """
+        self.check_world_size(get_world_size())
+        return self.process_mesh().to_device_mesh(device_type)
+
+    def rank_grid(self, rank: int | None = None) -> str:
+        """Return the ranks as text: TP across, leading axes as titled blocks, ``rank`` in brackets."""
+        return grid_text(range(self.world_size), self.shape, self.axis_names, rank)
+
+    def _product(self) -> str:
+        sizes = zip(self.axis_names, self.shape, strict=True)
+        return " x ".join(f"{name}={size}" for name, size in sizes if name in (self.active or ("tp",)))

@@ -1,0 +1,163 @@
+"""Connect an optimizer and a model's gradients: who reduces what, and who keeps which state."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshwright.errors import PlanError
+from meshwright.mesh.process_group import world_size
+from meshwright.mesh.process_mesh import ProcessMesh
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.runtime import Runtime, attach
+from meshwright.optim.state_dicts import guard_optimizer
+from meshwright.optim.thawing import FixedParameters, TrainedParameters
+from meshwright.optim.zero_optimizer import hook_optimizer
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.guard_windows import StepWindow
+from meshwright.parallel.row_layout import RowLayout, ShardRecord
+from meshwright.parallel.shared_rows import sum_copies_in_backward
+
+
+def install_gradient_sync(
+    runtime: Runtime,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    zero_stage: int,
+    bucket_bytes: int,
+) -> None:
+    """Add the hooks that reduce gradients, and shard the optimizer's state if asked to.
+
+    Args:
+        runtime: filled in.
+        model: its parameters carry records.
+        optimizer: bound to those parameters.
+        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 are 1. For 3 ``runtime.weights`` are attached.
+        bucket_bytes: gradients communicate in buckets of this size.
+    """
+    tp, dp, meet = runtime.tp, runtime.dp, runtime.meet_over_dp
+    runtime.syncs.clear()  # parameters know those of an earlier call weakly: their hooks then do nothing
+    trained = TrainedParameters(
+        model,
+        optimizer,
+        tp=tp,
+        dp=dp,
+        zero_stage=zero_stage,
+        weights=runtime.weights,
+        bucket_bytes=bucket_bytes,
+        meet=meet,
+        syncs=runtime.syncs,
+    )
+    runtime.trained, runtime.parameters, runtime.zero = trained, trained.parameters, trained.zero
+    if optimizer is not None:
+        runtime.has_optimizer = True
+        optimizer.register_step_pre_hook(runtime.check_synced)
+        if runtime.comparison is not None:
+            runtime.comparison.watch(optimizer)
+        if runtime.zero is not None and runtime.weights is None:
+            # Publishing the stepped weights is a collective: one rank that leaves it out would be waited for in vain.
+            optimizer.register_step_pre_hook(runtime.meet_before_publishing)
+        if runtime.zero is not None:
+            hook_optimizer(optimizer, runtime.zero)
+        guard_optimizer(optimizer, runtime)
+        StepWindow().over(optimizer)
+        attach(optimizer, runtime)
+
+
+def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
+    """Do what only the runtime can: an engine that sees one rank's parameters knows nothing of their copies over tp."""
+    runtime.parameters = [p for p in model.parameters() if p.requires_grad]
+    sum_copies_in_backward(runtime.parameters, runtime.tp)
+    assert runtime.engine is not None
+    runtime.trained = FixedParameters(model, runtime.engine)
+
+
+def shard_optimizer(
+    optimizer: Optimizer,
+    *,
+    mesh: ProcessMesh | DeviceMesh | None = None,
+    stage: int = 1,
+    axis: str = "dp",
+    bucket_size_mb: float = 25.0,
+) -> Optimizer:
+    """Shard an optimizer's state over the data-parallel axis of a mesh (ZeRO), in place.
+
+    For a program that is data-parallel by itself: the parameters are whole and equal on every rank,
+    and each rank's loss is the mean over its own rows. Gradients are averaged over the axis during
+    backward. ``to_distributed`` does this (and more) with ``ParallelPlan.zero_stage``.
+
+    Parameters that ``shard_tensor`` placed are DTensors, whose state torch makes with the same placements: without a
+    mesh, the optimizer over them is returned as it is.
+
+    Args:
+        optimizer: elementwise (AdamW, SGD, ...), over parameters that are whole on every rank.
+        mesh: a ProcessMesh or DeviceMesh with the axis; every rank of the world makes the call. None for parameters
+            that are DTensors.
+        stage: 1; or 2, which keeps no whole gradients under ``no_sync``. Stage 3 needs ``to_distributed``.
+        axis: the name of the data-parallel axis.
+        bucket_size_mb: gradients communicate in buckets of this size.
+
+    Returns:
+        The same optimizer object.
+
+    Raises:
+        PlanError: for a missing mesh or axis, or another stage.
+        OptimizerMismatchError: for an optimizer whose update is not elementwise.
+
+    Example::
+
+        optimizer = mw.shard_optimizer(optimizer, mesh=mw.ProcessMesh([0, 1], ["dp"]), stage=1)
+    """
+    if stage == 3:
+        raise PlanError(
+            "shard_optimizer(stage=3) would shard the parameters, but knows no model whose layers could gather them; "
+            "use stage=2, or ParallelPlan(zero_stage=3) in to_distributed"
+        )
+    if stage not in (1, 2):
+        raise PlanError(f"shard_optimizer(stage={stage!r}) must be 1 or 2")
+    if not isinstance(optimizer, Optimizer):
+        raise PlanError(f"shard_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        raise PlanError("shard_optimizer got an optimizer without parameters")
+    if placed := [p for p in parameters if isinstance(p, DTensor)]:
+        if mesh is not None:
+            raise PlanError(
+                f"{len(placed)} of {len(parameters)} parameters are DTensors, whose state is placed as they are; leave "
+                "mesh out: shard_optimizer(optimizer)"
+            )
+        return optimizer
+    check_elementwise(optimizer, is_trusted=False)
+    if any(hasattr(p, "meshwright") for p in parameters):
+        raise PlanError("these parameters are distributed already; use ParallelPlan.zero_stage in to_distributed")
+    dp = _axis_of(mesh, axis, parameters[0].device.type)
+    for index, parameter in enumerate(parameters):
+        rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
+        parameter.meshwright = ShardRecord(str(index), parameter.shape, rows, 0, False)
+    runtime = Runtime(tp=Axis("tp"), dp=dp, parameters=parameters)
+    install_gradient_sync(
+        runtime,
+        nn.ParameterList(parameters),
+        optimizer,
+        zero_stage=stage,
+        bucket_bytes=int(bucket_size_mb * 2**20),
+    )
+    return optimizer
+
+
+def _axis_of(mesh: ProcessMesh | DeviceMesh | None, name: str, device_type: str) -> Axis:
+    if mesh is None:
+        raise PlanError("shard_optimizer needs mesh=..., with the axis over which to shard the state")
+    names = mesh.dim_names if isinstance(mesh, ProcessMesh) else mesh.mesh_dim_names or ()
+    if name not in names:
+        raise PlanError(f"the mesh has the axes {', '.join(names)}, but no {name!r}; pass axis=...")
+    ranks = mesh.ranks if isinstance(mesh, ProcessMesh) else mesh.mesh.flatten().tolist()
+    if outside := sorted(set(range(world_size())) - set(ranks)):
+        # On every rank, in the mesh or not: those inside would wait for the others at the first collective.
+        raise PlanError(f"rank(s) {', '.join(map(str, outside))} of {world_size()} are in no part of the mesh:\n{mesh}")
+    device_mesh = mesh.to_device_mesh(device_type) if isinstance(mesh, ProcessMesh) else mesh
+    sub = device_mesh[name]
+    return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())

@@ -1,0 +1,62 @@
+"""``clip_grad_norm_`` for distributed models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.optim.grad_norm import global_norm, scale_by_norm
+from meshwright.optim.runtime import find_runtime
+
+
+def clip_grad_norm_(
+    model: nn.Module | Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the gradients of a model by their global norm, as one device would.
+
+    A collective call: every rank makes it.
+
+    Args:
+        model: what ``to_distributed`` returned (or an optimizer from ``shard_optimizer``); any other
+            model is clipped by torch.
+        max_norm: the largest norm to leave.
+        norm_type: p of the p-norm; ``math.inf`` for the largest element.
+        error_if_nonfinite: raise where the norm is NaN or infinite; such a norm goes into the
+            gradients otherwise, as in torch.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Raises:
+        ValueError: for gradients that were never synchronised (see ``no_sync``).
+        RuntimeError: for a non-finite norm, if asked to.
+
+    Example::
+
+        loss.backward()
+        norm = mw.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    """
+    runtime = find_runtime(model)
+    if runtime is None:
+        parameters = (
+            model.parameters()
+            if isinstance(model, nn.Module)
+            else [p for group in model.param_groups for p in group["params"]]
+        )
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    runtime.check_own("clip_grad_norm_", "set gradient_clipping in its configuration")
+    runtime.check_synced()
+    gradients = runtime.counted_gradients()
+    like = runtime.parameters[0] if runtime.parameters else torch.zeros(())
+    norm = global_norm(gradients, norm_type=float(norm_type), axes=(runtime.tp, runtime.dp), like=like)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the global gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped by"
+        )
+    scale_by_norm([grad for grad, _ in gradients], norm, float(max_norm))
+    return norm if like.dtype is torch.float64 else norm.float()

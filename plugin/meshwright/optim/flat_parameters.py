@@ -1,0 +1,189 @@
+"""Parameters laid end to end in one flat tensor, of which each data-parallel rank keeps an equal part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, start_all_gather
+from meshwright.parallel.gradient_buckets import Bucket, flat_dtype
+from meshwright.parallel.row_layout import RowLayout, Span, record_of
+from meshwright.parallel.saved_tensors import memory
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.sharded_parameter import ShardedParameter, guard
+
+
+class FlatShard:
+    """One rank's part of a few parameters (ZeRO-3), and the whole of them while somebody needs it.
+
+    In between, a parameter has its shape and dtype, but no memory: elementwise arithmetic works on this rank's
+    elements, and whatever needs all of them raises (see ``ShardedParameter``).
+
+    Args:
+        parameters: of one dtype, and all trainable or all frozen; not changed here.
+        shapes: of this rank's TP shard of each.
+        dp: the axis over which they are cut.
+        device: where the part is kept. That of half-precision parameters that are trained is in float32.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], shapes: list[torch.Size], dp: Axis, device: torch.device):
+        self.parameters, self.shapes, self.dp = parameters, shapes, dp
+        first = parameters[0]
+        self.dtype, self.is_trained = first.dtype, first.requires_grad
+        sizes = [shape.numel() for shape in shapes]
+        self.starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.length = -(-sum(sizes) // dp.size)
+        kept = flat_dtype(self.dtype) if self.is_trained else self.dtype
+        self.master = torch.zeros(self.length, dtype=kept, device=device)
+        self.stand_in = torch.full((), torch.nan, dtype=self.dtype, device=device)
+        self.is_lent = self.is_guarded = False
+        self._full: Tensor | None = None
+        self._wait: Callable[[], Tensor] | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        """The same parameters as a bucket of gradients."""
+        bucket = Bucket(self.parameters, self.dp.size, self.master.dtype)
+        assert bucket.offsets == self.starts and bucket.numel == self.length * self.dp.size
+        return bucket
+
+    def keep(self, index: int, local: Tensor) -> Tensor:
+        """Copy this rank's part out of a parameter's TP shard; what is to stand in the parameter's place."""
+        (low, high), begin = self._own(index)
+        self.master[begin : begin + high - low].copy_(local.flatten()[low:high])
+        return self.stand_in.expand(local.shape)
+
+    def start(self) -> None:
+        """Begin to gather, unless that is done."""
+        if self._full is None and self._wait is None:
+            # What is gathered under inference_mode may be used after it.
+            with torch.inference_mode(False), torch.no_grad():
+                own = self.master if self.master.dtype == self.dtype else self.master.to(self.dtype)
+                self._wait = start_all_gather(own, self.dp)
+
+    def full(self) -> Tensor:
+        """All elements of the parameters, gathered if need be."""
+        self.start()
+        if self._wait is not None:
+            self._full, self._wait = self._wait(), None
+        assert self._full is not None
+        return self._full
+
+    def release(self) -> None:
+        """Let go of what was gathered; whoever still uses it keeps it for so long."""
+        if self._wait is not None:
+            self._wait()
+        self._full = self._wait = None
+
+    publish = refresh = release  # after a step, what is gathered is old
+
+    def take_over(self) -> None:
+        """Cut and keep the values that the program assigned by ``parameter.data = ...``, if any.
+
+        Raises:
+            ValueError: for parameters that were cast, or given another shape.
+        """
+        if self.is_lent:
+            return
+        storage, _ = memory(self.stand_in)
+        for index, parameter in enumerate(self.parameters):
+            if memory(parameter)[0] == storage:
+                continue
+            if (parameter.dtype, parameter.shape) != (self.dtype, self.shapes[index]):
+                raise ValueError(
+                    f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)}, and ZeRO stage 3 "
+                    f"keeps it as {self.dtype} {tuple(self.shapes[index])}, in parts: the change would not reach them. "
+                    "Call model.to(...), .double(), .float() or the like before to_distributed"
+                )
+            with reading_shards():
+                parameter.data = self.keep(index, parameter.data)
+            self.release()
+
+    def split(self) -> list[FlatShard]:
+        """The same parameters, those that are trained by now apart from those that are not; every rank calls it."""
+        groups: dict[bool, list[int]] = {}
+        for index, parameter in enumerate(self.parameters):
+            groups.setdefault(parameter.requires_grad, []).append(index)
+        segments = [segment for _, segment in self._segments(self.full())]
+        parts = []
+        for indices in groups.values():
+            shapes = [self.shapes[index] for index in indices]
+            part = FlatShard([self.parameters[index] for index in indices], shapes, self.dp, self.master.device)
+            for new, index in enumerate(indices):
+                self.parameters[index].data = part.keep(new, segments[index])
+            if self.is_guarded:
+                part.guard()
+            parts.append(part)
+        self.release()
+        return parts
+
+    def lend(self) -> None:
+        """Give the parameters their values."""
+        self.is_lent = True
+        for parameter, segment in self._segments(self.full()):
+            if self.is_guarded:
+                parameter.__class__ = nn.Parameter
+            parameter.data = segment
+
+    def take_back(self) -> None:
+        """Leave the parameters without values."""
+        self.is_lent = False
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            parameter.data = self.stand_in.expand(shape)
+            if self.is_guarded:
+                guard(parameter)
+
+    def guard(self) -> None:
+        """Let the parameters say, while they are without values, where those are."""
+        for index, parameter in enumerate(self.parameters):
+            guard(parameter, _OwnElements(self, index))
+        self.is_guarded = all(type(parameter) is ShardedParameter for parameter in self.parameters)
+
+    def own(self, index: int) -> Tensor:
+        """This rank's elements of a parameter, as they are stepped; writing into them changes it."""
+        (low, high), begin = self._own(index)
+        return self.master[begin : begin + high - low]
+
+    def own_of(self, index: int, local: Tensor) -> Tensor:
+        """The same elements of a tensor of the shard's shape."""
+        low, high = self._own(index)[0]
+        return local.flatten()[low:high]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in what is gathered now."""
+        return self._full is not None and tensor.dtype == self.dtype and memory(tensor)[0] == memory(self._full)[0]
+
+    def part(self, index: int) -> tuple[Tensor, RowLayout]:
+        """This rank's elements of a parameter's flattened TP shard, and how that is cut over the axis."""
+        (low, high), begin = self._own(index)
+        return self.master[begin : begin + high - low].to(self.dtype), self._cut(index)
+
+    def _segments(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for parameter, start, shape in zip(self.parameters, self.starts, self.shapes, strict=True):
+            yield parameter, full[start : start + shape.numel()].view(shape)
+
+    def _cut(self, index: int) -> RowLayout:
+        return RowLayout.stretches(self.starts[index], self.shapes[index].numel(), self.length, self.dp.size)
+
+    def _own(self, index: int) -> tuple[Span, int]:
+        """This rank's elements of a parameter, and where they begin in its part; no elements begin at 0."""
+        low, high = self._cut(index).spans[self.dp.rank][0]
+        return (low, high), self.starts[index] + low - self.dp.rank * self.length if low < high else 0
+
+
+class _OwnElements:
+    """Where a parameter's values are; see ``Values``."""
+
+    def __init__(self, flat: FlatShard, index: int):
+        self.flat, self.index = flat, index
+
+    def own(self) -> Tensor:
+        return self.flat.own(self.index)
+
+    def cut(self, local: Tensor) -> Tensor:
+        return self.flat.own_of(self.index, local)
+
+    def changed(self) -> None:
+        self.flat.release()

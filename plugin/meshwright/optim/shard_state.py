@@ -1,0 +1,46 @@
+"""Make the state of a user's optimizer that of the shards which its parameters have become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.errors import OptimizerMismatchError
+from meshwright.parallel.row_layout import record_of
+
+
+def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that the optimizer steps parameters of this model.
+
+    Raises:
+        OptimizerMismatchError: for foreign parameters, or none at all.
+    """
+    own = {id(p) for p in model.parameters()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in given if id(p) not in own]
+    if not given:
+        raise OptimizerMismatchError("the optimizer has no parameters; build it from model.parameters()")
+    if foreign:
+        raise OptimizerMismatchError(
+            f"{len(foreign)} of the optimizer's {len(given)} parameters are not the model's (the first has shape "
+            f"{tuple(foreign[0].shape)}); build the optimizer from the parameters of the model you pass"
+        )
+
+
+def shard_state(optimizer: Optimizer) -> None:
+    """Cut the state that an optimizer has already, in place; its parameters are shards, with records."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in optimizer.state:
+                state = optimizer.state[parameter]
+                state.update({key: _shard_value(value, parameter) for key, value in state.items()})
+
+
+def _shard_value(value: Any, parameter: nn.Parameter) -> Any:
+    record = record_of(parameter)
+    if isinstance(value, Tensor) and value.shape == record.global_shape and value.ndim:
+        return record.layout.take(value, record.rank).to(parameter.device)
+    return value.to(parameter.device) if torch.is_tensor(value) and value.ndim else value

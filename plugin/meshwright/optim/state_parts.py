@@ -1,0 +1,123 @@
+"""Which elements of each parameter this rank's optimizer steps: where its state lies, under every plan.
+
+This is the one place that knows. Saving makes state whole, and loading cuts it, by what is said here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.errors import OptimizerMismatchError
+from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """This rank's part of one parameter.
+
+    Args:
+        record: how the parameter is sharded over tp.
+        cut: which elements of that shard, flattened, each data-parallel rank steps; replicated where each steps all.
+        own: this rank's stretch of them.
+        key: what ``optimizer.state`` and the groups call this part; None where this rank steps no element.
+        has_master: whether that is a float32 copy, stepped in place of half-precision weights.
+    """
+
+    record: ShardRecord
+    cut: RowLayout
+    own: Span
+    key: Tensor | None
+    has_master: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank steps all of the parameter."""
+        return not self.record.is_sharded and self.cut.is_replicated
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerParts:
+    """An optimizer taken apart by the one-device names of its parameters.
+
+    Args:
+        optimizer: without its wrapper.
+        runtime: of the model, or one of a single rank.
+        parts: by name.
+        groups: the names of each group's parameters.
+    """
+
+    optimizer: Optimizer
+    runtime: Runtime
+    parts: dict[str, Part]
+    groups: list[list[str]]
+
+
+def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
+    """Take an optimizer apart.
+
+    Args:
+        model: distributed or not; its parameters' names are those of the state.
+        optimizer: over parameters of this model.
+
+    Raises:
+        OptimizerMismatchError: for an optimizer of another model.
+    """
+    optimizer = unwrapped(optimizer)
+    runtime = _common_runtime(model, optimizer)
+    zero = runtime.zero
+    for one in zero.sharded if zero else ():
+        one.weights.take_over()
+    sharded = {id(p): bucket for bucket in (zero.sharded if zero else ()) for p in bucket.bucket.parameters}
+    slices = {id(piece.parameter): piece.shard for bucket in (zero.sharded if zero else ()) for piece in bucket.slices}
+    groups = zero.groups if zero else [group["params"] for group in optimizer.param_groups]
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts: dict[str, Part] = {}
+    for parameter in (p for group in groups for p in group):
+        name = names.get(id(parameter))
+        if name is None:
+            raise OptimizerMismatchError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; pass the "
+                "model and the optimizer that to_distributed returned"
+            )
+        bucket = sharded.get(id(parameter))
+        cut = bucket.cut(parameter) if bucket else RowLayout.replicated(parameter.shape.numel(), runtime.dp.size)
+        parts[name] = Part(
+            record=_record(name, parameter),
+            cut=cut,
+            own=cut.spans[runtime.dp.rank][0],
+            key=slices.get(id(parameter)) if bucket else parameter,
+            has_master=bucket is not None and bucket.bucket.dtype != parameter.dtype,
+        )
+    return OptimizerParts(
+        optimizer=optimizer, runtime=runtime, parts=parts, groups=[[names[id(p)] for p in group] for group in groups]
+    )
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside those that hold it as ``.optimizer``, as accelerate's does."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _common_runtime(model: nn.Module, optimizer: Optimizer) -> Runtime:
+    of_model, of_optimizer = find_runtime(model), find_runtime(optimizer)
+    is_of_another = of_optimizer is not None and of_optimizer is not of_model
+    if of_model is not None and (is_of_another or (of_model.zero is not None and of_optimizer is None)):
+        raise OptimizerMismatchError(
+            "this optimizer was not distributed with the model; pass both as to_distributed returned them"
+        )
+    return of_model or of_optimizer or Runtime(tp=Axis("tp"), dp=Axis("dp"), parameters=[])
+
+
+def _record(name: str, parameter: nn.Parameter) -> ShardRecord:
+    record = getattr(parameter, "meshwright", None)
+    if isinstance(record, ShardRecord):
+        return record
+    rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
+    return ShardRecord(name, parameter.shape, rows, 0, False)

@@ -1,0 +1,89 @@
+"""Look at every step of every optimizer that reaches a distributed model's parameters, the model's own or not."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshwright.errors import OptimizerMismatchError
+from meshwright.optim.elementwise import check_elementwise
+from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.row_layout import record_of
+
+logger = logging.getLogger(__name__)
+
+
+def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
+    """Refuse steps that would use gradients before they are reduced, or reach nothing.
+
+    By torch's hook on the steps of all optimizers, until the runtime is gone.
+
+    Args:
+        runtime: of a distributed model.
+        is_trusted: see ``check_elementwise``.
+    """
+    # Weakly: torch keeps the hook for as long as the process lives.
+    reference = weakref.ref(runtime)
+
+    has_warned = False
+
+    def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal has_warned
+        if (of := reference()) is None or of.trained is None or of.engine is not None:
+            return
+        _look(optimizer, of, is_trusted)
+        if not has_warned and of.dp.size > 1 and find_runtime(optimizer) is None:
+            has_warned = _warn_of_strangers(optimizer)
+
+    handle = register_optimizer_step_pre_hook(look)
+    weakref.finalize(runtime, handle.remove)
+
+
+def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
+    is_own = find_runtime(optimizer) is runtime
+    if is_own and not in_backward():
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if in_backward():
+        reduced = [p for sync in runtime.syncs for bucket in sync.buckets for p in bucket.parameters]
+        if names := [record_of(p).name for p in reduced if is_own or id(p) in stepped]:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() ran inside of a backward pass, on {names[0]} and {len(names) - 1} "
+                "more parameter(s) whose gradients are not reduced before it ends, so the replicas would drift apart. "
+                "Take the step out of the hook: loss.backward(); optimizer.step()"
+            )
+    if is_own:
+        return
+    zero = runtime.zero
+    if names := [record_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
+        raise OptimizerMismatchError(
+            f"this {type(optimizer).__name__} was not distributed with the model, and steps {names[0]} and "
+            f"{len(names) - 1} more parameter(s) that ZeRO keeps in parts over the data-parallel ranks: its step would "
+            "reach none of them. Pass one optimizer with a group for each: "
+            "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
+        )
+    if any(id(p) in stepped and record_of(p).is_sharded for p in runtime.parameters):
+        check_elementwise(optimizer, is_trusted=is_trusted)
+
+
+def _warn_of_strangers(optimizer: Optimizer) -> bool:
+    """Warn of trained parameters that are in no distributed model; returns whether there are any."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
+    if strangers:
+        logger.warning(
+            "%s.step() trains %d parameter(s), the first of shape %s, that are in no distributed model: "
+            "unless the program averages their gradients, each data-parallel rank steps them by its own rows', and the "
+            "ranks' values part. Make them a part of the model before to_distributed, or wrap the module that has "
+            "them: meshwright.DataParallel(module)",
+            type(optimizer).__name__,
+            len(strangers),
+            list(strangers[0].shape),
+        )
+    return bool(strangers)

@@ -1,0 +1,194 @@
+"""Follow ``requires_grad`` while a program trains: what it thaws is reduced and stepped as what was trained before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.gradient_buckets import make_buckets
+from meshwright.parallel.gradient_sync import IN_FLIGHT, AllReduce, GradientSync
+from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.shard_reads import reading_shards
+
+
+class TrainedParameters:
+    """The parameters of a model that were ever trained, and who reduces and steps each of them.
+
+    A parameter costs a place in a bucket, and under ZeRO a slice of the optimizer's state, from when it is trained
+    first. Where it is frozen later it keeps both, and gets no gradients.
+
+    Args:
+        model: its parameters carry records.
+        optimizer: bound to those parameters, if any.
+        tp, dp: this rank's place on the axes.
+        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 are 1.
+        weights: the parameters under stage 3, attached.
+        bucket_bytes: gradients communicate in buckets of this size.
+        meet: called once a synchronised pass.
+        syncs: filled with who synchronises the gradients.
+
+    Attributes:
+        parameters: all that were ever trained.
+        zero: the ZeRO shards, if any.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        tp: Axis,
+        dp: Axis,
+        zero_stage: int,
+        weights: ShardedWeights | None,
+        bucket_bytes: int,
+        meet: Callable[[], None],
+        syncs: list[GradientSync],
+    ):
+        self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights
+        self.bucket_bytes, self._meet = bucket_bytes, meet
+        stage = 3 if weights is not None else zero_stage if dp.size > 1 else min(zero_stage, 1)
+        self.stage = 0 if stage == 1 and optimizer is None else stage
+        self.parameters: list[nn.Parameter] = []
+        self.syncs = syncs
+        self.zero: ReduceScatter | None = None
+        self._watch = _Watch(model)
+        self._known: set[int] = set()
+        self._of_zero: GradientSync | None = None
+        self._of_others: GradientSync | None = None
+        if self.stage > 0:
+            self.zero = ReduceScatter(dp, can_wait=self.stage == 1)
+            if optimizer is not None:
+                bind_optimizer(optimizer, self.zero)
+            # The buckets of stage 3 are whole layers: one on its way is enough to hide it.
+            in_flight = IN_FLIGHT if weights is None else 1
+            self._of_zero = GradientSync([], tp=tp, reduction=self.zero, meet=meet, in_flight=in_flight, peers=syncs)
+            self.syncs.append(self._of_zero)
+        self._take_in(self._new())
+
+    def follow(self) -> None:
+        """Take in what was thawed; every rank makes the call, and thawed the same (see ReplicaComparison)."""
+        if self._watch.accept():
+            with reading_shards():
+                self._take_in(self._new())
+
+    def check(self) -> None:
+        """Refuse gradients of parameters that were thawed after the last forward pass of the model.
+
+        Raises:
+            ValueError: naming them.
+        """
+        late = [p for p in self._new() if p.grad is not None] if self._watch.is_changed else []
+        if late:
+            raise ValueError(
+                f"{_shown([record_of(p).name for p in late])} had requires_grad set after the model's last forward "
+                "pass, and has a gradient by now, which is this rank's own. Set requires_grad before the forward pass, "
+                "and run that through the model that to_distributed returned, not through a part of it: "
+                "loss = model(**batch).loss (with shard_optimizer: set requires_grad before shard_optimizer)"
+            )
+
+    def _new(self) -> list[nn.Parameter]:
+        # Backward finishes parameters roughly in the reverse of their order.
+        return [p for p in reversed(self._watch.parameters) if p.requires_grad and id(p) not in self._known]
+
+    def _take_in(self, new: list[nn.Parameter]) -> None:
+        self.parameters += new
+        self._known |= {id(p) for p in new}
+        sharded = self._shard(new)
+        if self.zero is not None and self._of_zero is not None:
+            self.zero.extend(sharded)
+            if self.optimizer is not None:
+                step_slices(self.optimizer, self.zero, sharded)
+            self._of_zero.extend([one.bucket for one in sharded])
+        done = {id(p) for one in sharded for p in one.bucket.parameters}
+        self._known |= done
+        if others := [p for p in new if id(p) not in done]:
+            self._reduce_whole(others)
+
+    def _shard(self, new: list[nn.Parameter]) -> list[ShardedBucket]:
+        """What ZeRO cuts of these."""
+        if self.weights is not None:
+            return self.weights.train(new)
+        if self.zero is None:
+            return []
+        ids = {id(p) for p in new}
+        groups = [[p for p in reversed(group) if id(p) in ids] for group in self.zero.groups]
+        if self.stage > 1:  # the optimizer need not step all: of the others too, each rank keeps a share of gradients
+            stepped = {id(p) for group in groups for p in group}
+            groups.append([p for p in new if id(p) not in stepped])
+        return [one for group in groups for one in lay_out(group, self.dp, self.bucket_bytes)]
+
+    def _reduce_whole(self, parameters: list[nn.Parameter]) -> None:
+        # On one data-parallel rank, only partial gradients need anything done to them.
+        reduced = [p for p in parameters if self.dp.size > 1 or record_of(p).is_grad_partial]
+        unreduced = [p for p in parameters if self.dp.size == 1 and not record_of(p).is_grad_partial]
+        buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, multiple=1, accumulate_in_float32=False)
+        if self._of_others is None:
+            self._of_others = GradientSync(
+                [], tp=self.tp, reduction=AllReduce(self.dp), meet=self._meet, peers=self.syncs
+            )
+            self.syncs.append(self._of_others)
+        self._of_others.extend(buckets, unreduced)
+
+
+class FixedParameters:
+    """The parameters that an engine trains, which took them when it was made.
+
+    Args:
+        model: its parameters carry records.
+        engine: its name.
+    """
+
+    def __init__(self, model: nn.Module, engine: str):
+        self._watch, self._engine = _Watch(model), engine
+        self._known = {id(p) for p in self._watch.parameters if p.requires_grad}
+
+    def follow(self) -> None:
+        """As :meth:`check`: an engine takes in nothing."""
+        self.check()
+        self._watch.accept()
+
+    def check(self) -> None:
+        """Refuse parameters that were thawed.
+
+        Raises:
+            ValueError: naming them.
+        """
+        if not self._watch.is_changed:
+            return
+        if late := [p for p in self._watch.parameters if p.requires_grad and id(p) not in self._known]:
+            raise ValueError(
+                f"{_shown([record_of(p).name for p in late])} was frozen when {self._engine} took the parameters, so "
+                f"{self._engine} would not step it; set requires_grad before the call, or train without the engine: "
+                "to_distributed(model, optimizer, loader) follows requires_grad"
+            )
+
+
+class _Watch:
+    """The ``requires_grad`` of all parameters of a model, as it was looked at last."""
+
+    def __init__(self, model: nn.Module):
+        self.parameters = list(model.parameters())
+        self._flags = self._read()
+
+    def _read(self) -> list[bool]:
+        return [p.requires_grad for p in self.parameters]
+
+    @property
+    def is_changed(self) -> bool:
+        return self._read() != self._flags
+
+    def accept(self) -> bool:
+        """Go on from what is so now; whether that was news."""
+        before, self._flags = self._flags, self._read()
+        return before != self._flags
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(islice(names, 3)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

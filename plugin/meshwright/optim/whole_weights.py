@@ -1,0 +1,82 @@
+"""The weights of ZeRO stages 1 and 2: whole on every rank, in flat tensors of which each rank steps a part."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.parallel.async_numbers import is_deferred
+from meshwright.parallel.collectives import Axis, all_gather_into
+from meshwright.parallel.gradient_buckets import Bucket
+from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.saved_tensors import memory
+from meshwright.parallel.shard_reads import reading_shards
+
+
+class WholeWeights:
+    """The parameters of a bucket, laid into one flat tensor that every rank holds.
+
+    Args:
+        bucket: its length divides by the size of ``dp``.
+        dp: the data-parallel axis.
+    """
+
+    def __init__(self, bucket: Bucket, dp: Axis):
+        self.bucket, self.dp = bucket, dp
+        first = bucket.parameters[0]
+        self.flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        for parameter, segment in bucket.segments(self.flat):
+            segment.copy_(parameter.data)
+            parameter.data = segment
+        self._shapes = [p.shape for p in bucket.parameters]
+        length = bucket.numel // dp.size
+        self._start = dp.rank * length
+        self.own = self.flat[self._start : self._start + length]
+        self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
+
+    def publish(self) -> None:
+        """Give every rank the values that were stepped."""
+        if self.master is not self.own:
+            self.own.copy_(self.master)
+        all_gather_into(self.flat, self.own, self.dp)
+
+    def refresh(self) -> None:
+        """Take over values that were set from outside, all of them."""
+        if self.master is not self.own:
+            self.master.copy_(self.own)
+
+    def take_over(self) -> None:
+        """Take over what the program wrote into the parameters since the last step, if anything.
+
+        Raises:
+            ValueError: for parameters that were cast, moved to another device or given another shape.
+        """
+        with reading_shards():
+            self._take_over()
+
+    def _take_over(self) -> None:
+        storage, _ = memory(self.flat)
+        for parameter in self.bucket.parameters:
+            if memory(parameter)[0] != storage:
+                self._move_back(parameter)
+        if self.master is self.own:
+            return
+        # By the values: torch does not count writes through ``parameter.data``. What was not written keeps the bits
+        # that only the master has. To ask a GPU whether anything was written would take longer than the copy.
+        if is_deferred(self.own.device) or not torch.equal(self.own, self.master.to(self.own.dtype)):
+            is_kept = self.own == self.master.to(self.own.dtype)
+            self.master.copy_(torch.where(is_kept, self.master, self.own.to(self.master.dtype)))
+
+    def _move_back(self, parameter: nn.Parameter) -> None:
+        """Copy values that were assigned by ``parameter.data = ...`` to where they are stepped."""
+        position = next(i for i, p in enumerate(self.bucket.parameters) if p is parameter)
+        shape, offset = self._shapes[position], self.bucket.offsets[position]
+        if (parameter.dtype, parameter.device, parameter.shape) != (self.flat.dtype, self.flat.device, shape):
+            raise ValueError(
+                f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)} on {parameter.device}, "
+                f"and ZeRO steps {self.flat.dtype} {tuple(shape)} on {self.flat.device}: no step would reach it. Call "
+                "model.to(...), .double(), .float() or the like before to_distributed (or shard_optimizer)"
+            )
+        segment = self.flat[offset : offset + shape.numel()].view(shape)
+        segment.copy_(parameter.data)
+        parameter.data = segment

@@ -1,0 +1,330 @@
+"""ZeRO stage 3: the weights of a layer are gathered while it runs, and each rank keeps a 1/dp part of them.
+
+A unit is a decoder layer, or a module outside of the layers. Its parameters get their values before its
+forward pass and lose them after it. What autograd saves of them is a note to gather them again, so backward
+needs no hooks of its own: the first such note that is read gathers the unit, and lets go of the one before.
+The next unit is gathered meanwhile. Where activation checkpointing computes a layer again it leaves out the
+layer's hooks, so the modules inside ask too.
+
+Not torch's ``fully_shard``, which serves other needs. It changes the class of every layer and makes the
+parameters DTensors, which transformers' utilities, a user's optimizer with its state and our records of
+TP shards would all have to live with; it keeps whole gradients under ``no_sync``; its hooks add to ``.grad``,
+so that the gradients of inner micro-batches cannot be told from those of ``backward()``; on gloo its
+reduce-scatter is an all-reduce (see ``start_reduce_scatter``). Here all stages share their buckets,
+masters, clipping and export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.optim.flat_parameters import FlatShard
+from meshwright.optim.zero_optimizer import ShardedBucket
+from meshwright.parallel import saved_tensors as saved
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.roles.adapters import without_wrappers
+
+
+class ShardedWeights:
+    """All units of a model.
+
+    Built before the weights are made, so that a rank never needs all of them at once: :meth:`keep` cuts
+    one tensor after the other, and :meth:`attach` begins to work.
+
+    Args:
+        model: with whatever parameters; not changed here.
+        shape_of: the shape of this rank's TP shard of a parameter, by name.
+        dp: the data-parallel axis.
+        device: where the parts are kept.
+    """
+
+    def __init__(
+        self, model: nn.Module, shape_of: Callable[[str, nn.Parameter], torch.Size], dp: Axis, device: torch.device
+    ):
+        self.dp = dp
+        shapes = {id(p): shape_of(name, p) for name, p in model.named_parameters()}
+        self._place: dict[int, tuple[FlatShard, int]] = {}
+        self.steps: list[_Step] = []
+        for module, recurse in _modules(model):
+            own = [p for p in module.parameters(recurse=recurse) if p.is_floating_point()]
+            new = [p for p in own if id(p) not in self._place]
+            flats = [FlatShard(some, [shapes[id(p)] for p in some], dp, device) for some in _alike(new)]
+            self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
+            # A tied parameter is in the flat of the module that has it first, which the others gather too.
+            needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
+            if needed:
+                self.steps.append(_Step(self, module, needed, len(self.steps)))
+        self.flats = list(dict.fromkeys(flat for step in self.steps for flat in step.flats))
+        self._task = -1
+        self._current: _Step | None = None
+        self._lent_again: list[FlatShard] = []
+
+    def keep(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """Keep this rank's part of a parameter's TP shard; what is to stand in the parameter's place."""
+        if id(parameter) not in self._place:
+            return local
+        flat, index = self._place[id(parameter)]
+        return flat.keep(index, local)
+
+    def attach(self, model: nn.Module) -> None:
+        """Begin to gather and release the weights of a model, whose parameters :meth:`keep` left without values."""
+        for step in self.steps:
+            step.hook()
+        parts: dict[int, Any] = {id(x): x for x in (model, without_wrappers(model)[1])}
+        for part in parts.values():
+            if callable(getattr(part, "generate", None)):
+                object.__setattr__(part, "generate", _GenerateTogether(part.generate))
+
+    def find_places(self) -> None:
+        """Look up where the parameters of the flats are, after those were exchanged."""
+        self._place = {id(p): (flat, index) for flat in self.flats for index, p in enumerate(flat.parameters)}
+
+    def guard(self) -> None:
+        """Let the parameters say where their values are, outside of their layers."""
+        for flat in self.flats:
+            flat.take_back()  # a copied parameter's place holder is that of the model it was copied from
+            flat.guard()
+
+    def train(self, parameters: list[nn.Parameter]) -> list[ShardedBucket]:
+        """The buckets of these parameters, trained for the first time, in the order in which backward finishes them.
+
+        What was frozen when it was cut is cut anew, by a gather: every rank makes the call.
+        """
+        new = {id(p) for p in parameters}
+        for old in [flat for flat in self.flats if not flat.is_trained and any(id(p) in new for p in flat.parameters)]:
+            parts = old.split()
+            self._place |= {id(p): (part, index) for part in parts for index, p in enumerate(part.parameters)}
+            for flats in (self.flats, *(step.flats for step in self.steps if old in step.flats)):
+                position = flats.index(old)
+                flats[position : position + 1] = parts
+        trained = [flat for flat in reversed(self.flats) if any(id(p) in new for p in flat.parameters)]
+        return [ShardedBucket(flat.bucket, self.dp, flat) for flat in trained]
+
+    def part(self, parameter: nn.Parameter) -> tuple[Tensor, RowLayout]:
+        """This rank's elements of a parameter's flattened TP shard, and how that is cut over dp."""
+        if id(parameter) not in self._place:
+            return parameter.detach().reshape(-1), RowLayout.replicated(parameter.shape.numel(), self.dp.size)
+        flat, index = self._place[id(parameter)]
+        return flat.part(index)
+
+    def changed(self) -> list[str]:
+        """The parameters that were frozen, or thawed, since they were cut."""
+        parameters = [(p, flat) for flat in self.flats for p in flat.parameters]
+        return [record_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has its values here, and none of its own outside of its layer."""
+        return id(parameter) in self._place
+
+    def lend_memory(self, parameter: nn.Parameter, values: Tensor | None) -> None:
+        """Give a parameter memory to be copied into, until :meth:`take_back_memory`.
+
+        Args:
+            parameter: one that :meth:`holds` knows.
+            values: this rank's TP shard, of which its part is kept; None to keep what there is.
+        """
+        flat, index = self._place[id(parameter)]
+        if values is not None:
+            flat.keep(index, values)
+            flat.release()
+        else:
+            values = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        parameter.data = values
+
+    def take_back_memory(self, parameter: nn.Parameter) -> None:
+        """Undo :meth:`lend_memory`."""
+        if self.holds(parameter):
+            parameter.data = self.place_holder(parameter)
+
+    def place_holder(self, parameter: nn.Parameter) -> Tensor:
+        """What is in a parameter outside of its layer: its shape, and no memory."""
+        flat, index = self._place[id(parameter)]
+        return flat.stand_in.expand(flat.shapes[index])
+
+    @contextlib.contextmanager
+    def lent(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the weights of a module have their values, for a program that reads them past its forward.
+
+        A collective call. What autograd saves of them inside is gathered again in backward.
+        """
+        step = next((step for step in self.steps if step.module is module), None)
+        if step is None:
+            yield
+            return
+        step.enter()
+        try:
+            yield
+        finally:
+            step.leave()
+
+    def release(self) -> None:
+        """Let go of everything that is gathered."""
+        self._current = None
+        for flat in self.flats:
+            flat.release()
+
+    def enter_backward(self, step: _Step) -> None:
+        """Backward needs this step's weights, and none of those that it needed before."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._current = task, None
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if step is self._current:
+            return
+        self._current = step
+        before = self.steps[step.index - 1] if step.index else None
+        ahead = before.flats if before is not None and before.is_awaited else []
+        self._take_back()
+        for flat in self.flats:
+            if flat not in step.flats and flat not in ahead:
+                flat.release()
+        step.gather(ahead)
+
+    def lend_again(self, step: _Step) -> None:
+        """Give a step's parameters their values in backward, until it has come to another step."""
+        self.enter_backward(step)
+        for flat in step.flats:
+            if not flat.is_lent:
+                flat.lend()
+                self._lent_again.append(flat)
+
+    def _take_back(self) -> None:
+        for flat in self._lent_again:
+            flat.take_back()
+        self._lent_again = []
+
+    def _end_backward(self) -> None:
+        self._task = -1
+        self._take_back()
+        self.release()
+        for step in self.steps:
+            step.is_awaited = False
+
+
+class _Step:
+    """A module whose forward pass needs weights.
+
+    Args:
+        weights: of the model.
+        module: a decoder layer, or a module with parameters of its own outside of the layers.
+        flats: what it needs.
+        index: its place in the order of the model.
+    """
+
+    def __init__(self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int):
+        self.weights, self.module, self.flats, self.index = weights, module, flats, index
+        self.is_awaited = False  # backward will need the weights
+        self._pushed: list[bool] = []
+
+    def hook(self) -> None:
+        # Bound methods, which a copy of the model binds to its own step.
+        self.module.register_forward_pre_hook(self.enter)
+        self.module.register_forward_hook(self.leave, always_call=True)
+        for inner in self.module.modules():
+            if inner is not self.module and next(inner.parameters(recurse=False), None) is not None:
+                inner.register_forward_pre_hook(self._enter_inside)
+
+    def gather(self, ahead: list[FlatShard]) -> None:
+        """Gather this step's weights, and begin with those that are needed next."""
+        for flat in [*self.flats, *ahead]:
+            flat.start()
+        for flat in self.flats:
+            flat.full()
+
+    def enter(self, *_: Any) -> None:
+        """Give the parameters their values."""
+        if in_backward():
+            self.weights.enter_backward(self)
+        else:
+            for flat in self.flats:
+                with reading_shards():
+                    flat.take_over()
+            following = self.weights.steps[self.index + 1 : self.index + 2]
+            self.gather([flat for step in following for flat in step.flats])
+        for flat in self.flats:
+            flat.lend()
+        if torch.is_grad_enabled():
+            saved.push(self._note)
+            self.is_awaited |= not isinstance(self.module, nn.Embedding)  # whose gradient needs the words only
+        self._pushed.append(torch.is_grad_enabled())
+
+    def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if in_backward():
+            self.weights.lend_again(self)
+
+    def leave(self, *_: Any) -> None:
+        """Take the values back; backward gathers them again."""
+        if not self._pushed:  # enter failed
+            return
+        if self._pushed.pop():
+            saved.pop()
+        for flat in self.flats:
+            flat.take_back()
+        # Backward begins with the last step, and needs its weights at once.
+        is_last = self.index == len(self.weights.steps) - 1 and torch.is_grad_enabled()
+        if not in_backward() and not is_last:
+            for flat in self.flats:
+                flat.release()
+
+    def _note(self, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """How backward gets a view of a weight again; None for what is not a weight."""
+        flat = next((flat for flat in self.flats if flat.holds(tensor)), None)
+        if flat is None:
+            return None
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        def view() -> Tensor:
+            if in_backward():
+                self.weights.enter_backward(self)
+            return flat.full().as_strided(size, stride, offset)
+
+        return view
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """The modules that are gathered at once, in order, and whether those inside them belong to them.
+
+    They are the members of the outermost module lists, and all else that has parameters of its own: those in a
+    ParameterDict or ParameterList, which is never called, are its owner's.
+    """
+
+    def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+        if isinstance(module, nn.ModuleList):
+            yield from ((member, True) for member in module)
+            return
+        if any(isinstance(child, nn.ParameterDict | nn.ParameterList) for child in module.children()):
+            yield module, True
+            return
+        if next(module.parameters(recurse=False), None) is not None:
+            yield module, False
+        for child in module.children():
+            yield from walk(child)
+
+    seen: set[int] = set()
+    for module, recurse in walk(model):
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module, recurse
+
+
+def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+    return list(groups.values())
+
+
+class _GenerateTogether(MethodOverride):
+    """Lets every rank run as many forward passes as the longest of their texts needs: each is a collective."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.method(*args, **{"synced_gpus": True, **kwargs})

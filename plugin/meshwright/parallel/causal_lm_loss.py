@@ -1,0 +1,95 @@
+"""The causal-LM loss of one device, on every rank: one global mean over all valid tokens.
+
+It takes the place of transformers' ``ForCausalLMLoss`` through ``model.loss_function``, with the same
+arguments: label shift, ``shift_labels``, ``ignore_index`` and ``num_items_in_batch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.parallel.added_losses import check_nothing_added
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
+from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
+from meshwright.parallel.tensor_checks import require_words
+from meshwright.parallel.tensor_guards import ShardedLogits
+
+
+class CausalLMLoss:
+    """Sum over the valid tokens of all data-parallel ranks, divided by their global count; see GlobalMean.
+
+    Args:
+        vocab_size: words of the full vocabulary.
+        tp: axis over which the logits may be sharded.
+        mean: over the axis by which the batch is split.
+    """
+
+    def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
+        self.vocab_size, self.tp, self.mean = vocab_size, tp, mean
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            assert labels is not None, "a loss needs labels or shift_labels"
+            shift_labels = shift(labels, ignore_index)
+        targets_N = shift_labels.reshape(-1).to(logits.device)
+        loss_sum = self._sum(logits, targets_N, ignore_index)
+        return self.mean.of(loss_sum.reshape(1), valid_labels(targets_N, ignore_index).reshape(1), num_items_in_batch)
+
+    def counts(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many words of this rank's part of a batch are predicted."""
+        return next_words(batch).reshape(1)
+
+    def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
+        """What a pass of the model's forward returned, whose loss is global already."""
+        check_nothing_added(self.mean, output)
+        return output
+
+    def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
+        if isinstance(logits, ShardedLogits):
+            logits = logits.as_subclass(Tensor)
+        words = logits.shape[-1]
+        if words >= self.vocab_size:  # whole: by its width, since the fake tensors of a traced plan have no such type
+            logits_NV = at_least_float32(logits.reshape(-1, words))
+            return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
+        require_words(targets_N, self.vocab_size, "label", ignored=ignore_index)
+        first_word = min(self.tp.rank * words, self.vocab_size)
+        num_words = min(words, self.vocab_size - first_word)
+        return VocabParallelCrossEntropy.apply(
+            at_least_float32(logits.reshape(-1, words)),
+            targets_N,
+            first_word,
+            num_words,
+            ignore_index,
+            self.tp,
+        )
+
+
+def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Labels moved so that each token's target is the token after it."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def next_words(batch: Mapping[str, Any]) -> Tensor:
+    """How many labels of a batch count as the next word of a token."""
+    targets, ignore_index = batch.get("shift_labels"), batch.get("ignore_index", IGNORE_INDEX)
+    return valid_labels(shift(batch["labels"], ignore_index) if targets is None else targets, ignore_index)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half-precision logits are too coarse for a softmax over a vocabulary."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

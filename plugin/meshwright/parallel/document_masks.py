@@ -1,0 +1,45 @@
+"""Packed rows: transformers reads where a document ends from ``position_ids``, but only in a pass without a cache."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.parallel.forward_state import arguments
+
+
+def keep_documents_apart(model: nn.Module) -> None:
+    """Run passes that nothing decodes from without a key-value cache, which hides the documents of a packed row.
+
+    These are passes with labels, passes with gradients in training, and passes whose positions begin anew inside a
+    row. A pass that is given ``use_cache`` or ``past_key_values`` stays as it is, as do those of ``generate``.
+    """
+    signature = inspect.signature(model.forward)
+    if "use_cache" in signature.parameters:
+        hook = _WithoutCache(signature)
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class _WithoutCache:
+    def __init__(self, signature: inspect.Signature):
+        self._signature = signature
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = arguments(self._signature, args, kwargs)
+        if given.get("use_cache") is not None or given.get("past_key_values") is not None:
+            return None
+        trains = model.training and torch.is_grad_enabled()
+        if trains or given.get("labels") is not None or _begins_anew(given):
+            return args, {**kwargs, "use_cache": False}
+        return None
+
+
+def _begins_anew(given: dict[str, Any]) -> bool:
+    """Whether positions begin anew inside a row; transformers itself waits for the device to ask this."""
+    positions = given.get("position_ids")
+    if positions is None or positions.ndim != 2 or given.get("attention_mask") is not None:
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())

@@ -1,0 +1,174 @@
+"""What one forward pass of a distributed model has to know before its layers run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.faults.guard import Guard
+from meshwright.parallel.autograd_graph import scale_gradient
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.parallel.input_comparison import ComparedInputs
+from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.tensor_guards import ShardedLogits
+from meshwright.parallel.uneven_batches import UnevenBatches
+from meshwright.parallel.user_hooks import HookedModules
+
+
+class ForwardState:
+    """Hooks on the whole model: what the ranks compare, whether its logits may stay sharded, and its random stream.
+
+    Args:
+        model: the model.
+        inner: the modules inside it that a program may call by themselves, such as transformers' base model.
+        streams: its dropout streams.
+        tp: the ranks that must get the same inputs.
+        dp: the ranks that share a loss.
+        guard: compares them, and counts the steps.
+        comparison: what the replicas must have in common; None without a guard.
+        has_sharded_loss: the model's loss function can use sharded logits.
+        has_known_loss: a loss that the model returns is that of the global batch.
+        uneven: told of the passes whose loss is not known.
+        hooked: finds the program's hooks inside the model, of which a loss may be computed.
+        refuses_internals: hidden states and attention maps would be one rank's share, so asking for
+            them raises.
+        shares_weights: the data-parallel ranks gather the weights from each other, so all of them must run every pass.
+        follow: called with each pass that may train, when the ranks were compared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        streams: DropoutStreams,
+        *,
+        inner: Iterable[nn.Module] = (),
+        tp: Axis,
+        dp: Axis,
+        guard: Guard | None,
+        comparison: ReplicaComparison | None,
+        has_sharded_loss: bool,
+        has_known_loss: bool,
+        uneven: UnevenBatches,
+        hooked: HookedModules,
+        refuses_internals: bool,
+        shares_weights: bool = False,
+        follow: Callable[[], None] = lambda: None,
+    ):
+        self.shares_weights, self._follow = shares_weights, follow
+        self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
+        self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
+        self.has_known_loss, self.uneven, self.hooked = has_known_loss, uneven, hooked
+        self.comparison, self._inputs = comparison, ComparedInputs(tp)
+        self._keeps_sharded = False
+        self._restore: Restore | None = None
+        self._model = model
+        self._outermost: nn.Module | None = None  # the module whose call is under way
+        self._signatures: dict[nn.Module, inspect.Signature] = {}
+        for module in {id(x): x for x in (model, *inner)}.values():
+            self._signatures[module] = inspect.signature(module.forward)
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+
+    def keep_logits_sharded(self) -> bool:
+        """Whether the pass under way computes a training loss from sharded logits."""
+        return self._keeps_sharded
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._outermost not in (None, module):
+            return None  # part of a pass that was entered already
+        self._outermost = module
+        if self.refuses_internals:
+            _refuse_internals(module, kwargs)
+        inputs = arguments(self._signatures[module], args, kwargs)
+        labels = inputs.get("labels")
+        trains = module.training and torch.is_grad_enabled()
+        if trains:
+            self.hooked.look()
+        if self.guard is not None:
+            self._compare(self.guard, module, inputs, trains=trains)
+        if torch.is_grad_enabled():
+            self._follow()
+        self._keeps_sharded = module is self._model and self.has_sharded_loss and module.training and labels is not None
+        self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
+        has_global_loss = self.has_known_loss and labels is not None
+        if self.dp.size == 1 or not torch.is_grad_enabled() or not has_global_loss:
+            return None
+        return tuple(self._averaged(x) for x in args), {name: self._averaged(x) for name, x in kwargs.items()}
+
+    def _averaged(self, x: Any) -> Any:
+        """An input of which the program wants the gradient, which carries the loss's factor dp until it is averaged.
+
+        What was computed from parameters is not one: their gradients are averaged when they arrive.
+        """
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
+            return scale_gradient(x, 1 / self.dp.size)
+        return x
+
+    def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
+        if trains:
+            guard.begin_step()
+        statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
+        if self.tp.size > 1:
+            self._inputs.look()
+            with torch._C.DisableTorchFunctionSubclass():  # what a class of tensors makes of being read is not meant
+                statement = self._inputs.statement(module, inputs)
+            guard.meet("forward", self.tp.group, statement, *statements)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._inputs.gather(inputs, guard.step)
+            if trains and self.comparison is not None:
+                self.comparison.compare_weights(self.tp)
+        if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
+            guard.meet("forward", self.dp.group, *statements)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if module is not self._outermost:
+            return None
+        self._outermost = None
+        was_sharded, self._keeps_sharded = self._keeps_sharded, False
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        is_trained = module.training and torch.is_grad_enabled()
+        if self.uneven.is_on and is_trained:
+            known = loss_of(output) if self.has_known_loss else None
+            self.uneven.look(arguments(self._signatures[module], args, kwargs), output, known)
+        return _without_graph(output) if was_sharded else None
+
+
+def _without_graph(output: Any) -> Any:
+    """The outputs, with sharded logits cut off from the graph: the loss has overwritten them.
+
+    An engine that puts a node of its own behind each output (DeepSpeed's ZeRO-3) would go through them otherwise.
+    """
+    if isinstance(output, tuple):
+        return tuple(x.detach() if isinstance(x, ShardedLogits) else x for x in output)
+    if isinstance(output, MutableMapping):
+        for name, x in list(output.items()):
+            if isinstance(x, ShardedLogits):
+                output[name] = x.detach()
+    return output
+
+
+def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward call by name, positional ones included."""
+    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    return next((x.device for x in (*args, *kwargs.values()) if torch.is_tensor(x)), torch.device("cpu"))
+
+
+def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    for option in ("output_hidden_states", "output_attentions"):
+        value = kwargs.get(option)  # PEFT passes None
+        if getattr(getattr(model, "config", None), option, False) if value is None else value:
+            raise ValueError(
+                f"{option}=True is not available under tensor parallelism: each rank has only its own heads, and "
+                "under sequence parallelism its own tokens. Turn it off, or run this on the one-device model"
+            )

@@ -1,0 +1,48 @@
+"""Text that tensor-parallel ranks generate together: they share its rows, so they must draw the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.faults.guard import Guard
+from meshwright.parallel.collectives import Axis, agree
+from meshwright.parallel.method_override import MethodOverride
+
+
+def sample_together(model: nn.Module, tp: Axis, guard: Guard | None) -> None:
+    """Make ``model.generate`` begin with the first rank's random state on all ranks of the TP axis.
+
+    Seeded like one device on that rank, it gives one device's tokens; all ranks end in the same state.
+
+    Args:
+        model: a model or an adapter's wrapper around one, changed in place if it has a ``generate``.
+        tp: the ranks that share rows.
+        guard: compares that all of them are there.
+    """
+    if tp.size == 1 or not callable(getattr(model, "generate", None)):
+        return
+    override: Any = _SampleTogether(model, tp, guard)
+    object.__setattr__(model, "generate", override)
+
+
+class _SampleTogether(MethodOverride):
+    """A model's ``generate``; see ``sample_together``."""
+
+    def __init__(self, model: Any, tp: Axis, guard: Guard | None):
+        super().__init__(model.generate)
+        self.model, self.tp, self.guard = model, tp, guard
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.guard is not None:
+            self.guard.meet("generate", self.tp.group)
+        _take_first_state(next(self.model.parameters()).device, self.tp)
+        return self.method(*args, **kwargs)
+
+
+def _take_first_state(device: torch.device, tp: Axis) -> None:
+    torch.set_rng_state(agree(torch.get_rng_state().to(device), tp).cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(agree(torch.cuda.get_rng_state(device).to(device), tp).cpu(), device)

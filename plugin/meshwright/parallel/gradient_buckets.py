@@ -1,0 +1,138 @@
+"""Parameters in flat buckets, in the order in which backward finishes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.tensor_guards import is_stand_in
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Some parameters whose gradients travel together.
+
+    Args:
+        parameters: of one dtype and one device.
+        multiple: the flat length is padded to a multiple of this (the data-parallel size, so that a
+            reduce-scatter divides).
+        dtype: of the flat gradient; float32 for half-precision parameters under ZeRO.
+    """
+
+    parameters: list[nn.Parameter]
+    multiple: int
+    dtype: torch.dtype
+    offsets: list[int] = field(init=False)
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        sizes = [p.shape.numel() for p in self.parameters]
+        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.numel = -(-sum(sizes) // self.multiple) * self.multiple
+
+    @property
+    def is_grad_partial(self) -> bool:
+        """Whether some of the gradients are partial over the TP axis."""
+        return any(record_of(parameter).is_grad_partial for parameter in self.parameters)
+
+    def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its part of ``flat``, in the parameter's shape."""
+        for parameter, offset in zip(self.parameters, self.offsets, strict=True):
+            yield parameter, flat[offset : offset + parameter.shape.numel()].view(parameter.shape)
+
+    def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
+        """The gradients times ``scale`` in one flat tensor, zeros where there is none, and ``extra`` zeros behind."""
+        flat = torch.empty(self.numel + extra, dtype=self.dtype, device=self.parameters[0].device)
+        flat[self.offsets[-1] + self.parameters[-1].shape.numel() :].zero_()
+        for parameter, segment in self.segments(flat):
+            if has_gradient(parameter):
+                assert parameter.grad is not None
+                torch.mul(parameter.grad.as_subclass(Tensor), scale, out=segment)
+            else:
+                segment.zero_()
+        return flat
+
+    def average_copies(self, flat: Tensor, tp: Axis) -> None:
+        """Give every copy of a row the mean over its copies, in place, in one all-reduce.
+
+        Contributions were scaled by the number of copies when they arrived (see GradientSync), so
+        this mean is their sum. Gradients that are not partial stay as they are.
+        """
+        partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
+        full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p, _ in partial]
+        for whole, (parameter, segment) in zip(full, partial, strict=True):
+            record_of(parameter).layout.add(whole, segment, tp.rank)
+        joined = all_reduce(torch.cat([whole.flatten() for whole in full]), tp)
+        pieces = joined.split([whole.numel() for whole in full])
+        for whole, (parameter, segment) in zip(pieces, partial, strict=True):
+            record = record_of(parameter)
+            torch.div(
+                record.layout.take(whole.view(record.global_shape), tp.rank),
+                record.copies(segment),
+                out=segment,
+            )
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether ``.grad`` is a gradient that nobody has taken yet."""
+    return parameter.grad is not None and not is_stand_in(parameter.grad)
+
+
+def make_buckets(
+    parameters: Iterable[nn.Parameter],
+    *,
+    max_bytes: int,
+    multiple: int,
+    accumulate_in_float32: bool,
+    last_bytes: int | None = None,
+) -> list[Bucket]:
+    """Fill buckets of ``max_bytes`` in the given order; a larger parameter has one of its own.
+
+    Parameters whose gradients are partial over the TP axis come last and apart: they are summed over
+    that axis first, when backward is over. ``last_bytes`` limits the last bucket of the others.
+    """
+    parameters = list(parameters)
+    whole = [p for p in parameters if not record_of(p).is_grad_partial]
+    partial = [p for p in parameters if record_of(p).is_grad_partial]
+    groups = group_parameters(whole, max_bytes, last_bytes) + group_parameters(partial, max_bytes)
+    return [Bucket(members, multiple, flat_dtype(members[0].dtype, accumulate_in_float32)) for members in groups]
+
+
+def group_parameters(
+    parameters: list[nn.Parameter], max_bytes: int, last_bytes: int | None = None
+) -> list[list[nn.Parameter]]:
+    """Groups of one dtype and at most ``max_bytes``, by the position of their last parameter."""
+    tail = len(parameters) if last_bytes is None else _tail_start(parameters, last_bytes)
+    groups: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for position, parameter in enumerate(parameters):
+        if position == tail:
+            filling.clear()
+        group, filled = filling.get(parameter.dtype, ([], 0))
+        if not group or filled + parameter.nbytes > max_bytes:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(position)
+        filling[parameter.dtype] = group, filled + parameter.nbytes
+    groups.sort(key=lambda group: group[-1])
+    return [[parameters[position] for position in group] for group in groups]
+
+
+def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
+    """Where the longest tail of at most ``last_bytes`` starts; it has one parameter at least."""
+    start, filled = len(parameters) - 1, parameters[-1].nbytes if parameters else 0
+    while start > 0 and filled + parameters[start - 1].nbytes <= last_bytes:
+        start -= 1
+        filled += parameters[start].nbytes
+    return start
+
+
+def flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool = True) -> torch.dtype:
+    """Of the gradients of parameters of a dtype, and of the copy that the optimizer steps under ZeRO."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_half and accumulate_in_float32 else dtype

@@ -1,0 +1,88 @@
+"""Times in which guarded parameters are plain ones: while their own module runs, or their optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.partial_gradients import PartialParameter
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.sharded_parameter import Shard, ShardedParameter, become
+
+
+class Window:
+    """Some sharded parameters, which are plain ones from :meth:`open` to :meth:`close`: module or optimizer hooks."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        self.parameters = [p for p in parameters if type(p) is ShardedParameter]
+
+    def open(self, *_: Any) -> None:
+        for parameter in self.parameters:
+            become(parameter, nn.Parameter)
+
+    def close(self, *_: Any) -> None:
+        for parameter in self.parameters:
+            become(parameter, ShardedParameter)
+
+    def over(self, module: nn.Module) -> None:
+        """Open it while a module runs."""
+        if self.parameters:
+            module.register_forward_pre_hook(self.open, prepend=True)
+            module.register_forward_hook(self.close, always_call=True)
+
+
+class OnShards(MethodOverride):
+    """A method that is exact on shards as they are: merging a low-rank adapter, each rank its rows."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with reading_shards():
+            return self.method(*args, **kwargs)
+
+
+class StepWindow:
+    """The parameters of an optimizer and their gradients are plain tensors while it steps them.
+
+    torch's optimizers choose their kernels by the class of a parameter.
+    """
+
+    def __init__(self) -> None:
+        self._opened: list[tuple[Tensor, type]] = []
+
+    def over(self, optimizer: Optimizer) -> None:
+        optimizer.register_step_pre_hook(self.open)
+        optimizer.register_step_post_hook(self.close)
+
+    def open(self, optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if type(parameter) in (ShardedParameter, PartialParameter):
+                self._opened.append((parameter, type(parameter)))
+                become(parameter, nn.Parameter)
+            gradient = parameter.grad
+            if isinstance(gradient, Shard):
+                self._opened.append((gradient, type(gradient)))
+                become(gradient, Tensor)
+        named = {name: self._closed(optimizer, x) for name, x in (kwargs or {}).items()}
+        return tuple(self._closed(optimizer, x) for x in args), named
+
+    def _closed(self, optimizer: Optimizer, argument: Any) -> Any:
+        """The program's closure, during which its parameters say again what they are; other arguments as they are."""
+        if not callable(argument):
+            return argument
+
+        def closure() -> Any:
+            self.close()
+            try:
+                return argument()
+            finally:
+                self.open(optimizer)
+
+        return closure
+
+    def close(self, *_: Any) -> None:
+        for tensor, kind in self._opened:
+            become(tensor, kind)
+        self._opened = []

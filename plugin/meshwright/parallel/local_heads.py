@@ -1,0 +1,66 @@
+"""What stock attention code reads beside its projections, made this rank's: counts of heads, per-head biases."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.head_layout import HeadLayout
+from meshwright.parallel.structure import Block
+from meshwright.roles.projection import is_transposed, out_features
+
+
+class LocalConfig:
+    """A model's config with some values replaced, for one module that reads its head counts there."""
+
+    def __init__(self, config: Any, **local: int):
+        self.__dict__.update(_config=config, **local)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_config"], name)
+
+
+def localise_attributes(block: Block) -> None:
+    """Give a block's modules the counts and widths of this rank's part."""
+    for projection in (*block.columns, block.row):
+        if is_transposed(projection):
+            setattr(projection, "nf", out_features(projection))  # noqa: B010  the width that Conv1D reshapes to
+    for name, value in block.local_attributes.items():
+        setattr(block.module, name, value)
+    if block.heads is not None and block.has_fused_qkv and hasattr(block.module, "config"):
+        local = LocalConfig(
+            block.module.config,
+            num_attention_heads=block.heads.local_heads,
+            num_key_value_heads=block.heads.num_local_kv_heads,
+        )
+        setattr(block.module, "config", local)  # noqa: B010  nn.Module's annotations refuse the plain form
+
+
+class HeadInputs:
+    """The arguments of an attention block that count heads: per-head biases, and masks that carry them."""
+
+    def __init__(self, attention: nn.Module, heads: HeadLayout, axis: Axis):
+        self._names = tuple(inspect.signature(attention.forward).parameters)
+        self._heads, self._rank = heads, axis.rank
+
+    def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with only this rank's heads in them."""
+        own = tuple(self._take(name, value) for name, value in zip(self._names, args, strict=False))
+        return (*own, *args[len(own) :]), {name: self._take(name, value) for name, value in kwargs.items()}
+
+    def _take(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 4 and name in ("attention_mask", *_HEAD_BIASES) and value.shape[1] == self._heads.heads:
+            return self._heads.take_heads(value, self._rank, dim=1)
+        if value.ndim == 3 and name in _HEAD_BIASES:  # heads, or batch times heads, come first
+            return self._heads.take_heads(value, self._rank)
+        return value
+
+
+_HEAD_BIASES = ("alibi", "position_bias")

@@ -1,0 +1,63 @@
+"""The sizes that a decoder's structure shows, for the planner, where no transformers config tells them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.structure import Block, DecoderStructure
+from meshwright.parallel.structure import describe as describe_structure
+from meshwright.planner.shapes import ModelShape
+from meshwright.roles import ShardingPlan
+from meshwright.roles.projection import in_features, out_features
+
+
+def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
+    """Return the sizes of a decoder from its modules; its parameters are counted, each once.
+
+    Args:
+        model: a decoder.
+        plan: the roles of its modules.
+
+    Raises:
+        PlanError: for a model whose structure is not a decoder's.
+    """
+    structure = describe_structure(model, plan, tp=1, sequence_parallel=False)
+    attention = next((block for block in structure.blocks if block.heads is not None), None)
+    mlp = next((block for block in structure.blocks if block.heads is None), None)
+    if attention is None or mlp is None or attention.heads is None:
+        lacking = "attention" if attention is None else "MLP"
+        raise PlanError(f"{plan.source} finds no {lacking} block in {type(model).__name__}")
+    hidden, ffn, heads = out_features(mlp.row), in_features(mlp.row), attention.heads
+    layers, vocab = len(structure.layers), structure.embedding.num_embeddings
+    inside = {id(p): p for layer in structure.layers for p in layer.parameters()}
+    biases = sum(p.numel() for block in (attention, mlp) for p in _biases(block))
+    matrices = sum(p.numel() for p in inside.values()) // layers - biases
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    others = outside - structure.embedding.weight.numel() - hidden  # beside the embedding and the final norm
+    head = 0 if _is_tied(structure) or others < vocab * hidden else vocab * hidden
+    query, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    gated = sum(out_features(column) for column in mlp.columns) == 2 * ffn
+    return ModelShape(
+        name=type(model).__name__,
+        layers=layers,
+        hidden=hidden,
+        heads=heads.heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        ffn=ffn,
+        vocab=vocab,
+        gated=gated,
+        tied=not head,
+        biases=biases,
+        norms=max(0, matrices - hidden * (2 * query + 2 * kv) - hidden * ffn * (3 if gated else 2)),
+        positions=max(0, others - head) // hidden,
+    )
+
+
+def _biases(block: Block) -> list[nn.Parameter]:
+    return [p for module in (*block.columns, block.row) for p in module.parameters() if p.ndim == 1]
+
+
+def _is_tied(structure: DecoderStructure) -> bool:
+    return structure.head is not None and structure.head.weight is structure.embedding.weight

@@ -1,0 +1,261 @@
+"""What replicas of a model must have in common while they train: compared over tp and dp, on by default.
+
+- The optimizer's settings and its number of steps, ``requires_grad`` of each parameter, and whether gradients were
+  cleared: in the text of each meeting.
+- The weights: digests of their memory, every few steps and before they are saved. Replicas over dp get the same reduced
+  gradients and take the same elementwise steps, so they are equal to the bit, and so are norms and copied key/value
+  rows whose gradients are averaged over tp. Replicated weights whose gradients each rank of tp computes by itself are
+  equal on the CPU; on CUDA kernels may add in another order, so they are compared under
+  ``torch.use_deterministic_algorithms(True)`` only.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.errors import DivergenceError
+from meshwright.faults.guard import Guard
+from meshwright.faults.memory_digest import memory_digest
+from meshwright.faults.statement import SHOWN, Statement
+from meshwright.parallel.async_numbers import Gathered, is_deferred
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.row_layout import ShardRecord
+from meshwright.parallel.shard_reads import reading_shards
+
+ADVICE = (
+    "Each rank steps a replica of the same weights: after another step the replicas part for good, and averaged "
+    "gradients are those of neither. Take decisions (a skipped step, a learning rate, what is frozen) from numbers "
+    "that all ranks have, such as outputs.loss, and act on all ranks alike"
+)
+WEIGHT_ADVICE = (
+    "The replicas have parted: each rank trains another model from there on, and averaged gradients are those of "
+    "neither. Either the program changed a weight or a gradient on one rank alone, or a rank's memory is faulty. "
+    "Change weights on all ranks alike, and go on from a checkpoint that was saved before:\n"
+    "    mw.load_weights(model, CHECKPOINT)"
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a parameter that several ranks of an axis hold.
+
+    Args:
+        name: of the parameter on one device.
+        start, stop: the rows on one device; None for the whole parameter.
+        local: the dim, and where in the shard they begin.
+    """
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    local: tuple[int, int] = (0, 0)
+
+    @property
+    def key(self) -> str:
+        return self.name if self.start is None else f"{self.name}[{self.start}:{self.stop}]"
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Their values in this rank's shard."""
+        if self.start is None or self.stop is None:
+            return parameter.detach()
+        return parameter.detach().narrow(*self.local, self.stop - self.start)
+
+
+class ReplicaComparison:
+    """Compares the replicas of one model.
+
+    Args:
+        model: whose parameters carry records.
+        tp, dp: the axes.
+        guard: tells the step.
+        every: steps between two comparisons of the weights; 0 for never.
+        has_weights: whether this process holds the weights, and the runtime steps them; else only the rest is compared.
+    """
+
+    def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, guard: Guard, every: int, has_weights: bool):
+        self.tp, self.dp, self.guard, self.every, self.has_weights = tp, dp, guard, every, has_weights
+        self._named = list(model.named_parameters())
+        self._optimizer: Optimizer | None = None
+        self._steps = self._steps_seen = 0
+        self._cleared = ""
+        self._compared: dict[str, int] = {}  # axis -> the step of the last comparison of weights
+        self._gathered: dict[str, tuple[Gathered, list[list[str]]]] = {}
+
+    def for_copy(self) -> ReplicaComparison:
+        """The comparison of a copy of the model, which has no optimizer; :meth:`look_at` tells it the copy."""
+        new = copy.copy(self)
+        new._named, new._optimizer, new._compared, new._gathered = [], None, {}, {}
+        new._steps = new._steps_seen = 0
+        new._cleared = ""
+        return new
+
+    def look_at(self, model: nn.Module) -> None:
+        """Compare the parameters of this model."""
+        self._named = list(model.named_parameters())
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Compare an optimizer's settings and steps from now on."""
+        self._optimizer = optimizer
+        optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._steps += 1
+
+    def statement(self) -> Statement:
+        """What must be equal on all ranks before the next step of the optimizer."""
+        trained = bytes(parameter.requires_grad for _, parameter in self._named)
+        parts = [f"parameters trained {zlib.crc32(trained):08x}"]
+        if self._optimizer is not None:
+            settings = repr([value for group in self._optimizer.param_groups for value in _settings(group).items()])
+            parts += [f"{self._steps} optimizer steps", f"settings {zlib.crc32(settings.encode()):08x}"]
+        return Statement(text=", ".join(parts), details=self._details, advice=ADVICE)
+
+    def statement_before_forward(self) -> Statement:
+        """As :meth:`statement`, and whether gradients were cleared since the optimizer's last step."""
+        statement = self.statement()
+        if self._steps != self._steps_seen:
+            # Only right after a step: passes under no_sync may leave gradients on some ranks.
+            self._steps_seen = self._steps
+            has_any = any(parameter.grad is not None for _, parameter in self._named)
+            self._cleared = f"gradients {'kept' if has_any else 'cleared'} since step {self._steps} of the optimizer"
+        if not self._cleared:
+            return statement
+        cleared = self._cleared
+
+        def details() -> dict[str, str]:
+            return {**self._details(), "optimizer.zero_grad()": cleared}
+
+        return Statement(text=f"{statement.text}, {cleared}", details=details, advice=ADVICE)
+
+    def _details(self) -> dict[str, str]:
+        found = {}
+        if self._optimizer is not None:
+            found["optimizer.step()"] = f"called {self._steps} times"
+            for index, group in enumerate(self._optimizer.param_groups):
+                found |= {f"{key} of the optimizer's group {index}": value for key, value in _settings(group).items()}
+        return found | {f"requires_grad of {name}": str(p.requires_grad) for name, p in self._named}
+
+    def compare_weights(self, axis: Axis) -> None:
+        """Compare the weights that the ranks of an axis share, if a comparison is due; all of them are at one place.
+
+        Raises:
+            DivergenceError: naming the weights and ranks that differ, and since when.
+        """
+        self._look(axis)
+        if not self.every or self.guard.step - self._compared.get(axis.name, 0) < self.every:
+            return
+        self._begin(axis)
+        if not is_deferred(self._device):
+            self._look(axis)
+
+    def compare_now(self) -> None:
+        """Compare all that there is to compare and wait for the answer: before a save. Every rank makes the call.
+
+        Raises:
+            DivergenceError: naming the weights and ranks that differ, and since when.
+        """
+        if not self.every:
+            return
+        for axis in (self.tp, self.dp):
+            if axis.size > 1:
+                self.guard.meet("comparison of the weights", axis.group, self.statement())
+                self._look(axis)
+                self._begin(axis)
+                self._look(axis)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._named[0][1].device
+
+    def _begin(self, axis: Axis) -> None:
+        if not self.has_weights:
+            return
+        shared = self._shared_over(axis)
+        keys = [[rows.key for _, rows in theirs] for theirs in shared]
+        with reading_shards():
+            own = [memory_digest(rows.of(parameter)) for parameter, rows in shared[axis.rank]]
+        most = max(map(len, keys))
+        if most == 0:
+            return
+        own += [torch.zeros((), dtype=torch.int64, device=self._device)] * (most - len(own))
+        self._gathered[axis.name] = Gathered(torch.stack(own), axis, self.guard.step), keys
+
+    def _look(self, axis: Axis) -> None:
+        gathered, keys = self._gathered.pop(axis.name, (None, []))
+        if gathered is None:
+            return
+        holders: dict[str, dict[int, list[int]]] = {}
+        assert axis.group is not None
+        ranks = dist.get_process_group_ranks(axis.group)
+        for rank, names, digests in zip(ranks, keys, gathered.numbers().tolist(), strict=True):
+            for key, digest in zip(names, digests, strict=False):
+                holders.setdefault(key, {}).setdefault(digest, []).append(rank)
+        before = self._compared.get(axis.name, 0)
+        self._compared[axis.name] = gathered.step
+        differ = {key: list(by.values()) for key, by in holders.items() if len(by) > 1}
+        if differ:
+            raise DivergenceError(_parted(differ, axis, gathered.step, before))
+
+    def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
+        """For each rank of an axis, what it holds that others hold too."""
+        shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
+        for name, parameter in self._named:
+            record: ShardRecord = parameter.meshwright  # type: ignore[attr-defined]
+            if axis is self.dp or not record.is_sharded:
+                if axis is self.tp and not self._is_equal_over_tp(parameter, record):
+                    continue
+                for rank in range(axis.size):
+                    shared[rank].append((parameter, Rows(name)))
+            elif record.layout.has_copies:
+                for rank in range(axis.size):
+                    shared[rank] += ((parameter, rows) for rows in _copied_rows(name, record, rank))
+        return shared
+
+    def _is_equal_over_tp(self, parameter: Tensor, record: ShardRecord) -> bool:
+        is_averaged = record.is_grad_partial or not parameter.requires_grad
+        return is_averaged or not is_deferred(parameter.device) or torch.are_deterministic_algorithms_enabled()
+
+
+def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
+    """The rows of a rank's shard that another rank holds too."""
+    place, runs = 0, iter(record.layout.copies(rank))
+    for start, stop in record.layout.spans[rank]:
+        while start < stop:
+            length, copies = next(runs)
+            if copies > 1:
+                yield Rows(name, start, start + length, (record.layout.dim, place))
+            start, place = start + length, place + length
+
+
+def _settings(group: dict[str, Any]) -> dict[str, str]:
+    """What an optimizer's group says, but for its parameters and for what is on a device, which would be a wait."""
+    return {key: text for key, value in group.items() if key != "params" and (text := _text(value)) is not None}
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, Tensor):
+        return None if is_deferred(value.device) or value.numel() > 1 else repr(value.item())
+    if isinstance(value, list | tuple):
+        return repr([_text(item) for item in value])
+    return repr(value) if isinstance(value, str | int | float | bool | None) else None
+
+
+def _parted(differ: dict[str, list[list[int]]], axis: Axis, step: int, before: int) -> str:
+    lines = [
+        f"  {key}: " + " differ from ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in parts)
+        for key, parts in list(differ.items())[:SHOWN]
+    ]
+    if len(differ) > SHOWN:
+        lines.append(f"  ... and {len(differ) - SHOWN} more")
+    since = f"since step {before}, when they were equal" if before else "since the call that distributed the model"
+    head = f"{len(differ)} weight(s) that the ranks of {axis.name} share are no longer equal in step {step}:"
+    return "\n".join([head, *lines, f"They were changed {since}. {WEIGHT_ADVICE}"])

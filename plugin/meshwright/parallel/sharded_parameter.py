@@ -1,0 +1,304 @@
+"""Parameters and gradients of which this rank holds a part say so: what would read a part as the whole raises.
+
+A sharded parameter is of the class :class:`ShardedParameter` wherever the user may see it, and a plain
+``nn.Parameter`` while its own module runs or its optimizer steps (see :mod:`meshwright.parallel.guard_windows`), so
+that neither pays for it. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.row_layout import ShardRecord
+from meshwright.parallel.shard_reads import (
+    MODULES,
+    Values,
+    describe,
+    plain_name,
+    reading_shards,
+    record_if_any,
+    unreadable,
+    values_of,
+)
+
+
+class Shard(Tensor):
+    """This rank's part of a tensor that is no parameter: a parameter's ``.data``, or arithmetic with one."""
+
+    is_gradient: ClassVar[bool] = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unreadable("pickling", self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return describe(self)
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which this rank holds a part; the object is the user's, only its class was changed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            if values_of(self) is not None:
+                raise unreadable("copying (without its model)", self)
+            with reading_shards():
+                new = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+            new.meshwright = self.meshwright  # type: ignore[attr-defined]
+            memo[id(self)] = guard(new)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise unreadable("pickling", self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Parameter containing:\n{describe(self)}"
+
+
+class LocalGradient(Shard):
+    """The gradient of a sharded parameter, or of this rank's elements of one.
+
+    ``torch.nn.utils.clip_grad_norm_`` on such gradients would clip each rank by another factor, and
+    the replicas would drift apart without a word.
+    """
+
+    is_gradient = True
+
+    @staticmethod
+    def of(gradient: Tensor, record: ShardRecord | None = None) -> Tensor:
+        """The gradient, which says that it is a shard."""
+        guarded = gradient.as_subclass(LocalGradient)
+        if record is not None:
+            guarded.__dict__["meshwright"] = record
+        return guarded
+
+
+def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter:
+    """Make a parameter one that says it is a shard.
+
+    Args:
+        parameter: with a record; of a class of its own (quantised, fake) it stays as it is.
+        values: where its values are, if it has no memory.
+    """
+    if values is not None:
+        parameter.__dict__["_meshwright_values"] = values
+    if type(parameter) is nn.Parameter:
+        become(parameter, ShardedParameter)
+    return parameter
+
+
+def become(tensor: Any, kind: type) -> None:
+    """Change the class of a tensor, which stays the object that it is."""
+    tensor.__class__ = kind
+
+
+_METADATA_NAMES = """
+    size dim ndimension stride storage_offset untyped_storage storage _typed_storage data_ptr element_size
+    is_contiguous is_floating_point is_complex is_signed get_device register_hook register_post_accumulate_grad_hook
+    requires_grad_ retain_grad as_subclass is_pinned is_shared new_empty new_zeros new_ones new_full new_tensor
+    result_type is_same_size is_set_to _has_compatible_shallow_copy_type _is_view record_stream __hash__ __len__
+    __format__ _amp_foreach_non_finite_check_and_unscale_ is_conj is_neg is_inference
+"""
+METADATA = frozenset(_METADATA_NAMES.split())
+
+# Each element of the result depends on the elements in the same place alone. Without their underscores: in place and
+# on lists (torch._foreach_*) too.
+_ELEMENTWISE_NAMES = """
+    detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like
+    copy fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
+    true_divide neg negative pos abs absolute sign sgn sqrt rsqrt square pow ipow rpow float_power exp expm1 log
+    log1p tanh sigmoid erf reciprocal clamp clamp_min clamp_max clip minimum maximum lerp addcmul addcdiv where
+    round floor ceil trunc nan_to_num isnan isinf isfinite eq ne lt le gt ge logical_not logical_and logical_or
+    masked_fill
+"""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``__torch_function__`` does where one of the arguments is a shard."""
+    if isinstance(func, torch._ops.OpOverload):  # called again by a dispatch mode (a profiler's), not by the program
+        with reading_shards():
+            return func(*args, **kwargs)
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        return _property(func, args, kwargs)
+    if name in ("numel", "nelement"):
+        return _global_numel(args[0])
+    if name in METADATA:
+        with reading_shards():
+            return func(*args, **kwargs)
+    plain = plain_name(name)
+    if plain in _ELEMENTWISE and "out" not in kwargs:
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or (
+            name.startswith("__i") and name not in ("__invert__",)
+        )
+        if name.startswith("_foreach_"):
+            return _on_lists(func, name, args, kwargs, is_in_place)
+        return _on_elements(func, name, args, kwargs, is_in_place)
+    first = next((x for x in _flat(args, kwargs) if is_shard(x)), None)
+    assert first is not None
+    if plain in MODULES and isinstance(first, ShardedParameter) and in_backward():
+        with reading_shards():  # the backward of an autograd function that its module called (DeepSpeed's linear)
+            return func(*args, **kwargs)
+    raise unreadable(name, first)
+
+
+def is_shard(x: Any) -> bool:
+    """Whether this is a parameter or another tensor that says it is a shard."""
+    return isinstance(x, Shard | ShardedParameter)
+
+
+def _property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name, owner = func.__self__.__name__, args[0]
+    if name in ("T", "mT", "H", "mH", "real", "imag"):
+        raise unreadable(f".{name}", owner)
+    if name == "data" and func.__name__ == "__set__" and isinstance(owner, ShardedParameter):
+        if args[1].shape != owner.shape:
+            raise unreadable("assigning another shape to .data", owner)
+        if is_shard(args[1]) and values_of(args[1]) is not None:
+            raise unreadable("assigning .data", owner, is_cast=args[1].dtype != owner.dtype)
+    with reading_shards():
+        result = func(*args, **kwargs)
+        if name != "data" or not isinstance(result, Tensor):
+            return result
+        return _marked(result if (values := values_of(owner)) is None else values.own(), owner)
+
+
+def _on_elements(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_place: bool
+) -> Any:
+    like = next(x for x in _flat(args, kwargs) if is_shard(x))
+    if is_in_place and not is_shard(args[0]):
+        raise unreadable(name, like, into=args[0])
+    with reading_shards():
+        new_args = [_operand(x, like, name) for x in args]
+        new_kwargs = {key: _operand(x, like, name) for key, x in kwargs.items()}
+        result = func(*new_args, **new_kwargs)
+    if is_in_place:
+        if (values := values_of(args[0])) is not None:
+            values.changed()
+        return args[0]
+    return _marked(result, like)
+
+
+def _on_lists(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_in_place: bool
+) -> Any:
+    count = len(args[0])
+    likes = [next((x for x in (arg[i] for arg in args if _is_list(arg)) if is_shard(x)), None) for i in range(count)]
+    for target, like in zip(args[0], likes, strict=True):
+        if is_in_place and like is not None and not is_shard(target):
+            raise unreadable(name, like, into=target)
+    with reading_shards():
+        new_args = [
+            [x if like is None else _operand(x, like, name) for x, like in zip(arg, likes, strict=True)]
+            if _is_list(arg)
+            else arg
+            for arg in args
+        ]
+        results = func(*new_args, **kwargs)
+    if not is_in_place:
+        return tuple(
+            result if like is None else _marked(result, like) for result, like in zip(results, likes, strict=True)
+        )
+    for target in args[0]:
+        if (values := values_of(target)) is not None:
+            values.changed()
+    return results
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, list | tuple)
+
+
+def _flat(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
+    for arg in (*args, *kwargs.values()):
+        yield from arg if _is_list(arg) else (arg,)
+
+
+def _operand(x: Any, like: Tensor, name: str) -> Any:
+    """An argument of an elementwise operation, as the elements that this rank has of it; called with reading_shards."""
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        return x
+    values, record = values_of(like), record_if_any(like)
+    if is_shard(x):
+        other = record_if_any(x)
+        is_same = (
+            record is None
+            or other is None
+            or (other.layout, other.global_shape)
+            == (
+                record.layout,
+                record.global_shape,
+            )
+        )
+        if x.shape != like.shape or not is_same or (values_of(x) is None) != (values is None):
+            raise unreadable(name, like, other=x)
+        return x if values is None else values_of(x).own()  # type: ignore[union-attr]
+    if record is None:
+        raise unreadable(name, like, other=x)
+    if x.shape == record.global_shape:
+        own = record.layout.take(x, record.rank) if record.is_sharded else x
+        return own if values is None else values.cut(own)
+    place = x.ndim - like.ndim + record.layout.dim
+    if values is None and (place < 0 or x.shape[place] == 1):
+        return x  # broadcast along the rows
+    raise unreadable(name, like, other=x)
+
+
+class _OwnValues:
+    """The elements of a result that has no memory of its own shape."""
+
+    def __init__(self, own: Tensor, source: Values):
+        self._own, self._source = own, source
+
+    def own(self) -> Tensor:
+        return self._own
+
+    def cut(self, local: Tensor) -> Tensor:
+        return self._source.cut(local)
+
+    def changed(self) -> None:
+        if self._source.own().untyped_storage().data_ptr() == self._own.untyped_storage().data_ptr():
+            self._source.changed()
+
+
+def _marked(result: Any, like: Tensor) -> Any:
+    """The result of an operation on shards, as a shard."""
+    if not isinstance(result, Tensor):
+        return result
+    values, kind = values_of(like), LocalGradient if isinstance(like, LocalGradient) else Shard
+    with reading_shards():
+        if values is None:
+            shard = result.as_subclass(kind) if type(result) is Tensor else result.detach().as_subclass(kind)
+        else:
+            shard = torch.empty((), dtype=result.dtype, device=result.device).expand(like.shape).as_subclass(kind)
+            shard.__dict__["_meshwright_values"] = _OwnValues(result, values)
+    if (record := record_if_any(like)) is not None:
+        shard.__dict__["meshwright"] = record
+    return shard
+
+
+def _global_numel(x: Tensor) -> int:
+    record = record_if_any(x)
+    with reading_shards():
+        return x.numel() if record is None else record.global_shape.numel()

@@ -1,0 +1,50 @@
+"""Sum the gradients of rows that several ranks hold while backward runs, before an engine sees them.
+
+The runtime's own synchroniser does it once for all of them when backward is over (see gradients.py). An
+engine that takes each gradient as it arrives (ZeRO partitions it at once) leaves no such moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, all_reduce
+from meshwright.parallel.row_layout import ShardRecord, record_of
+
+
+def sum_copies_in_backward(parameters: Iterable[nn.Parameter], tp: Axis) -> None:
+    """Make each partial gradient (see ``ShardRecord.is_grad_partial``) whole as it arrives, on every holder alike.
+
+    One all-reduce over tp a parameter and pass. Backward visits the parameters in the same order on all ranks
+    of the axis, since they run the same graph.
+
+    Args:
+        parameters: trainable, with records.
+        tp: the axis whose ranks hold the copies.
+    """
+    for parameter in parameters:
+        if record_of(parameter).is_grad_partial:
+            _add_hook(parameter, record_of(parameter), tp)
+
+
+def _add_hook(parameter: nn.Parameter, record: ShardRecord, tp: Axis) -> None:
+    parameter.register_hook(lambda grad: sum_copies(grad, record, tp))
+
+
+def sum_copies(local: Tensor, record: ShardRecord, tp: Axis) -> Tensor:
+    """The sum over all copies of each row, on each rank that holds it.
+
+    Args:
+        local: this rank's part, of its shard's shape; half precision is summed in float32.
+        record: says which rows those are.
+        tp: the axis over which they are held.
+    """
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    if not record.is_sharded:
+        return all_reduce(local.to(dtype, copy=True), tp).to(local.dtype)
+    whole = torch.zeros(record.global_shape, dtype=dtype, device=local.device)
+    record.layout.add(whole, local.to(dtype), tp.rank)
+    return record.layout.take(all_reduce(whole, tp), tp.rank).to(local.dtype)

@@ -1,0 +1,217 @@
+"""Run one batch as several micro-batches inside ``model(**batch)``, for the user's loop unchanged.
+
+All but the last micro-batch run forward and backward within the call, into gradients of their own.
+The returned loss is that of the whole batch; its backward adds those gradients while it runs the last
+micro-batch's, so reduction still overlaps with computation and happens once. Without ``backward()``
+nothing is left behind. Under ZeRO stages 2 and 3 each micro-batch's gradients are reduced as they come,
+and a rank keeps its shard of their sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, maximum
+from meshwright.parallel.forward_state import arguments
+from meshwright.parallel.gradient_sync import GradientSync
+from meshwright.parallel.head_losses import BatchLoss
+from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.micro_batch_outputs import Pieces
+from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.shard_reads import reading_shards
+
+
+class SplitForward(MethodOverride):
+    """The ``forward`` of a model whose plan has micro-batches: splits training batches along dim 0.
+
+    Args:
+        model: its forward returns an output with ``.loss``.
+        count: given a rank's number of rows, into how many micro-batches they are split.
+        dp: axis over which the batch is split already.
+        syncs: where the gradients of inner micro-batches wait; either whole, all of them, or reduced, in the only one.
+        loss: the model's loss, told to divide by the counts of the whole batch.
+        keeps_logits: whether the outputs of all micro-batches are kept for whoever reads them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        count: Callable[[int], int],
+        dp: Axis,
+        syncs: list[GradientSync],
+        loss: BatchLoss,
+        keeps_logits: bool = False,
+    ):
+        super().__init__(model.forward)
+        self.model, self.count, self.dp, self.syncs, self.loss = model, count, dp, syncs, loss
+        self.keeps_logits = keeps_logits
+        self.signature = inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batch = arguments(self.signature, args, kwargs)
+        targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
+        if not (self.model.training and torch.is_grad_enabled() and targets is not None):
+            return self.method(*args, **kwargs)
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and a plan with micro-batches gives those of the model's parameters "
+                    "alone: set ParallelPlan.gradient_accumulation_steps=1 and micro_batch_size=None, or pass "
+                    f"{name}.detach()"
+                )
+        rows = targets.shape[0]
+        # Every rank runs the same number of passes: the loss of each is a collective.
+        count = int(maximum(torch.tensor(self.count(rows), device=targets.device), self.dp))
+        pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
+        # A number of items is about the whole batch, so that what it means is settled before the batch is split.
+        divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
+        with self.loss.mean.divided_by(divisors):
+            return _run(self.model, self.method, self.syncs, self.loss, _split(batch, rows, count), pieces)
+
+
+def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+    """Pieces along dim 0 of what has the batch's rows; a piece without rows is one that does not count."""
+
+    def rows_of(value: Any, low: int, high: int) -> Any:
+        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
+        return value[low:high] if has_rows else value
+
+    pieces = []
+    for index in range(count):
+        low, high = index * rows // count, (index + 1) * rows // count
+        piece = {name: rows_of(value, low, max(high, low + 1)) for name, value in batch.items()}
+        if low == high:
+            piece = without_targets(piece)
+        pieces.append(piece)
+    return pieces
+
+
+def _run(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    syncs: list[GradientSync],
+    loss_over_dp: BatchLoss,
+    batches: list[dict[str, Any]],
+    pieces: Pieces,
+) -> Any:
+    *inner, last = batches
+    whole = all(sync.reduction.can_wait for sync in syncs)
+    gradients = _WholeGradients(model, syncs) if whole else _ReducedGradients(syncs)
+    total: Tensor | None = None
+    for batch in inner:
+        output = loss_over_dp.of_output(batch, forward(**batch))
+        pieces.add(output)
+        loss = loss_of(output)
+        assert loss is not None
+        gradients.add_from(loss)
+        total = loss.detach() if total is None else total + loss.detach()
+        del output, loss
+    output = loss_over_dp.of_output(last, forward(**last))
+    return output if total is None else pieces.whole(output, gradients.attach(loss_of(output), total))
+
+
+class _WholeGradients:
+    """The sum of inner micro-batches' gradients, whole, for autograd to hand to the parameters."""
+
+    def __init__(self, model: nn.Module, syncs: list[GradientSync]):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.syncs = syncs
+        self.sums: list[Tensor | None] = [None] * len(self.parameters)
+
+    def add_from(self, loss: Tensor) -> None:
+        with contextlib.ExitStack() as stack:
+            for sync in self.syncs:
+                stack.enter_context(sync.paused())
+            stack.enter_context(_without_hooks(self.parameters))
+            stack.enter_context(reading_shards())
+            new = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self.sums = [_add(old, grad) for old, grad in zip(self.sums, new, strict=True)]
+
+    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
+        with reading_shards():
+            return _AddGradients.apply(loss, other, self.sums, *self.parameters)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Inside, hooks on gradients do not run: they run once for the sum, as on one device."""
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
+
+
+class _ReducedGradients:
+    """The sum of inner micro-batches' gradients, this rank's shard of it."""
+
+    def __init__(self, syncs: list[GradientSync]):
+        (self.sync,) = syncs
+        self.sums: dict[int, Tensor] | None = {}
+
+    def add_from(self, loss: Tensor) -> None:
+        assert self.sums is not None
+        with self.sync.reduction.aside(self.sums):
+            loss.backward()
+
+    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
+        return _AddReduced.apply(loss, other, self)
+
+    def add(self, factor: Tensor) -> None:
+        sums, self.sums = self.sums, None
+        if sums is None:
+            raise RuntimeError(_TWICE)
+        self.sync.reduction.add(sums, factor)
+
+
+def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return total
+    # float32, since many small bf16 gradients added in bf16 lose their low bits.
+    grad = grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
+    return grad if total is None else total.add_(grad)
+
+
+_TWICE = "backward ran a second time through a batch that the plan splits into micro-batches"
+
+
+class _AddGradients(torch.autograd.Function):
+    """A loss plus a number whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss + other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # In place, and let go: they are as large as all gradients of the model.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(_TWICE)
+        return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]
+
+
+class _AddReduced(torch.autograd.Function):
+    """A loss plus a number whose gradients are reduced already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: _ReducedGradients) -> Tensor:
+        ctx.gradients = gradients
+        return loss + other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.gradients.add(grad)
+        return grad, None, None

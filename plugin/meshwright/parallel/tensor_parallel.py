@@ -1,0 +1,268 @@
+"""Apply tensor and sequence parallelism to a stock decoder: give its parameters their shards, and add hooks.
+
+Per block and pass there is one gather at the input and one reduction at the output (design: four
+collectives a layer, not one a projection). Without sequence parallelism the pair is "nothing forward,
+all-reduce backward" and its mirror image; with it, all-gather and reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.block_boundary import BlockHooks, hidden_states
+from meshwright.parallel.collectives import Axis, reduce_for_shards
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
+from meshwright.parallel.guard_windows import OnShards, Window
+from meshwright.parallel.local_heads import localise_attributes
+from meshwright.parallel.partial_gradients import ModelWindow
+from meshwright.parallel.row_layout import RowLayout, ShardRecord, expanded, record_of
+from meshwright.parallel.sequence_parallel import SequenceSharding
+from meshwright.parallel.sharded_parameter import LocalGradient, guard
+from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+
+# Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
+ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
+
+# Given a parameter and its shard: the values that the parameter is to have.
+Keep = Callable[[nn.Parameter, Tensor], Tensor]
+
+Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that is to hold them
+
+
+def make_shards(
+    model: nn.Module,
+    layouts: dict[str, Any],
+    axis: Axis,
+    device: torch.device,
+    source: ShardSource,
+    keep: Keep = lambda _, shard: shard,
+) -> Shards:
+    """This rank's shard of each parameter, or what ``keep`` makes of it; the model is not changed."""
+    shards: Shards = {}
+    # Largest first: a shard may pass through its full tensor, which then adds to the fewest other shards.
+    named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
+    for name, parameter in named:
+        if id(parameter) not in shards:
+            rows = layouts[name].rows if name in layouts else _whole(parameter, axis)
+            record = ShardRecord(
+                name=name,
+                global_shape=parameter.shape,
+                layout=rows,
+                rank=axis.rank,
+                is_grad_partial=name in layouts and layouts[name].is_grad_partial,
+            )
+            shard = source(parameter, rows)
+            if shard is None:
+                shard = parameter.data if rows.is_replicated else rows.take(parameter.data, axis.rank)
+            shards[id(parameter)] = keep(parameter, shard.to(device)), record
+    return shards
+
+
+def shard_shape(parameter: nn.Parameter, layout: Any | None) -> torch.Size:
+    """The shape of a rank's shard of a parameter, given its ParameterLayout, if it has one."""
+    shape = list(parameter.shape)
+    if layout is not None and not layout.rows.is_replicated:
+        shape[layout.rows.dim] = layout.rows.local_size
+    return torch.Size(shape)
+
+
+def attach_shards(model: nn.Module, shards: Shards) -> None:
+    """Give each parameter its shard, its record, and its part of the gradient that it has.
+
+    The parameters stay the objects that the user's lists, hooks and optimizers know.
+    """
+    for parameter in model.parameters():
+        shard, record = shards[id(parameter)]
+        gradient, parameter.grad = parameter.grad, None
+        _set_values(parameter, shard)
+        parameter.meshwright = record  # type: ignore[attr-defined]
+        if gradient is not None and record.is_sharded:
+            gradient = LocalGradient.of(record.layout.take(gradient, record.rank).to(parameter.device), record)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+
+def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other values, of any shape and device; its attributes and hooks stay."""
+    if parameter.shape != values.shape:
+        # A graph may still hold the node that expects the old shape; torch lets go of it where the dtype changes.
+        other = torch.float32 if parameter.dtype is not torch.float32 else torch.float64
+        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    if not parameter.is_meta:
+        parameter.data = values
+        return
+    # torch gives no memory to what is on the meta device. Not torch.utils.swap_tensors, which refuses weak references.
+    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, made)
+    parameter._backward_hooks = parameter._backward_hooks  # the swap took torch's record of them along
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    if type(made) is not nn.Parameter:  # a fake tensor, while a plan is traced
+        parameter.__class__ = type(made)
+        vars(parameter).update(vars(made))
+
+
+def install_tensor_parallel(
+    structure: DecoderStructure,
+    axis: Axis,
+    *,
+    sequence_parallel: bool,
+    streams: DropoutStreams,
+    keep_logits_sharded: Callable[[], bool],
+) -> None:
+    """Add the hooks that move activations at the borders of every block."""
+    words = structure.embedding.num_embeddings
+    VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
+    if structure.head is not None:
+        VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
+    sequence = SequenceSharding(axis) if sequence_parallel else None
+    for layer in structure.layers:
+        layer.register_forward_pre_hook(_refuse_second_activations, with_kwargs=True)
+    for block in structure.blocks:
+        BlockHooks(block, axis, sequence, streams)
+        localise_attributes(block)
+        for norm, rows in block.wide_norms:
+            _WideNorm(norm, rows, axis)
+    if sequence is not None:
+        _SequenceRegion(structure, sequence, streams)
+
+
+def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
+    """Let the sharded parameters say that they are, wherever their own modules do not run."""
+    for parameter in model.parameters():
+        if record_of(parameter).is_sharded:
+            guard(parameter)
+    blocks = [block.module for block in structure.blocks if block.entries == (block.module,)]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for block in blocks:
+        Window(block.parameters()).over(block)
+    for module in model.modules():
+        if id(module) not in inside:
+            Window(module.parameters(recurse=False)).over(module)
+        for name in ("merge_adapter", "unmerge_adapter"):
+            if callable(method := getattr(module, name, None)):
+                object.__setattr__(module, name, OnShards(method))
+
+
+def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
+    """Count what the program computes from a parameter once, where the runtime adds gradients up over tp.
+
+    Args:
+        model: whose parameters have records.
+        decoder: the model, or what is inside the wrappers of adapters.
+        structure: of the decoder.
+    """
+    records = [(p, record_of(p)) for p in model.parameters()]
+    partial = [p for p, record in records if record.is_grad_partial and not record.is_sharded]
+    window = ModelWindow(model, partial)
+    blocks = [block.module for block in structure.blocks]
+    inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]
+    # Not the decoder itself, whose forward may be the program's own and add a penalty.
+    for module in {id(x): x for x in inside if isinstance(x, nn.Module) and x is not decoder}.values():
+        window.over(module)
+
+
+def _whole(parameter: Tensor, axis: Axis) -> RowLayout:
+    return RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, axis.size)
+
+
+class _SequenceRegion:
+    """From the first layer's input to the final norm's output, each rank has its own tokens.
+
+    It starts after the embedding because models derive positions and masks from the embedding's full
+    length, and ends with the norm so that ``last_hidden_state`` is whole. A model without one that is
+    known to come next ends it with the last layer.
+    """
+
+    def __init__(self, structure: DecoderStructure, sequence: SequenceSharding, streams: DropoutStreams):
+        self.sequence, self.streams = sequence, streams
+        self._is_open = False
+        self._restore: Restore | None = None
+        self._restore_recomputed: Restore | None = None
+        structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
+        structure.layers[0].register_forward_hook(self._end_recomputation, always_call=True)
+        (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+        structure.model.register_forward_hook(self._check_ended)
+
+    def _start(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, put_back = hidden_states(args, kwargs)
+        restore = self.streams.enter_shard(x)
+        if in_backward():  # activation checkpointing runs this layer alone
+            self._restore_recomputed = restore
+        else:
+            self._restore, self._is_open = restore, True
+        return put_back(self.sequence.split(x))
+
+    def _end_recomputation(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._restore_recomputed is not None:
+            self._restore_recomputed()
+            self._restore_recomputed = None
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._is_open:  # a norm that the model applies to its embeddings too
+            return output
+        self._is_open = False
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+        if isinstance(output, Tensor):
+            return self.sequence.unsplit(output)
+        return (self.sequence.unsplit(output[0]), *output[1:])
+
+    def _check_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._is_open:
+            self._is_open = False
+            raise PlanError(
+                f"the layers of {type(module).__name__} ran, but not after them what its sharding plan calls the final "
+                "norm; leave the FINAL_NORM out of the plan, and the sequence is whole again after the last layer"
+            )
+
+
+def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A layer's only input with a gradient is its hidden states: of any other each rank would get a part."""
+    if not torch.is_grad_enabled():
+        return
+    hidden, _ = hidden_states(args, kwargs)
+
+    def has_gradient(value: Any) -> bool:
+        values = value if isinstance(value, list | tuple) else (value,)
+        return any(isinstance(x, Tensor) and x.requires_grad and x is not hidden for x in values)
+
+    if any(map(has_gradient, args)) or any(map(has_gradient, kwargs.values())):
+        named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+        raise PlanError(
+            f"{type(module).__name__} is given {', '.join(n for n, value in named.items() if has_gradient(value))} "
+            "beside its hidden states, with a gradient: under tensor parallelism each rank would have a part of that "
+            "gradient only. Use ParallelPlan(tp=1)"
+        )
+
+
+class _WideNorm:
+    """An RMS norm over a width that is sharded: the mean square is that of all ranks.
+
+    The stock module divides by the root mean square of the local part. Its output times
+    ``rms_local / rms_global`` is exact, whatever it does with its weight.
+    """
+
+    def __init__(self, norm: nn.Module, rows: RowLayout, axis: Axis):
+        self.axis, self.size = axis, rows.size
+        eps: Any = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
+        self.eps = float(eps)
+        # A key head that several ranks hold counts once.
+        self.weight = 1.0 / expanded(rows.copies(axis.rank), torch.empty(0, dtype=torch.float64))
+        norm.register_forward_hook(self._rescale)
+
+    def _rescale(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        square = args[0].to(torch.promote_types(args[0].dtype, torch.float32)).pow(2)
+        own_mean = square.mean(-1, keepdim=True)
+        weighted = (square * self.weight.to(square)).sum(-1, keepdim=True)
+        mean = reduce_for_shards(weighted, self.axis) / self.size
+        return output * ((own_mean + self.eps) / (mean + self.eps)).sqrt().to(output.dtype)

@@ -1,0 +1,64 @@
+"""The vocabulary over the TP axis: each rank embeds and scores its own words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import Axis, reduce, share, unsplit_rows
+from meshwright.parallel.row_layout import RowLayout
+from meshwright.parallel.tensor_checks import require_words
+from meshwright.parallel.tensor_guards import ShardedLogits
+
+
+class VocabParallelEmbedding:
+    """Hooks that make a stock embedding look up the rows this rank holds, and sum over the axis."""
+
+    def __init__(self, embedding: nn.Embedding, rows: RowLayout, axis: Axis):
+        self.axis, self.words = axis, rows.size
+        ((self.first, self.stop),) = rows.spans[axis.rank]
+        self._elsewhere: Tensor | None = None
+        if embedding.padding_idx is not None:
+            local = embedding.padding_idx - self.first
+            embedding.padding_idx = local if self.first <= embedding.padding_idx < self.stop else None
+        embedding.register_forward_pre_hook(self._localise)
+        embedding.register_forward_hook(self._sum)
+
+    def _localise(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        (words, *rest) = args
+        require_words(words, self.words, "token id")
+        self._elsewhere = (words < self.first) | (words >= self.stop)
+        return ((words - self.first).masked_fill(self._elsewhere, 0), *rest)
+
+    def _sum(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert self._elsewhere is not None
+        elsewhere, self._elsewhere = self._elsewhere, None
+        return reduce(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+
+class VocabParallelHead:
+    """Hooks on the language-model head: local logits for the loss, whole ones for everybody else.
+
+    Args:
+        keep_sharded: asked at each call; True where only the sharded loss will use the logits.
+    """
+
+    def __init__(self, head: nn.Linear, vocab_size: int, axis: Axis, keep_sharded: Callable[[], bool]):
+        self.axis, self.vocab_size, self.keep_sharded = axis, vocab_size, keep_sharded
+        head.register_forward_pre_hook(lambda module, args: (share(args[0], axis), *args[1:]))
+        head.register_forward_hook(self._deliver)
+
+    def _deliver(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if self.keep_sharded():
+            return output.as_subclass(ShardedLogits)
+        return gather_words(output, self.axis)[..., : self.vocab_size]
+
+
+def gather_words(logits: Tensor, axis: Axis) -> Tensor:
+    """Whole logits from each rank's words; differentiable for a replicated consumer."""
+    if axis.size == 1:
+        return logits
+    words_first = logits.movedim(-1, 0).contiguous()
+    return unsplit_rows(words_first, axis).movedim(0, -1)

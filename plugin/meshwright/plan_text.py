@@ -1,0 +1,126 @@
+"""A plan as the words that the planner prints: "dp2 tp2+sp zero1"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.config_fields import nearest
+from meshwright.errors import PlanError
+
+_FORMS = (
+    "dp2, tp2, tp2+sp, cp2, pp2, zero1, mb4 (rows of a micro-batch), mb4x2 (and how many), ga2 (micro-batches) and "
+    "recompute=full"
+)
+_ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
+_SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
+_ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size"}
+_SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\((\w+)\))?((?:\+sp)?)")
+_RECOMPUTE = re.compile(r"recompute=(none|selective|full)(?:\((\d+)\))?")
+_SEPARATOR = re.compile(r"[\s,]+(?:x\s+)?")
+
+
+def parse_plan(text: str, source: str = "the plan") -> dict[str, Any]:
+    """Return the fields of ``ParallelPlan`` that a plan in words gives.
+
+    A field's own name works too: "tp=2 sequence_parallel=true".
+
+    Args:
+        text: as the planner prints plans.
+        source: where it comes from, for messages.
+
+    Raises:
+        PlanError: a word that is no word of a plan, or one field given twice.
+
+    Example:
+        >>> parse_plan("dp2 tp2+sp zero1")
+        {'dp': 2, 'tp': 2, 'sequence_parallel': True, 'zero_stage': 1}
+    """
+    fields: dict[str, Any] = {}
+    words = [word for word in _SEPARATOR.split(text.strip()) if word]
+    if not words:
+        raise PlanError(f"{source} {text!r} has no words; write for example 'dp2 tp2+sp zero1'")
+    for word in words:
+        for name, value in _fields_of(word, text, source).items():
+            if fields.get(name, value) != value:
+                raise PlanError(f"{source} {text!r} gives {name} twice, as {fields[name]} and {value}; write it once")
+            fields[name] = value
+    if not fields.get("zero_stage"):
+        fields.pop("replicate", None)  # only ZeRO tells replicas from shards
+    return fields
+
+
+def format_plan(fields: Mapping[str, Any]) -> str:
+    """Return the words that ``parse_plan`` reads as these fields of ``ParallelPlan``; defaults may be left out.
+
+    Example:
+        >>> format_plan({"dp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"})
+        'dp2 tp2+sp zero0 recompute=full'
+    """
+    words = [f"dp{fields.get('dp', 1)}"]
+    if fields.get("tp", 1) > 1 or fields.get("sequence_parallel"):
+        words.append(f"tp{fields.get('tp', 1)}" + ("+sp" if fields.get("sequence_parallel") else ""))
+    words += [f"{axis}{fields[axis]}" for axis in ("cp", "pp") if fields.get(axis, 1) > 1]
+    words.append(f"zero{fields.get('zero_stage', 0)}")
+    if fields.get("micro_batch_size") is not None:
+        words.append(f"mb{fields['micro_batch_size']}")
+    if fields.get("gradient_accumulation_steps", 1) > 1:
+        words.append(f"ga{fields['gradient_accumulation_steps']}")
+    if fields.get("recompute", "none") != "none":
+        words.append(f"recompute={fields['recompute']}")
+    return " ".join(words)
+
+
+def is_plan_text(text: str) -> bool:
+    """Whether a string is a plan in words, if a misspelt one, and not the path of a plan file."""
+    first, _, second = text.strip().partition(" ")
+    begins = re.match(r"[A-Za-z_]+(?=[\d=])|sp\b", first)
+    return "/" not in text and "." not in text and (begins is not None or bool(second))
+
+
+def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
+    lower = word.lower()
+    if lower in ("sp", "+sp"):
+        return {"sequence_parallel": True}
+    if recompute := _RECOMPUTE.fullmatch(lower):
+        kind, layers = recompute.groups()
+        return {"recompute": kind} | ({"recomputed_layers": int(layers)} if layers else {})
+    if size := _SIZE.fullmatch(lower):
+        fields = _sizes(*size.groups())
+        if fields is not None:
+            return fields
+    name, equals, value = word.partition("=")
+    if equals and name and value:
+        return {_ASSIGNED.get(name.lower(), name): _value(value)}
+    letters = re.split(r"[\d=]", lower)[0]
+    near, rest = nearest(letters, _ABBREVIATIONS, cutoff=0.5), lower[len(letters) :] or "2"
+    hint = f"did you mean {near}{rest}? " if near and near + rest != lower else ""
+    raise PlanError(f"{source} {text!r}: {word!r} is no word of a plan; {hint}The words are {_FORMS}")
+
+
+def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence: str) -> dict[str, Any] | None:
+    """The fields of a word such as "tp2+sp"; None where its parts do not belong together."""
+    has = (times is not None, inner is not None, bool(sequence))
+    if axis == "mb" and has in ((False, False, False), (True, False, False)):
+        # As in the planner's tables: one micro-batch is the whole batch.
+        return {"micro_batch_size": None if times is not None and int(times) == 1 else int(size)}
+    fields: dict[str, Any] = {_SIZES[axis]: int(size)} if axis in _SIZES else {}
+    if not any(has):
+        return fields
+    if axis == "tp" and has == (False, False, True):
+        return fields | {"sequence_parallel": True}
+    if axis == "pp" and has == (True, False, False):
+        return fields | {"interleave": int(times or 1)}
+    if axis == "cp" and has == (False, True, False):
+        return fields | {"context": inner}
+    factors = re.fullmatch(r"(\d+)x\d+", inner or "")
+    if axis == "dp" and factors and has == (False, True, False):
+        return fields | {"replicate": int(factors.group(1))}
+    return None
+
+
+def _value(text: str) -> Any:
+    """A value as it is written after ``name=``, in YAML's words for what is no number."""
+    words = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "none": None}
+    return int(text) if re.fullmatch(r"-?\d+", text) else words.get(text.lower(), text)

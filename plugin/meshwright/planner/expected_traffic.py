@@ -1,0 +1,138 @@
+"""Every collective of a training step on this version's runtime: how many of each kind, and their bytes, by axis."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.shapes import ModelShape
+
+
+@dataclass(kw_only=True)
+class AxisTraffic:
+    """Collectives over one axis in one phase of a step.
+
+    Args:
+        counts: calls by kind.
+        bytes: of the whole tensors that they gather or reduce.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+
+    def add(self, kind: str, count: int, size: int) -> None:
+        """Add ``count`` collectives of ``size`` bytes each."""
+        if count:
+            self.counts[kind] += count
+            self.bytes += count * size
+
+
+def step_traffic(
+    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, gloo: bool = False
+) -> dict[str, dict[str, AxisTraffic]]:
+    """Return phase -> axis -> collectives of one step.
+
+    Args:
+        shape: the model.
+        plan: one that this version runs.
+        seq_len: tokens of a sequence.
+        element_bytes: of the model's dtype.
+        gloo: on CPU, where a reduce-scatter is an all-to-all and a sum.
+
+    Example:
+        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> plan = Candidate(tp=2, sequence_parallel=True)
+        >>> step_traffic(shape, plan, seq_len=16, element_bytes=2)["forward"]["tp"].counts["reduce-scatter"]
+        4
+    """
+    phases = {name: {axis: AxisTraffic() for axis in _axes(plan)} for name in ("forward", "backward", "optimizer")}
+    if plan.tp > 1:
+        _tensor(shape, plan, seq_len, element_bytes, gloo, phases)
+    if plan.dp > 1:
+        _data(shape, plan, element_bytes, gloo, phases)
+    return phases
+
+
+def _axes(plan: Candidate) -> list[str]:
+    return [name for name, size in (("tp", plan.tp), ("dp", plan.dp)) if size > 1]
+
+
+def _tensor(
+    shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
+) -> None:
+    forward, backward = phases["forward"]["tp"], phases["backward"]["tp"]
+    traits, micro, blocks = shape.traits, plan.accumulation, 2 * shape.layers
+    rows = plan.micro_batch * seq_len
+    whole = rows * shape.hidden * b
+    # What is computed again is joined again, but for a last output that nothing after it needs.
+    again = 0
+    if plan.recompute == "full":
+        again = blocks if traits.norms_outputs else shape.layers
+    forward.add("all-reduce", micro, whole)  # the embedding's rows
+    forward.add("all-gather", micro, 3 * rows * 4 * plan.tp)  # the loss: three numbers a token
+    backward.add("all-reduce", micro, whole)  # the head's input
+    if plan.sequence_parallel:
+        padded = plan.micro_batch * -(-seq_len // plan.tp) * plan.tp * shape.hidden * b
+        scatter = "all-to-all" if gloo else "reduce-scatter"
+        forward.add("all-gather", micro * (blocks + 1), padded)
+        forward.add(scatter, micro * blocks, padded)
+        backward.add("all-gather", micro * (2 * blocks + 1), padded)  # inputs again, and gradients of outputs
+        backward.add(scatter, micro * (blocks + again), padded)
+    else:
+        forward.add("all-reduce", micro * blocks, whole)
+        backward.add("all-reduce", micro * (blocks + again), whole)
+    if traits.query_norm == "whole":
+        forward.add("all-reduce", micro * blocks, rows * 4)
+        backward.add("all-reduce", micro * blocks * (2 if plan.recompute == "full" else 1), rows * 4)
+    members = list(parameters(shape, plan))
+    is_gathered = plan.zero_stage == 3 and plan.dp > 1
+    # Stages 2 and 3 reduce the gradients of every micro-batch.
+    times = micro if plan.zero_stage > 1 and plan.dp > 1 else 1
+    for bucket in units(members) if is_gathered else buckets(members, b):
+        wide = 4 if plan.zero_stage else b
+        backward.add("all-reduce", times * any(members[index].is_grad_partial for index in bucket),
+                     sum(members[index].full for index in bucket) * wide)  # fmt: skip
+
+
+def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
+    phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.dp)  # the sum and the count of tokens
+    if plan.accumulation > 1:
+        phases["forward"]["dp"].add("all-gather", 1, 8 * plan.dp)  # the count of the batch's tokens
+        phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
+    members = list(parameters(shape, plan))
+    if plan.zero_stage == 3:
+        _gathered_weights(members, shape, plan, b, gloo, phases)
+        return
+    for bucket in buckets(members, b):
+        numel = sum(members[index].numel for index in bucket)
+        if plan.zero_stage:
+            numel = math.ceil(numel / plan.dp) * plan.dp
+            times = plan.accumulation if plan.zero_stage == 2 else 1
+            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * 4)
+            phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
+        else:
+            # One number more for each parameter: whether this rank has a gradient.
+            phases["backward"]["dp"].add("all-reduce", 1, (numel + len(bucket)) * b)
+
+
+def _gathered_weights(
+    members: list[Parameter], shape: ModelShape, plan: Candidate, b: int, gloo: bool,
+    phases: dict[str, dict[str, AxisTraffic]],
+) -> None:  # fmt: skip
+    """ZeRO-3: each unit is gathered for forward and again for backward, and its gradients are reduce-scattered."""
+    forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
+    micro = plan.accumulation
+    for unit in units(members):
+        numel = math.ceil(sum(members[index].numel for index in unit) / plan.dp) * plan.dp
+        first = members[unit[0]]
+        is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
+        # A tied matrix is gathered by the embedding and by the head. From there to backward the head keeps it, and
+        # the embedding's backward does not read it.
+        is_kept = is_embedding or (is_head and not shape.tied)
+        is_twice = shape.tied and unit[0] == 0
+        forward.add("all-gather", micro * (1 + is_twice), numel * b)
+        backward.add("all-gather", 0 if is_kept else micro, numel * b)
+        backward.add("all-to-all" if gloo else "reduce-scatter", micro, numel * 4)

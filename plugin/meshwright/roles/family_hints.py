@@ -1,0 +1,98 @@
+"""What the structure of a family's layers cannot tell: how fused rows are ordered, what a lone weight is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.roles.sharding_plan import Role
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The role of one module or parameter of each layer.
+
+    Args:
+        name: the end of its dotted name inside the layer.
+        role: what it is.
+        when: values that the config must have; the first hint of a name that applies wins.
+    """
+
+    name: str
+    role: Role
+    when: Mapping[str, object] = field(default_factory=dict)
+
+
+# Latent attention: the heads are made of two narrow projections that all ranks compute alike.
+_LATENT = (
+    Hint("self_attn", Role.ATTENTION),
+    Hint("q_proj", Role.PER_HEAD),
+    Hint("q_a_proj", Role.SHARED),
+    Hint("q_a_layernorm", Role.SHARED),
+    Hint("q_b_proj", Role.PER_HEAD),
+    Hint("kv_a_proj_with_mqa", Role.SHARED),
+    Hint("kv_a_layernorm", Role.SHARED),
+    Hint("kv_b_proj", Role.PER_HEAD),
+    Hint("o_proj", Role.O),
+)
+
+_HINTS: dict[str, tuple[Hint, ...]] = {
+    "apertus": (Hint("mlp.act_fn", Role.SHARED),),
+    "bitnet": (Hint("self_attn.attn_sub_norm", Role.INNER_NORM), Hint("mlp.ffn_sub_norm", Role.INNER_NORM)),
+    "bloom": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    "codegen": (Hint("qkv_proj", Role.QKV_IN_FOUR),),
+    "falcon": (
+        Hint("query_key_value", Role.QKV_BY_GROUP, when={"new_decoder_architecture": True}),
+        Hint("query_key_value", Role.QKV, when={"multi_query": True}),
+        Hint("query_key_value", Role.QKV_BY_GROUP),
+    ),
+    "gemma4_unified_text": (Hint("v_norm", Role.HEAD_NORM),),
+    "glm": (Hint("gate_up_proj", Role.GATE_UP),),
+    "glm4": (Hint("gate_up_proj", Role.GATE_UP),),
+    "gpt2": (Hint("attn.c_attn", Role.QKV),),
+    "gpt_bigcode": (
+        Hint("attn.c_attn", Role.QKV, when={"multi_query": True}),
+        Hint("attn.c_attn", Role.QKV_BY_GROUP),
+    ),
+    "gpt_neox": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    # The last layer's attention returns its bias for the layer to add to each token.
+    "gpt_neox_japanese": (Hint("query_key_value", Role.QKV_BY_GROUP), Hint("attention.dense_bias", Role.NORM)),
+    "granite_swa": (Hint("self_attn.sinks", Role.PER_HEAD),),
+    "minicpm3": _LATENT,
+    "modernbert-decoder": (Hint("mlp.Wi", Role.GATE_UP),),
+    "moshi": (
+        Hint("self_attn", Role.ATTENTION),
+        Hint("q_proj.linear", Role.Q),
+        Hint("k_proj.linear", Role.K),
+        Hint("v_proj.linear", Role.V),
+        Hint("o_proj.linear", Role.O),
+        Hint("mlp.fc1", Role.GATE_UP),
+    ),
+    "mpt": (Hint("attn.Wqkv", Role.QKV),),
+    "nanochat": (Hint("q_norm", Role.HEAD_NORM), Hint("k_norm", Role.HEAD_NORM)),
+    "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
+    "persimmon": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    "youtu": _LATENT,
+}
+
+
+def hints_for(config: object) -> dict[str, Role]:
+    """The hints of a model's family that its config fits: end of a name inside a layer -> role."""
+    hints: dict[str, Role] = {}
+    for hint in _HINTS.get(getattr(config, "model_type", ""), ()):
+        if all(getattr(config, key, None) == value for key, value in hint.when.items()):
+            hints.setdefault(hint.name, hint.role)
+    return hints
+
+
+# Families whose layers no plan cuts rightly, though one may seem to fit.
+_REFUSALS = {
+    "diffllama": "its heads work in pairs, the first half of them with the second",
+    "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
+    "trocr": "its attention reshapes its heads to the width of its input",
+}
+
+
+def reason_to_refuse(config: object) -> str | None:
+    """Why a model's family cannot be sharded over tp; None if nothing is known against it."""
+    return _REFUSALS.get(getattr(config, "model_type", ""))

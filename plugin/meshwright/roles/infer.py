@@ -1,0 +1,249 @@
+"""A sharding plan read off a decoder's structure, for a family that no file names.
+
+Each module's role follows from its kind, its name and its shape. What stays without a role is left
+out, so that the completeness check names it: a guess here would be a wrong gradient later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.roles.adapters import is_adapted
+from meshwright.roles.projection import in_features, is_projection, out_features
+from meshwright.roles.sharding_plan import BLOCK_ROLES, FUSED_QKV_ROLES, Role, ShardingPlan
+
+_ATTENTION_NAMES = {
+    Role.Q: {"q_proj", "query_proj", "q", "query", "wq", "to_q", "q_lin"},
+    Role.K: {"k_proj", "key_proj", "k", "key", "wk", "to_k", "k_lin"},
+    Role.V: {"v_proj", "value_proj", "v", "value", "wv", "to_v", "v_lin"},
+    Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "dense", "proj", "c_proj"},
+}
+
+
+def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> ShardingPlan:
+    """Infer which module of a decoder plays which role.
+
+    Fused projections are not inferred: whether their rows are ordered by kind or by head cannot be
+    seen in a shape. Nor is a norm inside a block whose name does not say what it norms. Give hints, or
+    register a plan, for those.
+
+    Args:
+        model: the decoder.
+        hints: end of a module's or parameter's name inside a layer -> role, where the structure cannot tell.
+
+    Raises:
+        PlanError: if no stack of decoder layers is found, or a block has a norm without weights that nothing places.
+    """
+    layers_name, layers = _decoder_layers(model)
+    embedding_name, embedding = _token_embedding(model, layers_name)
+    hidden = _layers_width(layers, embedding)
+    roles = {embedding_name: Role.EMBEDDING, f"{layers_name}.*": Role.LAYER}
+    roles |= _outer_roles(model, layers_name, embedding, hidden)
+    roles |= _common_roles(layers_name, [_layer_roles(layer, hidden, hints or {}) for layer in layers])
+    return ShardingPlan(roles=roles, source=f"the plan inferred from the structure of {type(model).__name__}")
+
+
+def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    stacks = [(name, module) for name, module in model.named_modules() if _is_stack(module)]
+    if not stacks:
+        raise PlanError(
+            f"{type(model).__name__} has no stack of equal decoder layers (an nn.ModuleList of blocks with "
+            "linear layers), so no sharding plan can be inferred; pass ToDistributedConfig(sharding_plan=...)"
+        )
+    name, module = max(stacks, key=lambda item: len(item[1]))
+    assert isinstance(module, nn.ModuleList)
+    return name, module
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and len({type(child) for child in module}) == 1
+        and sum(is_projection(m) for m in module[0].modules()) >= 2
+    )
+
+
+def _token_embedding(model: nn.Module, layers_name: str) -> tuple[str, nn.Embedding]:
+    outside = {n: m for n, m in model.named_modules() if not f"{n}.".startswith(f"{layers_name}.")}
+    embeddings = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding)}
+    if not embeddings:
+        raise PlanError(f"no token embedding found outside {layers_name!r} in {type(model).__name__}")
+    own = _ask(model, "get_input_embeddings")
+    named = next((item for item in embeddings.items() if item[1] is own), None)
+    return named or max(embeddings.items(), key=lambda item: item[1].num_embeddings)
+
+
+def _ask(model: nn.Module, method: str) -> nn.Module | None:
+    """What a transformers model says about itself; None for any other, or where it cannot say."""
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _layers_width(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
+    """The width of the hidden states: that of most projections' inputs, where embeddings are narrower or wider."""
+    widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
+    return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
+
+
+def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hidden: int) -> dict[str, Role]:
+    """The roles of what lies before and after the layers; other stacks of layers are left out.
+
+    Each rank has all tokens there, so whatever is not cut over the vocabulary stays as it is.
+    """
+    roles: dict[str, Role] = {}
+    norms_after: list[str] = []
+    is_after = False
+    stacks = [f"{name}." for name, module in model.named_modules() if _is_stack(module)]
+    heads = _heads(model, embedding)
+    cut = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if module is embedding or module in heads or is_adapted(module)
+    ]
+    for name, module in model.named_modules():
+        if any(f"{name}.".startswith(stack) for stack in stacks):
+            is_after |= name == layers_name
+        elif module in heads:
+            roles[name] = Role.HEAD
+        elif not any(f"{name}.".startswith(prefix) for prefix in cut) and list(module.parameters(recurse=False)):
+            roles[name] = Role.WHOLE
+            # A norm of the embeddings may be made after the layers, but it runs before them.
+            if is_after and _is_norm(module, hidden) and "emb" not in name.rpartition(".")[2]:
+                norms_after.append(name)
+    if len(norms_after) == 1:  # of several, which one reads the last layer cannot be seen
+        roles[norms_after[0]] = Role.FINAL_NORM
+    return roles
+
+
+def _heads(model: nn.Module, embedding: nn.Embedding) -> list[nn.Module]:
+    own = _ask(model, "get_output_embeddings")
+    if isinstance(own, nn.Linear):
+        return [own]
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == embedding.num_embeddings]
+
+
+def _common_roles(layers_name: str, layers: list[dict[str, Role]]) -> dict[str, Role]:
+    """One wildcard for a name that has the same role in all layers that have it, else a name for each."""
+    common: dict[str, Role] = {}
+    for name in dict.fromkeys(name for roles in layers for name in roles):
+        found = {roles[name] for roles in layers if name in roles}
+        if len(found) == 1:
+            common[f"{layers_name}.*.{name}"] = found.pop()
+        else:
+            common |= {f"{layers_name}.{i}.{name}": roles[name] for i, roles in enumerate(layers) if name in roles}
+    return common
+
+
+def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> dict[str, Role]:
+    def hint(name: str) -> Role | None:
+        return next((role for end, role in hints.items() if f".{name}".endswith(f".{end}")), None)
+
+    names = [*(n for n, _ in layer.named_modules() if n), *(n for n, _ in layer.named_parameters())]
+    hinted = {name: role for name in names if (role := hint(name)) is not None}
+    roles: dict[str, Role] = {}
+    for block_name, linears in _linear_groups(layer):
+        block = _attention_block(layer, block_name, linears, hidden, hinted)
+        roles |= block or _mlp_block(block_name, linears, hidden, hinted)
+    roles |= hinted
+    blocks = [f"{name}." for name, role in roles.items() if role in BLOCK_ROLES]
+    for name, module in layer.named_modules():
+        if not name or name in roles:
+            continue
+        is_inside = any(name.startswith(block) for block in blocks)
+        if is_inside and _is_weightless_norm(module):
+            raise PlanError(
+                f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each "
+                "head or the whole width, which is sharded, cannot be seen; pass ToDistributedConfig(sharding_plan=...)"
+            )
+        if not is_inside and _is_norm(module, hidden):
+            roles[name] = Role.NORM
+    return roles
+
+
+def _is_norm(module: nn.Module, *sizes: int) -> bool:
+    parameters = list(module.parameters())
+    return (
+        bool(parameters)
+        and not list(module.children())
+        and not is_projection(module)
+        and not isinstance(module, nn.Embedding)
+        and all(p.ndim == 1 and p.shape[0] in sizes for p in parameters)
+    )
+
+
+def _is_weightless_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not list(module.parameters())
+
+
+def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """Projections by the module that owns them, which for an MLP may be the layer itself ('')."""
+    for name, module in layer.named_modules():
+        linears = {n: child for n, child in module.named_children() if is_projection(child)}
+        if linears:
+            yield name, linears
+
+
+def _attention_block(
+    layer: nn.Module, block_name: str, linears: dict[str, nn.Module], hidden: int, hinted: Mapping[str, Role]
+) -> dict[str, Role]:
+    """The roles of an attention block and of what it owns; none if it is not one."""
+    if not block_name:
+        return {}
+    roles = {n: r for n in linears for r, names in _ATTENTION_NAMES.items() if n.lower() in names}
+    roles |= {n: hinted[f"{block_name}.{n}"] for n in linears if f"{block_name}.{n}" in hinted}
+    by_role = {role: linears[name] for name, role in roles.items()}
+    fused = FUSED_QKV_ROLES & by_role.keys()
+    if not (fused or {Role.Q, Role.K, Role.V} <= by_role.keys()) or Role.O not in by_role:
+        return {}
+    output = by_role[Role.O]
+    inputs = [m for role, m in by_role.items() if role is not Role.O]
+    if out_features(output) != hidden or any(in_features(m) != hidden for m in inputs):
+        return {}
+    if not fused and in_features(output) != out_features(by_role[Role.Q]):
+        return {}
+    block = layer.get_submodule(block_name)
+    found = {block_name: Role.ATTENTION} | {f"{block_name}.{name}": role for name, role in roles.items()}
+    return found | _query_key_norms(block, block_name, by_role)
+
+
+def _query_key_norms(block: nn.Module, block_name: str, projections: Mapping[Role, nn.Module]) -> dict[str, Role]:
+    roles = {}
+    head_dim = getattr(block, "head_dim", getattr(block, "head_size", None))
+    for name, module in block.named_children():
+        kind = name.lower()[0]
+        if kind not in "qk":
+            continue
+        if head_dim and _is_norm(module, head_dim):
+            roles[f"{block_name}.{name}"] = Role.HEAD_NORM
+        elif kind == "q" and Role.Q in projections and _is_norm(module, out_features(projections[Role.Q])):
+            roles[f"{block_name}.{name}"] = Role.Q_NORM
+        elif kind == "k" and Role.K in projections and _is_norm(module, out_features(projections[Role.K])):
+            roles[f"{block_name}.{name}"] = Role.K_NORM
+    return roles
+
+
+def _mlp_block(
+    block_name: str, linears: dict[str, nn.Module], hidden: int, hinted: Mapping[str, Role]
+) -> dict[str, Role]:
+    """The roles of an MLP block and its projections; none if it is not one."""
+    prefix = f"{block_name}." if block_name else ""
+    rows = {n: m for n, m in linears.items() if out_features(m) == hidden and in_features(m) != hidden}
+    columns = {n: m for n, m in linears.items() if in_features(m) == hidden and n not in rows}
+    if len(rows) != 1 or len(columns) not in (1, 2) or len(rows) + len(columns) != len(linears):
+        return {}
+    width = in_features(next(iter(rows.values())))
+    fused = {n for n in columns if hinted.get(f"{prefix}{n}") is Role.GATE_UP}
+    if any(out_features(m) != width * (1 + (n in fused)) for n, m in columns.items()):
+        return {}
+    roles = {block_name: Role.MLP} if block_name else {}
+    roles[f"{prefix}{next(iter(rows))}"] = Role.DOWN
+    # Gate and up are cut alike, so which of the two is the gate does not matter.
+    for name, role in zip(columns, (Role.UP, Role.GATE), strict=False):
+        roles[f"{prefix}{name}"] = Role.GATE_UP if name in fused else role
+    return roles

@@ -1,0 +1,73 @@
+"""Which plan a model gets: the user's, its family's, or one inferred from its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.roles import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
+from meshwright.roles.family_hints import hints_for, reason_to_refuse
+from meshwright.roles.infer import infer_plan
+from meshwright.roles.sharding_plan import Role, ShardingPlan
+from meshwright.roles.task_heads import fitted
+
+_PLANS: dict[str, ShardingPlan] = {
+    "gemma2": gemma2.PLAN,
+    "llama": llama.PLAN,
+    "mistral": mistral.PLAN,
+    "olmo2": olmo2.PLAN,
+    "phi3": phi3.PLAN,
+    "qwen2": qwen2.PLAN,
+    "qwen3": qwen3.PLAN,
+}
+
+
+# What a model's config.json may hold: {"meshwright": {"tp": 2, ..., "roles": {"model.embed": "embedding", ...}}}.
+CONFIG_KEY = "meshwright"
+ROLES_KEY = "roles"
+
+
+def register_plan(model_type: str, plan: ShardingPlan) -> None:
+    """Use ``plan`` for models whose ``config.model_type`` is ``model_type``; the last call wins.
+
+    Raises:
+        ValueError: if ``plan`` is not a ShardingPlan.
+
+    Example:
+        >>> from meshwright.roles.sharding_plan import ShardingPlan, decoder_roles
+        >>> register_plan("my_llama", ShardingPlan(roles=decoder_roles(base="decoder")))
+    """
+    if not isinstance(plan, ShardingPlan):
+        raise ValueError(f"register_plan({model_type!r}) takes a meshwright.ShardingPlan, not {type(plan).__name__}")
+    _PLANS[model_type] = plan
+
+
+def plan_for(model: nn.Module) -> ShardingPlan:
+    """The plan in the model's config, else that registered for its family, else one inferred with its family's hints.
+
+    Raises:
+        PlanError: for a family that cannot be sharded over tp, or where no plan can be inferred, or for
+            roles in the config that there are not.
+    """
+    config = getattr(model, "config", None)
+    saved = getattr(config, CONFIG_KEY, None)
+    if isinstance(saved, Mapping) and ROLES_KEY in saved:
+        return _from_names(saved[ROLES_KEY], f'"{CONFIG_KEY}" in the config of {type(model).__name__}')
+    model_type = getattr(config, "model_type", "")
+    if model_type in _PLANS:
+        return fitted(_PLANS[model_type], model)
+    if reason := reason_to_refuse(config):
+        raise PlanError(f"{model_type} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)")
+    return infer_plan(model, hints_for(config))
+
+
+def _from_names(roles: Any, source: str) -> ShardingPlan:
+    if not isinstance(roles, Mapping):
+        raise PlanError(f"{source}: {ROLES_KEY!r} must map module names to roles, not {roles!r}")
+    known = {role.name.lower(): role for role in Role}
+    if unknown := [f"{module}: {name!r}" for module, name in roles.items() if name not in known]:
+        raise PlanError(f"{source} has roles that there are not: {', '.join(unknown)}; there are {', '.join(known)}")
+    return ShardingPlan(roles={module: known[name] for module, name in roles.items()}, source=source)

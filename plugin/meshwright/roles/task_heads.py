@@ -1,0 +1,38 @@
+"""Heads that score sequences, tokens or spans: one small layer after the final norm, where each rank has all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from meshwright.roles.projection import is_projection
+from meshwright.roles.sharding_plan import Role, ShardingPlan
+
+# As transformers names them; PEFT keeps the trained copy of such a layer beside the original.
+_NAMES = ("score", "classifier", "qa_outputs")
+_COPIES = ("", ".original_module", ".modules_to_save.default")
+
+
+def fitted(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """A family's plan for its causal LM, fitted to a model of that family with another head.
+
+    Args:
+        plan: its names begin with "model." where they are of the decoder without a head.
+        model: keeps that decoder under ``base_model_prefix``, and the head beside it.
+    """
+    modules = dict(model.named_modules())
+    heads = {f"{name}{copy}": Role.WHOLE for name in _NAMES for copy in _COPIES if _is_layer(modules.get(name + copy))}
+    prefix: Any = getattr(model, "base_model_prefix", "model")
+    moves = prefix != "model" and prefix in modules and "model" not in modules
+    if not heads and not moves:
+        return plan
+    roles = {
+        f"{prefix}.{name.removeprefix('model.')}" if moves and name.startswith("model.") else name: role
+        for name, role in plan.roles.items()
+    }
+    return ShardingPlan(roles={**heads, **roles}, source=plan.source)
+
+
+def _is_layer(module: nn.Module | None) -> bool:
+    return module is not None and is_projection(module)

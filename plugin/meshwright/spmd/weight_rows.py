@@ -1,0 +1,151 @@
+"""Which rows of a projection's weight the stock attention code takes for its queries, keys and values.
+
+The projection's output is replaced by the numbers of its rows, which views carry on unchanged. The first operation
+that is no view shows what the code takes together: rows of one head, of queries, of keys. A rank of tp must take the
+same, or it has cut a head in two or taken the rows of a fused matrix in another order than the model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.parallel.structure import DecoderStructure
+from meshwright.roles.adapters import projection
+from meshwright.roles.projection import is_transposed
+from meshwright.spmd.rules import names
+
+Rows = tuple[int, ...]
+
+_VIEWS = names(
+    """
+    __getitem__ chunk contiguous expand flatten movedim narrow permute reshape select split squeeze swapaxes t
+    tensor_split transpose unbind unflatten unsqueeze view clone detach alias
+    """
+)
+
+_METADATA = names("__get__ size dim numel stride is_contiguous")
+
+
+@dataclass
+class RowsRead:
+    """What each projection of a model's attention blocks was taken for.
+
+    Args:
+        uses: name of a projection -> for each use of its output, the groups of rows along the last dim.
+        rows: name of a projection -> the one-device number of each row that is held here.
+    """
+
+    uses: dict[str, list[set[Rows]]] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module, structure: DecoderStructure, inputs: dict[str, Tensor]) -> RowsRead:
+        """Run a pass of the model in which the outputs of its attention projections are the numbers of their rows."""
+        read = RowsRead()
+        name_of = {id(module): name for name, module in model.named_modules()}
+        mode = _Followed(read)
+        handles = []
+        for block in (block for block in structure.blocks if block.heads is not None):
+            for column in block.columns:
+                module = projection(column)
+                name = name_of[id(module)]
+                read.rows[name] = _rows_held(module)
+                handles.append(column.register_forward_hook(mode.numbered(name)))
+        was_training = model.training
+        try:
+            with torch.no_grad(), mode:
+                model.eval()(**{key: x for key, x in inputs.items() if key != "labels"})
+        finally:
+            model.train(was_training)
+            for handle in handles:
+                handle.remove()
+        return read
+
+
+class _Followed(TorchFunctionMode):
+    """Follows the numbers of rows through views, and notes what they are taken for."""
+
+    def __init__(self, read: RowsRead) -> None:
+        super().__init__()
+        self._read = read
+        self._names: Any = WeakIdKeyDictionary()
+
+    def numbered(self, name: str) -> Callable[..., Tensor]:
+        def replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            numbers = torch.arange(output.shape[-1], dtype=output.dtype).expand(output.shape).contiguous()
+            self._names[numbers] = name
+            return numbers
+
+        return replace
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = getattr(func, "__name__", "")
+        followed = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x in self._names]
+        if operation in _VIEWS and followed and followed[0] is args[0]:
+            result = func(*args, **kwargs)
+            name = self._names[followed[0]]
+            for x in [result] if isinstance(result, Tensor) else result:
+                self._names[x] = name
+            return result
+        if operation not in _METADATA:
+            for x in followed:
+                self._note(self._names.pop(x), x)
+        return func(*args, **kwargs)
+
+    def _note(self, name: str, numbers: Tensor) -> None:
+        groups = {tuple(int(x) for x in group) for group in numbers.reshape(-1, numbers.shape[-1]).unique(dim=0)}
+        self._read.uses.setdefault(name, []).append(groups)
+
+
+def compare_rows(whole: RowsRead, own: RowsRead, rank: int) -> Iterator[tuple[str, str]]:
+    """Yield each projection, and what is wrong with it, whose rows a rank takes for something else.
+
+    Args:
+        whole: of the one-device model.
+        own: of the model on ``rank`` of the tp axis.
+        rank: for messages.
+    """
+    for name, uses in own.uses.items():
+        expected = whole.uses.get(name, [])
+        if len(uses) != len(expected):
+            yield name, f"its output {len(uses)} times on rank {rank} of tp, and {len(expected)} times on one device"
+            continue
+        rows = own.rows[name]
+        for theirs, ours in zip(expected, uses, strict=True):
+            taken = {tuple(rows[row] for row in group) for group in ours}
+            if {len(group) for group in taken} != {len(group) for group in theirs}:  # a whole width, not heads
+                taken, theirs = {tuple({x for g in taken for x in g})}, {tuple({x for g in theirs for x in g})}
+                if set(*taken) <= set(*theirs):
+                    continue
+            elif taken <= theirs:
+                continue
+            group = sorted(taken - theirs)[0]
+            yield (
+                name,
+                f"rows {_short(group)} together on rank {rank} of tp, which are no head, or not of the same matrix, on "
+                "one device",
+            )
+            break
+
+
+def _rows_held(module: Any) -> list[int]:
+    record = getattr(module.weight, "meshwright", None)
+    if record is None:
+        return list(range(module.weight.shape[1] if is_transposed(module) else module.weight.shape[0]))
+    layout: RowLayout = record_of(module.weight).layout
+    return [row for start, stop in layout.spans[record.rank] for row in range(start, stop)]
+
+
+def _short(rows: Rows) -> str:
+    return f"{rows[0]}..{rows[-1]}" if len(rows) > 4 else ", ".join(map(str, rows))

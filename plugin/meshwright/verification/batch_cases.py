@@ -1,0 +1,145 @@
+"""The batches that a plan is compared on: those on which distributed programs go wrong."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.parallel.head_losses import find_loss
+from meshwright.roles.adapters import without_wrappers
+
+LENGTH = 12
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one step trains on.
+
+    Args:
+        name: what is special about it.
+        batches: the global batches of the step; gradients of several are accumulated.
+        options: arguments of the model's call beside the batch.
+    """
+
+    name: str
+    batches: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def given_cases(batch: Any) -> tuple[Case, ...]:
+    """Return a case for each batch of the user's.
+
+    Args:
+        batch: a global batch, or a list of them.
+
+    Raises:
+        PlanError: neither a mapping nor a list of mappings.
+    """
+    batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
+    if not batches or not all(isinstance(one, Mapping) for one in batches):
+        raise PlanError(
+            f"batch is {type(batch).__name__}, which is neither a global batch nor a list of them; pass what "
+            "model(**batch) takes, e.g. batch={'input_ids': ids, 'labels': labels}"
+        )
+    return tuple(Case(f"batch {i}" if len(batches) > 1 else "batch", (dict(one),)) for i, one in enumerate(batches))
+
+
+def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, ...]:
+    """Return the cases that a causal LM is compared on.
+
+    Args:
+        model: as on one device.
+        plan: which has the number of rows that a step needs.
+        seed: of the tokens.
+
+    Raises:
+        PlanError: for a model whose vocabulary is not found, or that takes no ``input_ids`` and ``labels``.
+    """
+    decoder: Any = without_wrappers(model)[1]
+    takes = inspect.signature(decoder.forward).parameters
+    words = _vocabulary(decoder)
+    if words is None or not {"input_ids", "labels"} <= takes.keys():
+        raise PlanError(
+            f"{type(decoder).__name__} is not called with input_ids and labels, so verify cannot make batches for it; "
+            "pass a global batch: verify(model_factory, plan, batch={...})"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    pieces = plan.gradient_accumulation_steps * (plan.micro_batch_size or 1)
+    rows = 2 * plan.dp * max(pieces, 1)
+    # A length that tp divides, and one that it does not: sequence parallelism pads the latter.
+    even = math.lcm(LENGTH, plan.tp)
+
+    def tokens(count: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, words, (count, length), generator=generator)
+        labels = ids.clone()
+        for row in range(count):  # each row counts another number of tokens, so a mean of means is wrong
+            labels[row, : 1 + row % (length // 2)] = IGNORE_INDEX
+        return {"input_ids": ids, "labels": labels}
+
+    cases = [Case("even rows", (tokens(rows, even),)), Case("uneven rows, odd length", (tokens(rows - 1, even - 1),))]
+    if "attention_mask" in takes:
+        cases.append(Case("padding", (_padded(tokens(rows, even), left=False),)))
+        cases.append(Case("padding on the left", (_padded(tokens(rows, even - 1), left=True),)))
+    if "position_ids" in takes:
+        # With a cache transformers ignores where documents begin.
+        options = {"use_cache": False} if "use_cache" in takes else {}
+        cases.append(Case("packed documents", (_packed(tokens(rows, even)),), options))
+    known = find_loss(decoder)
+    if known is not None and known.is_causal_lm:
+        window = tokens(rows, even), tokens(rows, even - 3)
+        items = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in window)
+        cases.append(Case("accumulation", window, {"num_items_in_batch": items}))
+    return tuple(cases)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    embedding = _asked(model, "get_input_embeddings")
+    if embedding is None:
+        embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    # Some models have an embedding for padding, which is no word to predict.
+    words = (
+        getattr(embedding, "num_embeddings", None),
+        getattr(_asked(model, "get_output_embeddings"), "out_features", None),
+    )
+    return min((x for x in words if x is not None), default=None)
+
+
+def _asked(model: nn.Module, name: str) -> Any:
+    ask = getattr(model, name, None)
+    try:
+        return ask() if callable(ask) else None
+    except NotImplementedError:
+        return None
+
+
+def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:
+    """Rows of which each is padded by another number of tokens, the first by none."""
+    ids, labels = batch["input_ids"], batch["labels"].clone()
+    mask = torch.ones_like(ids)
+    for row in range(len(ids)):
+        count = row % (ids.shape[1] // 2)
+        if left:
+            mask[row, :count] = 0
+        else:
+            mask[row, ids.shape[1] - count :] = 0
+    return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, IGNORE_INDEX), "attention_mask": mask}
+
+
+def _packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows of two documents, which the positions tell apart."""
+    count, length = batch["input_ids"].shape
+    positions = [torch.cat([torch.arange(first), torch.arange(length - first)]) for first in _borders(count, length)]
+    return {**batch, "position_ids": torch.stack(positions)}
+
+
+def _borders(count: int, length: int) -> list[int]:
+    return [2 + row % (length - 4) for row in range(count)]

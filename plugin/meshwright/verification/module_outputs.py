@@ -1,0 +1,85 @@
+"""What each module puts out, in a form that does not depend on how the tokens are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.verification.comparison_report import Difference
+
+
+@dataclass(frozen=True)
+class Output:
+    """Sums over the tokens of one module's output.
+
+    Args:
+        tokens: how many tokens it has.
+        ndim: of the output.
+        sums: of the values and of their squares, [2, width].
+    """
+
+    tokens: int
+    ndim: int
+    sums: Tensor
+
+
+class Outputs:
+    """Takes down the first output of each module, in the order of the calls."""
+
+    def __init__(self, model: nn.Module):
+        self.seen: dict[str, Output] = {}
+        self._handles = [
+            module.register_forward_hook(self._hook(name)) for name, module in model.named_modules() if name
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            x = output[0] if isinstance(output, tuple | list) and output else output
+            if name in self.seen or not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+                return
+            rows = x.detach().reshape(-1, x.shape[-1])
+            self.seen[name] = Output(len(rows), x.ndim, torch.stack([rows.sum(0), rows.square().sum(0)]))
+
+        return take
+
+
+def output_differences(
+    expected: Mapping[str, Output], ranks: Sequence[Mapping[str, Output]], tp: int
+) -> list[Difference]:
+    """Compare what modules put out on all ranks with what they put out on one device.
+
+    An output is compared where a rank has it whole, or has its run of the tokens (sequence parallelism). What is cut
+    over its width, or over heads, is not compared; what is computed of it is.
+
+    Args:
+        expected: on one device.
+        ranks: on each rank of the plan, each of which was given the same batch.
+        tp: ranks that share it.
+    """
+    found = []
+    for name, one in expected.items():
+        parts = [rank[name] for rank in ranks if name in rank]
+        if one.ndim != 3 or len(parts) < len(ranks) or any(part.sums.shape != one.sums.shape for part in parts):
+            continue
+        if all(part.tokens == one.tokens for part in parts):
+            sums = [part.sums for part in parts]
+        elif all(part.tokens * tp == one.tokens for part in parts):
+            sums = [sum_of([part.sums for part in parts[i : i + tp]]) for i in range(0, len(parts), tp)]
+        else:
+            continue
+        scale = one.sums.abs().amax(1, keepdim=True).clamp_min(torch.finfo(one.sums.dtype).tiny)
+        worst = max(float(((actual - one.sums) / scale).abs().max()) for actual in sums)
+        found.append(Difference("outputs of modules, in evaluation", name, "the first batch", worst))
+    return found
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)

@@ -1,0 +1,47 @@
+"""What a parameter is, for a table that has a row for each kind."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.roles import Role, ShardingPlan, plan_for
+from meshwright.roles.adapters import without_wrappers
+from meshwright.roles.sharding_plan import COLUMN_ROLES, ROW_ROLES
+
+_NORMS = frozenset({Role.HEAD_NORM, Role.Q_NORM, Role.K_NORM, Role.INNER_NORM, Role.NORM, Role.FINAL_NORM})
+
+
+def kinds_of(model: nn.Module, sharding_plan: ShardingPlan | None) -> dict[str, str]:
+    """Return the kind of each parameter of a model, by its name.
+
+    Args:
+        model: as on one device.
+        sharding_plan: which module plays which role; None for the one that the model would get.
+    """
+    prefix, decoder = without_wrappers(model)
+    try:
+        plan = sharding_plan or plan_for(decoder)
+    except PlanError:  # a plan without tp runs it all the same
+        plan = ShardingPlan(roles={})
+    modules = dict(model.named_modules())
+    found = {}
+    for name, parameter in model.named_parameters():
+        owner, _, last = name.rpartition(".")
+        role = plan.role_of(owner.removeprefix(prefix)) or plan.role_of(name.removeprefix(prefix))
+        found[name] = _kind(role, modules[owner], is_bias=last == "bias", ndim=parameter.ndim)
+    return found
+
+
+def _kind(role: Role | None, owner: nn.Module, *, is_bias: bool, ndim: int) -> str:
+    if role in COLUMN_ROLES or role is Role.PER_HEAD:
+        return f"gradients: {'biases of ' if is_bias else ''}column projections"
+    if role in ROW_ROLES:
+        return f"gradients: {'biases of ' if is_bias else ''}row projections"
+    if role is Role.HEAD:
+        return "gradients: head"
+    if role is Role.EMBEDDING or isinstance(owner, nn.Embedding):
+        return "gradients: embeddings"
+    if role in _NORMS or "norm" in type(owner).__name__.lower():
+        return "gradients: norms"
+    return "gradients: other vectors" if ndim == 1 else "gradients: other matrices"
