@@ -14,26 +14,37 @@ from meshwright.roles import plan_for
 from support.exact import relative_difference
 from support.models import FAMILIES, build, labels_for, tokens
 
-FUSED = {"phi3"}  # how fused rows are ordered cannot be seen in a shape
+ATTENTION = {"q_proj": mw.Role.Q, "k_proj": mw.Role.K, "v_proj": mw.Role.V, "o_proj": mw.Role.O}
+BEFORE = ("input_layernorm", "pre_feedforward_layernorm")
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+# The roles of each family, written by hand.
+BY_HAND = {
+    "llama": mw.decoder_roles(),
+    "mistral": mw.decoder_roles(),
+    "qwen2": mw.decoder_roles(),
+    "qwen3": mw.decoder_roles(attention_roles=ATTENTION | dict.fromkeys(("q_norm", "k_norm"), mw.Role.HEAD_NORM)),
+    "gemma2": mw.decoder_roles(norms=(*BEFORE, *AFTER)),
+    "olmo2": mw.decoder_roles(
+        attention_roles=ATTENTION | {"q_norm": mw.Role.Q_NORM, "k_norm": mw.Role.K_NORM}, norms=AFTER
+    ),
+    "phi3": mw.decoder_roles(
+        attention_roles={"qkv_proj": mw.Role.QKV, "o_proj": mw.Role.O},
+        mlp_roles={"gate_up_proj": mw.Role.GATE_UP, "down_proj": mw.Role.DOWN},
+    ),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_has_a_plan_that_covers_it(family: str) -> None:
+def test_every_family_gets_the_roles_that_are_written_by_hand(family: str) -> None:
     model = build(family)
-    plan = plan_for(model)
-    assert plan.source == f"the {family} plan"
-    structure = describe(model, plan, tp=2, sequence_parallel=True)
-    assert set(structure.parameters) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in FUSED])
-def test_inference_finds_what_the_family_file_says(family: str) -> None:
-    model = build(family)
-    expected, inferred = (
-        describe(model, plan, tp=2, sequence_parallel=True) for plan in (plan_for(model), mw.infer_plan(model))
+    expected, found = (
+        describe(model, plan, tp=2, sequence_parallel=True)
+        for plan in (mw.ShardingPlan(roles=BY_HAND[family]), plan_for(model))
     )
-    assert inferred.parameters == expected.parameters
-    assert [b.name for b in inferred.blocks] == [b.name for b in expected.blocks]
+    assert found.parameters == expected.parameters
+    assert [b.name for b in found.blocks] == [b.name for b in expected.blocks]
+    assert set(found.parameters) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def test_inference_refuses_fused_projections_by_name() -> None:
@@ -42,15 +53,6 @@ def test_inference_refuses_fused_projections_by_name() -> None:
         describe(model, mw.infer_plan(model), tp=2, sequence_parallel=False)
     assert "model.layers.0.self_attn.qkv_proj.weight" in raised.value.names
     assert "model.layers.1.mlp.gate_up_proj.weight" in raised.value.names
-
-
-def test_hints_say_how_fused_rows_are_ordered() -> None:
-    model = build("phi3")
-    hints = {"self_attn.qkv_proj": mw.Role.QKV, "gate_up_proj": mw.Role.GATE_UP}
-    expected, hinted = (
-        describe(model, plan, tp=2, sequence_parallel=True) for plan in (plan_for(model), mw.infer_plan(model, hints))
-    )
-    assert hinted.parameters == expected.parameters
 
 
 def test_wildcards_match_one_component_and_exact_names_win() -> None:

@@ -72,6 +72,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
     "nanochat": (Hint("q_norm", Role.HEAD_NORM), Hint("k_norm", Role.HEAD_NORM)),
     "openai-gpt": (Hint("attn.c_attn", Role.QKV),),
     "persimmon": (Hint("query_key_value", Role.QKV_BY_GROUP),),
+    "phi3": (Hint("self_attn.qkv_proj", Role.QKV), Hint("gate_up_proj", Role.GATE_UP)),
     "youtu": _LATENT,
 }
 

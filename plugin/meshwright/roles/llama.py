@@ -1,4 +1,4 @@
-"""Llama 1 to 3: separate projections, two norms a layer, an optional bias everywhere."""
+"""Llama, as an example of a sharding plan that is written out; other families' plans are inferred from structure."""
 
 from meshwright.roles.sharding_plan import ShardingPlan, decoder_roles
 

@@ -1,4 +1,4 @@
-"""Which plan a model gets: the user's, its family's, or one inferred from its structure."""
+"""Which sharding plan a model gets: the user's, its family's, or one inferred from its structure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.roles import gemma2, llama, mistral, olmo2, phi3, qwen2, qwen3
+from meshwright.roles import llama
 from meshwright.roles.family_hints import hints_for, reason_to_refuse
 from meshwright.roles.infer import infer_plan
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 from meshwright.roles.task_heads import fitted
 
-_PLANS: dict[str, ShardingPlan] = {
-    "gemma2": gemma2.PLAN,
-    "llama": llama.PLAN,
-    "mistral": mistral.PLAN,
-    "olmo2": olmo2.PLAN,
-    "phi3": phi3.PLAN,
-    "qwen2": qwen2.PLAN,
-    "qwen3": qwen3.PLAN,
-}
-
+_PLANS: dict[str, ShardingPlan] = {"llama": llama.PLAN}
 
 # What a model's config.json may hold: {"meshwright": {"tp": 2, ..., "roles": {"model.embed": "embedding", ...}}}.
 CONFIG_KEY = "meshwright"
