@@ -20,14 +20,17 @@ OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_save_pretra
 	$(wildcard tests/test_hf_[bd]*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
 	tests/test_doctor.py
 
-.PHONY: help setup browser demo test test-oldest lint bench bench-data bench-planner bench-choice families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest lint docs bench bench-data bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo          train a Llama with 4 processes by a plan it picks and prove it equal to one process; minutes'
-	@echo 'make test          run the whole test suite, the demo program included; one test opens a page in chromium'
+	@echo 'make test-quick    each capability once, while you work; 3 minutes on 2 cores'
+	@echo 'make test          every property once at full strength; 12 minutes on 2 cores'
+	@echo 'make test-all      also the crossings of families, plans and schedules; 40 minutes on 2 cores'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
-	@echo 'make lint          style, types, and which package may import which'
+	@echo 'make lint          style, types, which package may import which, and whether the docs build'
+	@echo 'make docs          build the documentation into site/, without network'
 	@echo 'make bench         compare with transformers TP, DeepSpeed and DDP'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
@@ -36,21 +39,26 @@ help:
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
 	@echo 'make programs      500 random training programs and plans against one process'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
+	@echo 'make browser       install chromium by apt-get, which needs root; one test opens a page in it, or is skipped'
 	@echo 'make clean         delete .venv, caches and runs/'
 	@echo
-	@echo 'Chromium:                   installed by setup and test if it is missing, apt-get is there and you are root;'
-	@echo '                            without it that one test is skipped, with this reason'
 	@echo 'The demo takes flags:       make demo DEMO="--steps 300 --tp 4 --dp 1"; DEMO=--help lists them.'
 	@echo 'Another Python:             make setup PYTHON=python3.12'
 	@echo 'Another torch, e.g. CUDA:   export TORCH="torch==2.13.0+cu130 --extra-index-url' \
 		'https://download.pytorch.org/whl/cu130"'
 
-setup: $(INSTALLED) browser
+setup: $(INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo $(DEMO)
 
-test: $(INSTALLED) browser
+test-quick: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m quick
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m 'not crossing'
+
+test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -q
 
 test-oldest: $(OLDEST_INSTALLED)
@@ -61,6 +69,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir .mkdocs_check && rm -rf .mkdocs_check
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'open site/index.html'
 
 bench-data: $(INSTALLED)
 	$(BIN)/python -m benchmarks.loading
@@ -86,7 +99,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-oldest runs build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf *.egg-info
 

@@ -1,7 +1,7 @@
-"""An accelerate script under a plan: train, evaluate, save, and go on where it was.
+"""An accelerate script under a plan: trains, evaluates, saves and resumes.
 
 torchrun --nproc-per-node 4 -m examples.accelerate_train --tp 2 --dp 2 --state state
-torchrun --nproc-per-node 2 -m examples.accelerate_train --dp 2 --state state --resume  # from there, by another plan
+torchrun --nproc-per-node 2 -m examples.accelerate_train --dp 2 --state state --resume  # under another plan
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS, LENGTH = 32, 16
 
 
 def counting(rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Rows that count on from a random word: after a few steps a model can tell the next one."""
+    """Return rows that count up from a random word, so that a model soon predicts the next one."""
     starts = torch.randint(WORDS, (rows,), generator=torch.Generator().manual_seed(seed))
     ids = (starts[:, None] + torch.arange(LENGTH)) % WORDS
     return [{"input_ids": row, "labels": row} for row in ids]
@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1)
-    parser.add_argument("--state", help="a folder to save to after the last epoch")
-    parser.add_argument("--resume", action="store_true", help="start from what is saved there")
+    parser.add_argument("--state", help="folder to save to after the last epoch")
+    parser.add_argument("--resume", action="store_true", help="resume from the folder of --state")
     options = parser.parse_args(arguments)
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)

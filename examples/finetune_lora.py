@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 -m examples.finetune_lora
 
-The adapters are added before the call, as on one device; each is sharded as the projection it adapts. Only they are
-trained, and only they are saved. The base model is a tiny random Llama, which learns to count.
+The adapters are added before ``to_distributed``, as on one device, and each is sharded like the projection that it
+adapts. Only the adapters are trained and saved. The base model is a tiny random Llama, which learns to count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def base_model() -> PreTrainedModel:
-    """Stands in for LlamaForCausalLM.from_pretrained(...)."""
+    """Return a tiny Llama, in place of LlamaForCausalLM.from_pretrained(...)."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, initializer_range=0.1, **SIZES, **HEADS))
 
@@ -59,7 +59,7 @@ def main(steps: int, folder: Path) -> None:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
 
     model.save_pretrained(folder)
-    if is_first:  # on one device again, as whoever gets the folder would
+    if is_first:  # on one device again, as a user of the folder would
         tuned = PeftModel.from_pretrained(base_model(), folder).merge_and_unload()
         with torch.no_grad():
             word = tuned(input_ids=torch.arange(5, 11)[None]).logits[0, -1].argmax()
@@ -69,5 +69,5 @@ def main(steps: int, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--folder", type=Path, default=Path("runs/finetune_lora"), help="where the adapters go")
+    parser.add_argument("--folder", type=Path, default=Path("runs/finetune_lora"), help="folder for the adapters")
     main(**vars(parser.parse_args()))

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 8 -m examples.shard_dataloader
 
-The first program has batches of two inputs and shards them along "x"; the second has dict batches, whose "inputs"
-are a list of two, and shards them along "dp". Both train, and each step's loss is compared with that of one process.
+The first program shards batches of an input and a label along "x". The second shards dict batches, whose "inputs" are
+a list of two, along "dp". Both train, and compare each step's loss with that of one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEQUENCE, HIDDEN, SAMPLES, BATCH_SIZE = 4, 8, 8, 2
 
 
 class RandomRows(Dataset[Any]):
-    """Rows of [sequence, hidden], and a label."""
+    """Random rows of shape [sequence, hidden], each with a label."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1024)
@@ -35,14 +35,14 @@ class RandomRows(Dataset[Any]):
 
 
 class RandomDicts(RandomRows):
-    """The same as a dict, with two inputs."""
+    """The same rows as dicts with two inputs."""
 
     def __getitem__(self, index: int) -> Any:
         return {"inputs": [self.inputs[0, index], self.inputs[1, index]], "label": float(index)}
 
 
 class Stages(nn.Module):
-    """One layer on each mesh; the first is also the model of one process."""
+    """One layer on each mesh; without meshes, the model of one process."""
 
     def __init__(self, meshes: list[mw.ProcessMesh] | None) -> None:
         super().__init__()
@@ -62,23 +62,23 @@ class Stages(nn.Module):
 
 
 def loss_of(logits: Tensor, label: Tensor) -> Tensor:
-    """A sum over the batch, as in the program of one process."""
+    """Return the loss: a sum over the batch, as in one process."""
     return ((logits.sum(dim=[1, 2]) - label) ** 2).sum()
 
 
 def run(name: str, dataset: Dataset[Any], axis: str, **options: Any) -> None:
-    """Go through the dataset on two meshes and in one process, and compare the losses."""
+    """Train on two meshes and in one process, and compare the losses."""
     meshes = [mw.ProcessMesh([[0, 1], [2, 3]], [axis, "mp"]), mw.ProcessMesh([[4, 5], [6, 7]], [axis, "mp"])]
     plain = DataLoader(dataset, batch_size=BATCH_SIZE)
     loader = mw.shard_dataloader(plain, meshes, shard_dims=axis, **options)
     model, one = Stages(meshes), Stages(None)
-    # One parameter at a time: torch's operators over lists want all tensors on one mesh, and stages have two.
+    # foreach=False: torch's operators over lists need all tensors on one mesh, and the stages have two.
     optimizers = [torch.optim.AdamW(part.parameters(), foreach=False) for part in (model, one)]
     whole = mw.ProcessMesh(range(8), ["world"])
     for step, (batch, whole_batch) in enumerate(zip(loader(), plain, strict=True)):
         inputs, label = unpack(batch)
         loss = loss_of(model(*inputs), label)
-        # The loss lives on the second stage; every rank learns it.
+        # The loss is on the second stage; this sends it to every rank.
         value = mw.reshard(loss, whole, [mw.Replicate()]).to_local()
         inputs, label = unpack(whole_batch)
         expected = loss_of(one(*inputs), label)
@@ -91,7 +91,7 @@ def run(name: str, dataset: Dataset[Any], axis: str, **options: Any) -> None:
 
 
 def unpack(batch: Any) -> tuple[list[Tensor], Tensor]:
-    """The inputs and the label of either kind of batch."""
+    """Return the inputs and the label of either kind of batch."""
     return (batch["inputs"], batch["label"]) if isinstance(batch, dict) else ([batch[0]], batch[1])
 
 

@@ -1,9 +1,9 @@
-"""transformers' Trainer, sharded: a Trainer script in which one name is another.
+"""A script for transformers' Trainer under a plan: only the import of the Trainer has to change.
 
     torchrun --nproc-per-node 2 -m examples.trainer_train --tp 2
     torchrun --nproc-per-node 2 -m examples.trainer_train --dp 2 --zero-stage 1 --output-dir out --resume
 
-The losses are those of one process, whatever the plan; without a plan the planner picks one.
+The losses are those of one process under every plan. Without sizes the planner picks a plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONFIG = LlamaConfig(
 
 
 class Counting(torch.utils.data.Dataset):
-    """Rows that count upwards from a random number: easy to learn, nothing to download."""
+    """Rows that count up from a random number: easy to learn, nothing to download."""
 
     def __len__(self) -> int:
         return 64
@@ -46,13 +46,13 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--zero-stage", type=int, default=0)
     parser.add_argument("--output-dir", default="out")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, of whatever plan")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint, saved under any plan")
     options = parser.parse_args()
     sizes = {"dp": options.dp, "tp": options.tp, "zero_stage": options.zero_stage}
     plan = mw.ParallelPlan(**sizes, sequence_parallel=options.tp > 1)
     args = TrainingArguments(
         output_dir=options.output_dir,
-        per_device_train_batch_size=8 // options.dp,  # rows of a data-parallel rank, as ever
+        per_device_train_batch_size=8 // options.dp,  # rows of a data-parallel rank, as always
         max_steps=8,
         logging_steps=2,
         save_steps=4,

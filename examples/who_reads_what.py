@@ -1,10 +1,10 @@
-"""Which rank reads which sample in an epoch: torch's DistributedSampler, accelerate, and Meshwright.
+"""Print which rank reads which sample: with torch's DistributedSampler, accelerate and Meshwright.
 
 torchrun --nproc-per-node 2 -m examples.who_reads_what
 
-Every rank takes one sample a step from datasets of 1, 2 and 3 samples. A loader that gives a sample twice weighs it
-twice in the gradient; one that drops a sample never learns it; one that gives the ranks different numbers of steps
-makes the rank with more of them wait for ever.
+Every rank takes one sample per step from datasets of 1, 2 and 3 samples. If a loader repeats a sample, the sample
+counts twice in the gradient. If it drops one, the model never learns it. If it gives the ranks different numbers of
+steps, the rank with more steps waits for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES = (1, 2, 3)
 
 
 class Numbers(Dataset[int]):
-    """Sample k is k."""
+    """A dataset whose sample k is the number k."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -58,7 +58,7 @@ def meshwrights(dataset: Numbers, drop_last: bool) -> Iterable[Any]:
 
 
 def read(loader: Iterable[Any]) -> list[tuple[int, bool]]:
-    """This rank's samples in order, and whether each counts."""
+    """Return this rank's samples in order, and whether each counts."""
     return [(int(batch), getattr(loader, "weight", 1.0) > 0) for batch in loader]
 
 
@@ -83,7 +83,7 @@ def main() -> None:
             for name, make in loaders.items():
                 ranks: list[Any] = [None] * len(names)
                 dist.all_gather_object(ranks, read(make(Numbers(size), drop_last)))
-                # In brackets: a copy that no loss counts, to keep the rank in step.
+                # In brackets: a copy that counts in no loss and keeps the rank in step.
                 cells = [" ".join(str(s) if counts else f"({s})" for s, counts in samples) for samples in ranks]
                 table.add_row(str(size), str(drop_last), name, *cells, verdict(ranks, size, drop_last))
         table.add_section()

@@ -161,14 +161,14 @@ def test_a_model_that_is_not_what_its_config_usually_means(more_layers: int, cap
     model.config.num_hidden_layers += more_layers
     spec = {"input_ids": ((4, 16), torch.int64)}
     mw.to_distributed(model, config=mw.ToDistributedConfig(input_spec=spec))
-    assert ("the planner takes LlamaForCausalLM" in caplog.text) == bool(more_layers)
+    assert ("the planner expects LlamaForCausalLM" in caplog.text) == bool(more_layers)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"prefer": "speed"}, "must be 'throughput' or 'memory'"),
-        ({"memory_budget": 0}, "must be above zero"),
+        ({"memory_budget": 0}, "must be a number above zero"),
         ({"input_spec": {"x": ((4,), torch.int64)}}, r"no entry of shape \(rows, tokens\)"),
         ({"hardware_profile": "none.json"}, "no such profile"),
         ({"plan": 3}, "plan=3 is a number and must be a ParallelPlan, its words"),
@@ -182,7 +182,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 def test_a_model_that_the_planner_cannot_describe() -> None:
     model = torch.nn.Linear(4, 4)
     spec = {"input_ids": ((4, 16), torch.int64)}
-    with pytest.raises(mw.PlanError, match="Linear has none; pass a plan"):
+    with pytest.raises(mw.PlanError, match="Linear has neither; pass a plan"):
         mw.to_distributed(model, config=mw.ToDistributedConfig(input_spec=spec))
 
 

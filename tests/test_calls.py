@@ -52,7 +52,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "words as config": (lambda: to(MODEL, config="dp2"), "write plan='dp2'"),  # type: ignore[arg-type]
     "a number as config": (lambda: to(MODEL, config=3), "config=3 must be a meshwright.ToDistributedConfig"),  # type: ignore[arg-type]
     "a config as plan": (lambda: to(MODEL, plan=mw.ToDistributedConfig()), r"write config=ToDistributedConfig\("),  # type: ignore[arg-type]
-    "two plans": (lambda: to(MODEL, config=mw.ToDistributedConfig(plan="dp2"), plan="tp2"), "both say the plan"),
+    "two plans": (lambda: to(MODEL, config=mw.ToDistributedConfig(plan="dp2"), plan="tp2"), "both give a plan"),
     "a number as plan": (lambda: to(MODEL, plan=4), "plan=4 is a number and must be a ParallelPlan, its words"),  # type: ignore[arg-type]
     "a class": (lambda: to(nn.Linear), r"not the class Linear; make one: model = Linear\(config\)"),  # type: ignore[arg-type]
     "a name": (lambda: to("gpt2"), r"model = AutoModelForCausalLM.from_pretrained\('gpt2'\)"),  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a word for a number": (
         lambda: mw.ToDistributedConfig(timeout_s="60"),  # type: ignore[arg-type]
-        r"timeout_s='60' must be above zero; write ToDistributedConfig\(timeout_s=60.0\)",
+        r"timeout_s='60' must be a number above zero; write ToDistributedConfig\(timeout_s=60.0\)",
     ),
     "another loader option": (lambda: mw.LoaderOptions(shufle=True), "write shuffle"),  # type: ignore[call-arg]
     "a dict of loader options": (
@@ -170,7 +170,7 @@ def test_batches_without_labels_are_named_at_the_first_one(extra: dict[str, int]
     rows = [{"input_ids": torch.arange(4), **{name: torch.arange(4) for name in extra}} for _ in range(4)]
     _, _, loader = mw.to_distributed(build("llama"), None, DataLoader(rows, batch_size=2), plan="dp1")  # type: ignore[arg-type]
     assert len(list(loader)) == 2
-    said = caplog.text.count("the loader's batches have input_ids and no labels, so that model(**batch).loss is None")
+    said = caplog.text.count("the loader's batches have input_ids but no labels, so model(**batch).loss is None")
     assert said == (0 if extra else 1)
 
 

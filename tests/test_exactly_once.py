@@ -135,7 +135,7 @@ def test_a_new_iteration_is_a_new_epoch_and_ends_the_old_one() -> None:
     (loader,) = ranks_of(1, lambda: plain(10, 2, shuffle=True))
     old = iter(loader)
     assert next(old) != next(iter(loader()))
-    with pytest.raises(RuntimeError, match="one position only"):
+    with pytest.raises(RuntimeError, match="only one position"):
         next(old)
 
 
@@ -239,7 +239,7 @@ def test_a_sampler_that_draws_another_order_cannot_go_on() -> None:
     next(iter(loader))
     (resumed,) = ranks_of(1, lambda: make(2))
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="another order"):
+    with pytest.raises(ValueError, match="a different order"):
         next(iter(resumed))
 
 
@@ -326,7 +326,7 @@ def test_a_sampler_is_told_the_epoch() -> None:
     (loader,) = ranks_of(1, lambda: DataLoader(Numbers(6), 6, sampler=Epochal(range(6)), collate_fn=as_list))
     loader.set_epoch(4)
     assert list(loader) == [[4, 5]]
-    with pytest.raises(ValueError, match="an epoch is an integer"):
+    with pytest.raises(ValueError, match="epoch must be an integer"):
         loader.set_epoch(-1)
 
 
@@ -337,7 +337,7 @@ def test_an_iteration_ends_where_the_loader_is_sent_elsewhere(move: str) -> None
     next(iterator)
     state = loader.state_dict()
     loader.set_epoch(5) if move == "set_epoch" else loader.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="one position only"):
+    with pytest.raises(RuntimeError, match="only one position"):
         next(iterator)
 
 

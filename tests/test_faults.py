@@ -326,20 +326,20 @@ def dist_size() -> int:
 def test_a_killed_rank_ends_the_others_within_5_seconds(victim):
     outcomes = run_program(signalled, 2, signal.SIGKILL, victim)
     assert outcomes[victim].code == -signal.SIGKILL
-    check(outcomes[1 - victim], rf"rank {victim}\b.*ended without a word", within=5)
+    check(outcomes[1 - victim], rf"rank {victim}\b.*ended abruptly", within=5)
 
 
 def test_a_killed_rank_ends_all_of_a_larger_mesh():
     outcomes = run_program(signalled, 4, signal.SIGKILL, 3)
     for rank in range(3):
-        check(outcomes[rank], r"rank 3 \(host .*dp=1 tp=1\): its process ended without a word", within=5)
+        check(outcomes[rank], r"rank 3 \(host .*dp=1 tp=1\): its process ended abruptly", within=5)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds(victim):
     outcomes = run_program(signalled, 2, signal.SIGSTOP, victim, may_remain=(victim,))
     assert outcomes[victim].code is None
-    check(outcomes[1 - victim], rf"rank {victim}\b.*(stopped|sign of life|answer)", within=TIMEOUT + 5)
+    check(outcomes[1 - victim], rf"rank {victim}\b.*(stopped|heartbeat|answer)", within=TIMEOUT + 5)
 
 
 def killed_with_children() -> None:
@@ -357,7 +357,7 @@ def killed_with_children() -> None:
 
 def test_a_killed_rank_is_missed_although_its_forked_workers_live():
     outcomes = run_program(killed_with_children, 2)
-    check(outcomes[1], r"rank 0 \(host [^)]*dp=0 tp=0\): its process ended without a word", within=5)
+    check(outcomes[1], r"rank 0 \(host [^)]*dp=0 tp=0\): its process ended abruptly", within=5)
 
 
 def interrupted() -> None:
@@ -450,7 +450,7 @@ def wrapped(fault: str) -> None:
         # Rank 0 is the last to come: rank 1 has left after one step less.
         ("skip", r"step 4: rank 1 \(host .*dp=1\): its program ended after step 3"),
         ("raise", r"rank 1 \(host .*dp=1\): step 2, OSError: the disk is full"),
-        ("kill", r"rank 1 \(host .*dp=1\): its process ended without a word"),
+        ("kill", r"rank 1 \(host .*dp=1\): its process ended abruptly"),
     ],
 )
 def test_data_parallel(fault, message):

@@ -152,10 +152,10 @@ def test_a_state_of_other_data_is_refused(kind: str) -> None:
 
     if kind == "batches":  # a loader of the program's own
         first, second = (DistributedLoader([torch.ones(4) * k] * 2, dp=Axis("dp")) for k in range(2))
-        with pytest.raises(ValueError, match="it is of another dataset"):
+        with pytest.raises(ValueError, match="the state is of another dataset"):
             second.load_state_dict(first.state_dict())
         return
-    with pytest.raises(ValueError, match=r"sample k would be another one.*fingerprint='a name'"):
+    with pytest.raises(ValueError, match=r"sample k would be a different one.*fingerprint='a name'"):
         resumed(make(0), make(100))
     assert len(resumed(make(0), make(0))) == 3
     assert len(resumed(make(0), make(100), fingerprint="mine")) == 3

@@ -83,7 +83,7 @@ def test_another_plan_in_the_config_is_an_error_that_names_both(monkeypatch: pyt
     ("value", "message"),
     [
         ('{"version": 1, "dp": ', "MESHWRIGHT_PLAN: line 1: .*a plan has one field per line"),
-        ('{"version": 2, "dp": 2}', "MESHWRIGHT_PLAN: a plan of version 2"),
+        ('{"version": 2, "dp": 2}', "MESHWRIGHT_PLAN: the plan has version 2"),
         ('{"version": 1, "tpp": 2}', "MESHWRIGHT_PLAN: a plan has no field 'tpp'; write tp"),
         ('{"version": 1, "interleave": 2}', "MESHWRIGHT_PLAN: interleave is not available"),
         ("nowhere.yaml", "nowhere.yaml: no such plan"),
@@ -137,7 +137,7 @@ def test_nodes_are_counted_as_they_were_launched(monkeypatch: pytest.MonkeyPatch
         ("--zero-stage 7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("--cpu", "--num_processes N, or a plan"),
         ("--cpu --dp 100000", r"100000 processes on this machine, which has \d+ CPU cores.*add --oversubscribe"),
-        ("--plan dp2+sp", "'dp2\\+sp' is no word of a plan"),
+        ("--plan dp2+sp", "'dp2\\+sp' is not a word of a plan"),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_starts(options: str, message: str, script: Path) -> None:

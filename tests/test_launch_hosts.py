@@ -57,8 +57,8 @@ def losses_of_one_device() -> list[float]:
     ("lose", "victim", "cause"),
     [
         # Rank 0's host, where the referee is.
-        (Host.kill, 0, r"rank [01] \(host NAME, dp=0 tp=[01]\): its process ended without a word"),
-        (Host.cut_off, 1, r"rank [23] \(host NAME, dp=1 tp=[01]\): (stopped, hung or cut off|no sign of life)"),
+        (Host.kill, 0, r"rank [01] \(host NAME, dp=0 tp=[01]\): its process ended abruptly"),
+        (Host.cut_off, 1, r"rank [23] \(host NAME, dp=1 tp=[01]\): (stopped, hung or cut off|no heartbeat)"),
     ],
     ids=["killed", "cut off"],
 )

@@ -222,7 +222,7 @@ def gradient_of_a_parameter(plan: dict[str, Any]) -> None:
 def test_gradients_that_nothing_reduces_are_refused(plan: dict[str, Any], pool2: Any) -> None:
     """Row 20."""
     for _, message in pool2.run_expecting_error(gradient_of_a_parameter, plan):
-        assert "torch.autograd.grad would give this rank's own gradient of model.norm.weight" in message
+        assert "torch.autograd.grad would return this rank's own gradient of model.norm.weight" in message
 
 
 WHOLE = ("norm.weight", "o_proj.bias", "down_proj.bias")

@@ -98,7 +98,7 @@ def test_rows_go_on_from_a_state(strategy: Any) -> None:
 
 def test_a_state_of_other_rows_is_refused() -> None:
     state = PackedRows([[1]], Packing(8)).state_dict()
-    with pytest.raises(ValueError, match=r"length=8, and these have length=16"):
+    with pytest.raises(ValueError, match=r"length=8, but this Packing has length=16"):
         PackedRows([[1]], Packing(16)).load_state_dict(state)
 
 

@@ -103,12 +103,12 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("dp2 tq2", r"'tq2' is no word of a plan; did you mean tp2\? The words are dp2, tp2"),
-        ("dp2 zeor1", r"'zeor1' is no word of a plan; did you mean zero1"),
-        ("dp tp2", r"'dp' is no word of a plan; did you mean dp2"),
+        ("dp2 tq2", r"'tq2' is not a word of a plan; did you mean tp2\? The words are dp2, tp2"),
+        ("dp2 zeor1", r"'zeor1' is not a word of a plan; did you mean zero1"),
+        ("dp tp2", r"'dp' is not a word of a plan; did you mean dp2"),
         ("dp2 tp2 dp4", "gives dp twice, as 2 and 4"),
-        ("fast please", "'fast' is no word of a plan"),
-        ("tp2+sp(4)", "no word of a plan"),
+        ("fast please", "'fast' is not a word of a plan"),
+        ("tp2+sp(4)", "not a word of a plan"),
         ("zero7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("dp0", "dp must be a positive integer, not 0"),
         ("pp2", "pp=2: pipeline parallelism is not available in this version"),
@@ -158,7 +158,7 @@ def test_yaml_words_for_true_and_false(written: str, meant: bool, tmp_path: Path
         ("dp: [2\n", r"line 2: .*a plan has one field per line"),
         ("- dp\n", "is not 'key: value'"),
         ("", "None is not 'key: value'"),
-        ("version: 2\ndp: 2\n", "a plan of version 2, and this is version 1"),
+        ("version: 2\ndp: 2\n", "the plan has version 2, but this version of meshwright reads version 1"),
     ],
 )
 def test_a_plan_file_that_is_wrong(content: str, message: str, tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_keyword_and_config() -> None:
     config = mw.ToDistributedConfig(sequence_parallel=True)
     assert given_plan(config_with(config, "dp2 tp2")) == mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True)
     assert config.plan is None
-    with pytest.raises(mw.PlanError, match=r"plan='dp2' and config=ToDistributedConfig\(plan='dp2 zero0'\) both say"):
+    with pytest.raises(mw.PlanError, match=r"plan='dp2' and config=ToDistributedConfig\(plan='dp2 zero0'\) both give"):
         config_with(mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2)), "dp2")
-    with pytest.raises(mw.PlanError, match="both say the plan"):
+    with pytest.raises(mw.PlanError, match="both give a plan"):
         config_with(mw.ToDistributedConfig(plan="auto"), "dp2")
 
 

@@ -347,7 +347,7 @@ def drop_layers(block: nn.Module) -> None:
     [
         (use_uncalled_projection, "PlanError", "blocks.0.ff ran without calling its output projection as a module"),
         (use_uncalled_block, "UnreadableTensorError", "call the module that owns the weight"),
-        (add_residual, "PlanError", "blocks.0.ff adds to its output what it was given"),
+        (add_residual, "PlanError", "blocks.0.ff adds its input to its output"),
         (drop_layers, "PlanError", "blocks.0 skips layers at random (layerdrop=0.1)"),
     ],
 )

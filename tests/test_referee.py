@@ -89,7 +89,7 @@ def test_a_connection_that_ends_without_a_word_is_a_death():
     made.beat(2, "step 7, barrier", now=1.0)
     posts = made.lose(2)
     assert notices(posts).keys() == {0, 1}
-    assert "ended without a word" in notices(posts)[0]
+    assert "ended abruptly" in notices(posts)[0]
     assert "step 7, barrier" in notices(posts)[0]
 
 

@@ -408,7 +408,7 @@ def ragged(samples: list[int]) -> Tensor:
     ("change", "named"),
     [
         ("batch", "batch_size=5 does not divide over the 2 ranks of axis 'dp'; use 4 or 6"),
-        ("meshes", r"inputs \['x', 'y', 'text'\], and there are 2 meshes"),
+        ("meshes", r"inputs \['x', 'y', 'text'\], but there are 2 meshes"),
         ("keys", "input_keys has 1 entries"),
         ("missing key", "no input 'z'"),
         ("two meshes", r"ranks \[0, 1\] are in two different meshes"),

@@ -217,9 +217,9 @@ def test_drop_last_says_how_many() -> None:
 
 def test_a_state_of_another_order_is_refused() -> None:
     state = ShardedStream([range(3), range(3)], batch_size=1, dp=Axis("dp")).state_dict()
-    with pytest.raises(ValueError, match=r"seed=0, and this one has seed=1"):
+    with pytest.raises(ValueError, match=r"seed=0, but this one has seed=1"):
         ShardedStream([range(3), range(3)], batch_size=1, dp=Axis("dp"), seed=1).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"num_shards=2, and this one has num_shards=1"):
+    with pytest.raises(ValueError, match=r"num_shards=2, but this one has num_shards=1"):
         ShardedStream([range(3)], batch_size=1, dp=Axis("dp")).load_state_dict(state)
     with pytest.raises(ValueError, match=r"version 7"):
         ShardedStream([range(3)], batch_size=1, dp=Axis("dp")).load_state_dict({**state, "version": 7})

@@ -165,7 +165,7 @@ def deferred_until_named(plan: dict[str, Any], fault: Callable[[Run], None]) -> 
             SP2,
             other_tokens,
             1,
-            r"got other values of input_ids, labels in step 6 \(input_ids: rank 0: digest \w+; rank 1",
+            r"got different values of input_ids, labels in step 6 \(input_ids: rank 0: digest \w+; rank 1",
         ),
         (TP2, flipped_norm, EVERY, r"layers.1.input_layernorm.weight: rank\(s\) 0 differ .*since step 4"),
         (DP2, flipped_matrix, EVERY, r"layers.1.mlp.up_proj.weight: rank\(s\) 0 differ .*since step 4"),

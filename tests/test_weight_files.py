@@ -183,11 +183,11 @@ BAD_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "the bare decoder": (of_the_bare_decoder, r"lack the prefix 'model.'"),
     "a pickle inside": (pickled, r"model.safetensors is a pickle file"),
     "a bare pickle inside": (overwrite(pickle.dumps({"a": [1] * 99})), r"model.safetensors is a pickle file"),
-    "pytorch_model.bin": (as_bin, r"pytorch_model.bin would be a pickle file.*save_pretrained"),
+    "pytorch_model.bin": (as_bin, r"pytorch_model.bin looks like a pickle file.*save_pretrained"),
     "nothing": (lambda path: path.unlink(), r"has no .safetensors file; it holds: .*config.json"),
     "an index of a lost file": (index_of({"a": "gone.safetensors"}), r"files that are not there: gone.safetensors"),
     "an index that leaves": (index_of({"a": "../x.safetensors"}), r"outside its own folder: ../x.safetensors"),
-    "an index without a map": (index_of(None), r"no sound 'weight_map'"),
+    "an index without a map": (index_of(None), r"no valid 'weight_map'"),
 }
 
 
@@ -241,4 +241,4 @@ def loaded_on_one_rank(path: Path) -> None:
 def test_ranks_that_name_other_weights(pool2: Any, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "single")
     for kind, message in pool2.run_expecting_error(loaded_on_one_rank, path):
-        assert kind == "PlanError" and "or pass another ToDistributedConfig.weights" in message
+        assert kind == "PlanError" and "or passed another ToDistributedConfig.weights" in message

@@ -1,4 +1,4 @@
-"""docs/families.md, written from what a sweep found, and read back by the test that keeps it true."""
+"""Writes docs/families.md from the results of a sweep; a test reads it back and compares it with the code."""
 
 from __future__ import annotations
 
@@ -20,48 +20,53 @@ _REMARKS = {
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",
     "lfm2": "with attention layers only: its convolutions are refused",
-    "stablelm": "without qk_layernorm, whose norms (one a head) are refused",
+    "stablelm": "without qk_layernorm, whose norms (one per head) are refused",
 }
 _DECODER_HALF = "the decoder of an encoder-decoder model; its cross-attention is sharded too"
 
 
 def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
-    """The page."""
+    """Return the page's text."""
     records = sorted(records, key=lambda record: record.family)
     refusals = sorted(refusals, key=lambda refusal: (refusal.kind, refusal.family))
     passed = sum(record.passes for record in records)
     lines = [
         "# Families",
         "",
-        f"All {len(records) + len(refusals)} types that `AutoModelForCausalLM` knows in transformers "
-        f"{transformers.__version__}, with torch {torch.__version__}. `make families` runs the sweep and writes this "
-        "page (two processes, a few minutes).",
+        "```bash",
+        "make families    # runs the sweep and writes this page (two processes, a few minutes)",
+        "```",
         "",
-        f"**{passed} families pass.** Each is a model of two layers with random weights and biases, run on two ranks "
-        "with `tp=2` and sequence parallelism and on one device, in float64: logits, loss and the gradient of every "
-        f"parameter differ by at most {TOLERANCE:g} of a tensor's largest value (only the order of sums differs; "
-        "about 1e-14 is measured). The other columns repeat that with one more trait; a dash is a trait that the "
-        "family does not have.",
+        f"**{passed} families pass**, of all {len(records) + len(refusals)} types that `AutoModelForCausalLM` knows in "
+        f"transformers {transformers.__version__}, with torch {torch.__version__}. Each is a model of two layers with "
+        "random weights and biases. It runs in float64 on two ranks with `tp=2` and sequence parallelism, and on one "
+        f"device. Logits, loss and the gradient of every parameter differ by at most {TOLERANCE:g} of a tensor's "
+        "largest value (only the order of sums differs; about 1e-14 is measured). The other columns repeat that with "
+        "one more trait; a dash means that the family does not have the trait.",
         "",
         "- kv: one key/value head, which both ranks then hold",
         "- tied: one matrix for embedding and head",
-        "- packed: two documents a row, told apart by `position_ids`",
+        "- packed: two documents per row, told apart by `position_ids`",
         "",
-        "Which module plays which role is inferred from the structure. What a structure cannot tell (the order of "
-        "fused rows, what a lone weight is) stands in `plugin/meshwright/roles/family_hints.py`, a line or two a "
-        "family. A class that nobody here has seen is inferred by the same rules; where a parameter has no clear role "
-        "the call raises and lists the names, before anything is changed. A hint is all that most of those need:",
+        "## A model that is not in the table",
+        "",
+        "Roles are inferred from the structure. What a structure cannot tell (the order of fused rows, what a lone "
+        "weight is) stands in `plugin/meshwright/roles/family_hints.py`, a line or two per family. The same rules "
+        "infer the roles of a class that is not in the table. If a parameter has no clear role, the call raises and "
+        "lists the names, before anything is changed. Most such classes need only a hint:",
         "",
         "```python",
         "# A decoder of your own, whose attention stacks all queries, then all keys, then all values in `attn.qkv`.",
         'mw.register_plan("my_model", mw.infer_plan(model, {"attn.qkv": mw.Role.QKV}))  # by config.model_type',
         "```",
         "",
-        "What shows only when a model runs is refused in its first pass: a block that reads the weight of its output "
-        "projection instead of calling it, one that adds its own input, a layer that is given a second activation with "
-        "a gradient. Not seen is arithmetic without weights across the width of an MLP or across heads (a softmax over "
-        "the width, heads that work in pairs): compare such a class with one device before you train it, with "
-        "`mw.verify` (`docs/verify.md`).",
+        "Some faults show only when a model runs, and are refused in its first pass: a block that reads the weight of "
+        "its output projection instead of calling it, one that adds its own input, a layer that is given a second "
+        "activation with a gradient. Arithmetic without weights across the width of an MLP or across heads (a softmax "
+        "over the width, heads that work in pairs) is not seen: compare such a class with one device before you train "
+        "it, with [`mw.verify`](verify.md).",
+        "",
+        "## Equal to one device",
         "",
         "| family | beside Llama's structure | tp2+sp | kv | tied | packed | remark |",
         "|---|---|---|---|---|---|---|",
@@ -86,7 +91,7 @@ def _row(record: Record) -> str:
 
 
 def verdict(difference: float | None) -> str:
-    """A cell: yes, no with the difference, or a dash where there is nothing to compare."""
+    """Return a cell: yes, no with the difference, or a dash if there is nothing to compare."""
     if difference is None:
         return "-"
     return "yes" if difference <= TOLERANCE else f"**no** ({difference:.0e})"
@@ -97,7 +102,7 @@ def _short(message: str) -> str:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Family -> the other cells of its row, of both tables."""
+    """Return family -> the other cells of its row, from both tables of the page."""
     table = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row] for row in table]
     return {family: rest for family, *rest in cells if family != "family"}

@@ -1,4 +1,4 @@
-"""Integrations with the Hugging Face stack; each is a module of its own, imported when first asked for."""
+"""Integrations with the Hugging Face stack; each is a module of its own, imported on first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright_hf.saved_plan import save_plan
     from meshwright_hf.trainer import MeshwrightTrainer, MeshwrightTrainerMixin
 
-# Where each public name lives.
+# The module of each public name.
 _HOMES = {
     "callback": ("MeshwrightCallback",),
     "configs": ("register", "unregister"),

@@ -12,24 +12,24 @@ def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per
                       saved: Path | None, mixed_precision: str = "no") -> str:  # fmt: skip
     """Return the YAML that ``accelerate launch --config_file`` takes.
 
-    It says how many processes run where. The plan itself cannot be in it, since accelerate refuses keys that it does
-    not know: it reaches the script by an environment variable, which the comment spells out.
+    It sets how many processes run on which machines. It cannot hold the plan, since accelerate refuses keys that it
+    does not know: the script gets the plan from an environment variable, which a comment in the file shows.
 
     Args:
-        fields: the plan's, of ``ParallelPlan``.
+        fields: the plan's fields, those of ``ParallelPlan``.
         label: the plan in a few words.
-        gpus: processes over all machines.
-        gpus_per_node: processes of one machine.
+        gpus: the number of processes over all machines.
+        gpus_per_node: the number of processes per machine.
         cpu: whether they run on CPU.
         saved: the plan file beside it, if one was written.
-        mixed_precision: accelerate's name of the precision that was planned: no, bf16 or fp8.
+        mixed_precision: accelerate's name of the planned precision: no, bf16 or fp8.
     """
     machines = -(-gpus // gpus_per_node)
     plan = str(saved) if saved else f"'{plan_line(fields)}'"
     variables = f"{PLAN_VARIABLE}={plan} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
     address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if machines > 1 else ""
     lines = [
-        f"# {label}. accelerate's file has no place for a plan: it is handed over beside it, by the environment.",
+        f"# {label}. This file cannot hold the plan, so the environment passes it on:",
         f"#   {variables}accelerate launch --config_file THIS_FILE{address} train.py",
         "compute_environment: LOCAL_MACHINE",
         # torchrun's launcher, for CPUs too: MULTI_CPU would start one process.

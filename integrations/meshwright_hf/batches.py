@@ -1,4 +1,4 @@
-"""Batch sizes as the Trainer and accelerate mean them, per data-parallel rank, made global ones."""
+"""Turns batches per data-parallel rank, as the Trainer and accelerate mean them, into global batches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from meshwright.data.readers.base import worker_options
 def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
     """Return the same loader with batches that are dp times larger: those of all data-parallel ranks together.
 
-    ``to_distributed`` and ``shard_dataloader`` take global batches and give each rank its rows of them, so that a rank
-    gets as many rows as the loader's batch has. Dataset, order, collate function, workers, ``drop_last`` and pinned
-    memory stay; of a batch sampler dp successive batches become one.
+    ``to_distributed`` and ``shard_dataloader`` take global batches and give each rank its rows of them, so a rank gets
+    as many rows as the loader's batch has. Dataset, order, collate function, workers, ``drop_last`` and pinned memory
+    stay the same; dp successive batches of a batch sampler become one.
 
     Args:
-        loader: its batches are those of one rank; over a map-style or iterable dataset.
-        dp: how many ranks read different rows.
+        loader: a loader of one rank's batches, over a map-style or iterable dataset.
+        dp: the number of ranks that read different rows.
 
     Raises:
-        ValueError: something whose batches cannot be made larger: no DataLoader, or one without batches of its own.
+        ValueError: if the batches cannot be made larger, since ``loader`` is no DataLoader or makes no batches.
 
     Example:
         >>> [batch.tolist() for batch in global_batches(DataLoader(range(5), batch_size=2), dp=2)]
@@ -34,8 +34,8 @@ def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
         return loader
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise ValueError(
-            f"a {type(loader).__name__} makes its batches in a way of its own, so that {dp} of them cannot become a "
-            "global one; pass a torch.utils.data.DataLoader, or make the batches global yourself "
+            f"a {type(loader).__name__} makes its batches in a way of its own, so {dp} of them cannot become a "
+            "global batch; pass a torch.utils.data.DataLoader, or make the batches global yourself "
             "(Accelerator(split_batches=True), or meshwright.to_distributed)"
         )
     options = worker_options(loader)
@@ -53,19 +53,19 @@ def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
         return DataLoader(loader.dataset, **options)
     if loader.batch_sampler is None:
         raise ValueError(
-            f"the loader has batch_size=None: its batches are items of the dataset, of which {dp} cannot become a "
-            "global batch; give it a batch_size, or make the items global batches and say so with "
+            f"the loader has batch_size=None: its batches are items of the dataset, and {dp} of them cannot become a "
+            "global batch; give it a batch_size, or make each item a global batch and pass "
             "Accelerator(split_batches=True)"
         )
     return DataLoader(loader.dataset, batch_sampler=_Joined(loader.batch_sampler, dp), **options)
 
 
 def order_by_seed_and_epoch(loader: DataLoader[Any], data_seed: int | None) -> None:
-    """Have a shuffled loader draw by a seed and the number of the epoch, as accelerate's ``use_seedable_sampler`` does.
+    """Make a shuffled loader's order follow from seed and epoch, as accelerate's ``use_seedable_sampler`` does.
 
     Args:
-        loader: changed in place where a RandomSampler orders it.
-        data_seed: None for torch's own seed.
+        loader: the loader, changed in place if a RandomSampler orders it.
+        data_seed: the seed; None for torch's own.
     """
     batch_sampler: Any = loader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
@@ -80,9 +80,9 @@ def order_by_seed_and_epoch(loader: DataLoader[Any], data_seed: int | None) -> N
 
 
 class _Joined:
-    """Joins successive batches of a batch sampler; all else that one has is found here too.
+    """Joins successive batches of a batch sampler, and passes on its other attributes.
 
-    If it drops its own last batch, too few batches at the end are left out as well.
+    If the sampler drops its own last batch, an incomplete joined batch at the end is left out as well.
     """
 
     def __init__(self, batch_sampler: Any, count: int):
@@ -105,7 +105,7 @@ class _Joined:
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a joined batch, where the inner ones have a size."""
+        """The rows of a joined batch; None if the inner batches have no fixed size."""
         size = getattr(self.inner, "batch_size", None)
         return None if size is None else size * self.count
 

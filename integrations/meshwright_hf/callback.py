@@ -1,4 +1,4 @@
-"""What a callback can honestly do for a Trainer: watch it, and say what would make it faster."""
+"""A callback that watches a Trainer, and logs what would make it faster."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 
 class MeshwrightCallback(TrainerCallback):
-    """Telemetry, a plan card and a guard against replicas that drift apart, in any Trainer.
+    """Add telemetry, a plan card and a check for replicas that drift apart to any Trainer.
 
     Each log of the training loss gets ``tokens_per_second`` and ``mfu`` over all devices since the last one, and
-    ``peak_memory_gb`` of the rank that needs most. Reporting integrations (``report_to``) come before a user's
+    ``peak_memory_gb`` of the rank that needs most. Reporting integrations (``report_to``) run before a user's
     callbacks and do not see these; the printed logs and ``state.log_history`` do.
 
     It cannot shard: a callback sees the model after the Trainer has wrapped it. In a stock Trainer with several
-    processes it says so, and which line to change.
+    processes it warns of this, and names the line to change.
 
     Args:
-        check_every: compare the replicas' weights every so many steps; 0 for never.
-        shows_plan: log what the planner would pick, when training begins.
+        check_every: the number of steps between comparisons of the replicas' weights; 0 for never.
+        shows_plan: whether to log the plan that the planner would pick, when training begins.
 
     Example::
 
@@ -54,14 +54,14 @@ class MeshwrightCallback(TrainerCallback):
         self._tokens = self._length = 0
         self._since = 0.0
         self._hook: Any = None
-        self._flops: Callable[[int], float] | None = None  # of a token, by the length of its row
-        self._peak: float | None = None  # of a device, a second
+        self._flops: Callable[[int], float] | None = None  # FLOPs per token, by the length of its row
+        self._peak: float | None = None  # FLOPs per second of a device
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what this callback will not do."""
+        """Warn that this callback does not shard."""
         if not self.trainer_shards and state.is_world_process_zero and (world_size() > 1 or _PLAN in os.environ):
             logger.warning(
-                "MeshwrightCallback watches this Trainer and cannot shard its model: a callback sees it after the "
+                "MeshwrightCallback only watches this Trainer. It cannot shard the model: a callback sees it after the "
                 "Trainer has wrapped it. To train by a plan, change the line that makes the Trainer:\n"
                 "  - trainer = Trainer(...)\n"
                 "  + trainer = meshwright_hf.trainer.MeshwrightTrainer(...)"
@@ -83,7 +83,7 @@ class MeshwrightCallback(TrainerCallback):
             self._flops = describe(model.config).flops
         except (PlanError, AttributeError) as error:
             logger.info("no MFU: %s", error)
-        # Nobody has measured what this host's processor could do.
+        # The peak of this host's processor is not known.
         self._peak = None if device.type == "cpu" else device_at_hand(device).flops
         if self.shows_plan and state.is_world_process_zero:
             self._log_plan(args, model, train_dataloader, device)
@@ -93,7 +93,7 @@ class MeshwrightCallback(TrainerCallback):
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Compare the replicas, now and then."""
+        """Compare the replicas every ``check_every`` steps."""
         if self.check_every and state.global_step % self.check_every == 0:
             assert model is not None
             check_replicas(model, step=state.global_step)
@@ -112,7 +112,7 @@ class MeshwrightCallback(TrainerCallback):
             state.log_history[-1].update(added)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model as it was."""
+        """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -135,7 +135,7 @@ class MeshwrightCallback(TrainerCallback):
             self._hook.remove()
         self._hook = None
         if args.torch_compile:
-            logger.info("no tokens/s under torch_compile: a hook that counts would be compiled anew in every step")
+            logger.info("no tokens/s under torch_compile: a hook that counts them would be compiled in every step")
             return
         self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
@@ -146,7 +146,7 @@ class MeshwrightCallback(TrainerCallback):
             self._length = max(self._length, ids.shape[-1])
 
     def _telemetry(self, model: nn.Module, elapsed: float) -> dict[str, float]:
-        """Of all ranks; every rank logs at the same steps."""
+        """Return the telemetry of all ranks, which all log at the same steps."""
         device = device_of(model)
         own = torch.tensor([self._tokens, self._length, _peak_memory(device)], dtype=torch.float64, device=device)
         ranks = own[None]
@@ -170,7 +170,7 @@ _PLAN = "MESHWRIGHT_PLAN"
 
 
 def _peak_memory(device: torch.device) -> float:
-    """Bytes that this rank has needed at most: of its GPU, or of the process on CPU."""
+    """Return this rank's peak memory in bytes: of its GPU, or of the process on CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024

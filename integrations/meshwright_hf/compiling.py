@@ -1,4 +1,4 @@
-"""torch.compile of a distributed model: what is between the collectives is compiled, they themselves are not."""
+"""torch.compile of a distributed model: the code between the collectives is compiled, they are not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 def compile_decoder(model: Any, options: Mapping[str, Any]) -> None:
     """Compile the decoder in place; the head, its sharded logits and the loss run as they are.
 
-    Hooks move activations between ranks and keep state from one to the next, which a traced graph would freeze: graphs
-    end at them.
+    Graphs end at hooks. Hooks move activations between ranks and keep state from one to the next, which a traced graph
+    would freeze.
 
     Args:
-        model: distributed; changed in place.
-        options: of ``torch.compile``.
+        model: the distributed model, changed in place.
+        options: the arguments of ``torch.compile``.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder: nn.Module = getattr(whole, "base_model", whole)
@@ -32,10 +32,10 @@ def compile_decoder(model: Any, options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def left_to_us(plugin: Any) -> Iterator[None]:
-    """Inside, accelerate compiles nothing.
+    """Keep accelerate from compiling inside the context.
 
     Args:
-        plugin: its TorchDynamoPlugin.
+        plugin: accelerate's TorchDynamoPlugin.
     """
     before, plugin.backend = plugin.backend, DynamoBackend.NO
     try:

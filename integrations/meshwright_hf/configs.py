@@ -1,13 +1,13 @@
 """``register``: stock ``from_pretrained`` with a distributed configuration hands its model to our runtime.
 
-transformers builds the model without memory, finds and downloads the files and settles the dtype; where it would
-read the weights, each rank reads its shard of them instead, by ``to_distributed``. These methods of
-``PreTrainedModel`` are replaced while registered, each of which passes every other call on:
+transformers builds the model without memory, finds and downloads the files and settles the dtype. Instead of reading
+the whole weights, it then calls ``to_distributed``, by which each rank reads its shard. These methods of
+``PreTrainedModel`` are replaced while registered; each passes all other calls on to the stock method:
 
 * ``prepare_distribute_model`` recognises the configurations that are ours,
-* ``maybe_distribute_model`` marks their models, which are without memory still,
+* ``maybe_distribute_model`` marks their models, which still have no memory,
 * ``_load_pretrained_model`` distributes them,
-* ``_finalize_model_loading`` leaves those alone: nothing of them is missing, and shards must not be initialised,
+* ``_finalize_model_loading`` skips them, since no weight is missing and shards must not be initialised,
 * ``_load_and_finalize_distributed_pretrained_model``, which reads checkpoints of another format, refuses them.
 """
 
@@ -49,18 +49,18 @@ def register(*, take_over: TakeOver = "sequence_parallel") -> None:
     """Let ``from_pretrained(path, distributed_config=...)`` distribute models by Meshwright.
 
     ``distributed_config`` may then also be a ``meshwright.ParallelPlan``, its words ("dp2 tp2+sp"), or a
-    ``ToDistributedConfig``, whose plan of None means the one in the model's config.json. The styles of
+    ``ToDistributedConfig``, where plan=None means the plan in the model's config.json. The styles of
     ``meshwright_hf.styles`` can be named in transformers' own ``tp_plan``. Nothing else changes; a second call
     replaces the first.
 
     Args:
-        take_over: which ``DistributedConfig`` is ours: "sequence_parallel", those with
-            ``enable_sequence_parallel=True``, which transformers itself ignores; or "all" that ask for more than
-            one process.
+        take_over: which ``DistributedConfig`` is ours: "sequence_parallel" for those with
+            ``enable_sequence_parallel=True``, which transformers itself ignores; "all" for those that ask for more
+            than one process as well.
 
     Raises:
-        ValueError: for another ``take_over``.
-        RuntimeError: with a transformers that lacks what is replaced.
+        ValueError: if ``take_over`` is something else.
+        RuntimeError: if transformers lacks a method that is replaced.
 
     Example::
 
@@ -78,7 +78,7 @@ def register(*, take_over: TakeOver = "sequence_parallel") -> None:
     if absent := [name for name in _METHODS if not callable(getattr(PreTrainedModel, name, None))]:
         raise RuntimeError(
             f"transformers {transformers_version} has no PreTrainedModel.{', '.join(absent)}, which register() "
-            "replaces; meshwright.to_distributed(model, config=ToDistributedConfig(weights=path)) needs none of it"
+            "replaces; call meshwright.to_distributed(model, config=ToDistributedConfig(weights=path)) instead"
         )
     unregister()
     _Registration(take_over).install()
@@ -87,10 +87,10 @@ def register(*, take_over: TakeOver = "sequence_parallel") -> None:
 
 
 def unregister() -> None:
-    """Undo ``register``, if it was called: transformers is as it was. Models that were distributed stay so.
+    """Undo ``register``, if it was called: restore transformers' methods. Distributed models stay distributed.
 
     Raises:
-        RuntimeError: where something else has replaced the same methods since.
+        RuntimeError: if something else has replaced the same methods since.
     """
     if _active:
         _active[-1].remove()
@@ -101,7 +101,7 @@ def unregister() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """Stands for a configuration that is ours on its way through ``from_pretrained``, which keeps it in the config."""
+    """Carries our configuration through ``from_pretrained``, which keeps it in the model's config."""
 
     options: ToDistributedConfig
 
@@ -110,13 +110,13 @@ class _Request:
 
 
 class _Registration:
-    """The methods that are in place of transformers' own, and those."""
+    """The methods that replace transformers' own, and the stock ones."""
 
     def __init__(self, take_over: TakeOver):
         self.take_over = take_over
         methods = [*_METHODS, *([_NEWER] if hasattr(PreTrainedModel, _NEWER) else [])]
         self._stock = {name: getattr(PreTrainedModel, name) for name in methods}
-        # What the class itself has; the others are inherited.
+        # The methods that the class itself defines; the others are inherited.
         self._own = {name: vars(PreTrainedModel)[name] for name in methods if name in vars(PreTrainedModel)}
         self._installed: dict[str, Any] = {}
 
@@ -146,7 +146,7 @@ class _Registration:
             if isinstance(getattr(model.config, "distributed_config", None), _Request):
                 raise PlanError(
                     f"{checkpoint} was saved with distributed_checkpoint=True, which only transformers' own "
-                    "parallelism reads; save it with save_pretrained(...) of one process"
+                    "parallelism reads; save it with save_pretrained(...) in one process"
                 )
             return stock[_NEWER](model, checkpoint, *args, **kwargs)
 
@@ -176,7 +176,7 @@ class _Registration:
         _active.remove(self)
 
     def options_of(self, distributed_config: Any) -> ToDistributedConfig | None:
-        """What a configuration asks of us; None where it is transformers' own business."""
+        """Return the options that a configuration means; None if it is for transformers itself."""
         if isinstance(distributed_config, ToDistributedConfig):
             return distributed_config
         if isinstance(distributed_config, ParallelPlan | str):
@@ -196,17 +196,17 @@ class _Registration:
     def load(
         self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Each rank's shards in place of the whole weights, for a model whose configuration is ours."""
+        """Load each rank's shards instead of the whole weights, if the model's configuration is ours."""
         if find_runtime(model) is not None:
             raise PlanError(
-                "an adapter cannot be loaded into a model that is distributed already; load the model and its adapter "
-                "whole, and call meshwright.to_distributed then"
+                "an adapter cannot be loaded into a model that is already distributed; load the model and its adapter "
+                "whole, then call meshwright.to_distributed"
             )
         request = getattr(model.config, "distributed_config", None)
         if not isinstance(request, _Request):
             stock = self._stock["_load_pretrained_model"]
             return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # With it the model would pass for one that transformers itself has sharded, e.g. in save_pretrained.
+        # With it, transformers would take the model for one that it has sharded itself, e.g. in save_pretrained.
         del model.config.distributed_config
         _check_loading(model, state_dict, load_config)
         if request.options.weights is not None:
@@ -232,13 +232,13 @@ class _Registration:
         return info, None
 
     def finalize(self, model: nn.Module, load_config: Any, loading_info: Any) -> Any:
-        """What transformers does after loading, except to a model that is distributed."""
+        """Do what transformers does after loading, except to a distributed model."""
         if find_runtime(model) is not None:
             return loading_info
         return self._stock["_finalize_model_loading"](model, load_config, loading_info)
 
 
-# The registration in force, if any: a process has one transformers.
+# The registration in force, if any.
 _active: list[_Registration] = []
 
 
@@ -246,7 +246,7 @@ def _names_in(weights: WeightSource) -> set[str]:
     try:
         return set(WeightFiles.open(weights).entries)
     except CheckpointError:
-        return set()  # to_distributed says so, on every rank, also where only one of them has a bad file
+        return set()  # to_distributed raises, on every rank, even if only one has a bad file
 
 
 def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -> None:
@@ -257,13 +257,13 @@ def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -
             if pattern is not None and (new != name or hasattr(transform, "operations")):
                 raise PlanError(
                     f"transformers converts {name} of this checkpoint to {new} of {type(model).__name__} as it loads, "
-                    "which is not available with distributed_config; load the model without, and pass it to "
-                    "meshwright.to_distributed"
+                    "which is not available with distributed_config; load the model without it, and call "
+                    "meshwright.to_distributed(model)"
                 )
 
 
 def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
-    """Refuse by name what from_pretrained was asked for and a shard a rank cannot give."""
+    """Refuse options of from_pretrained that do not work with one shard per rank."""
     if load_config.hf_quantizer is not None:
         raise PlanError(
             "quantised weights (quantization_config or gguf_file) cannot be sharded by distributed_config; load them "
@@ -271,13 +271,13 @@ def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
         )
     if load_config.ignore_mismatched_sizes:
         raise PlanError(
-            "ignore_mismatched_sizes=True would draw some weights anew on each rank; with distributed_config leave it "
+            "ignore_mismatched_sizes=True would draw some weights again on each rank; with distributed_config leave it "
             "False, and save a checkpoint of the right shapes with one process first"
         )
     if state_dict is not None:
         raise PlanError(
-            "state_dict= and distributed_config: each rank reads its shard from files; for weights from a seed build "
-            "the model under meshwright.deferred_init() and call meshwright.to_distributed"
+            "state_dict= cannot be used with distributed_config, by which each rank reads its shard from files; for "
+            "weights from a seed build the model under meshwright.deferred_init() and call meshwright.to_distributed"
         )
     if load_config.dtype_plan:
         raise PlanError(
@@ -286,6 +286,6 @@ def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
         )
     if whole := [name for name, parameter in model.named_parameters() if not parameter.is_meta]:
         raise PlanError(
-            f"{whole[0]} has memory already, by a DeepSpeed ZeRO-3 configuration or a context around from_pretrained; "
-            "distributed_config builds the model without"
+            f"{whole[0]} already has memory, from a DeepSpeed ZeRO-3 configuration or a context around "
+            "from_pretrained, but distributed_config builds the model without memory; leave that out"
         )

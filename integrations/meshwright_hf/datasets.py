@@ -1,4 +1,4 @@
-"""What is special to Hugging Face's ``datasets``: streams that are split or shuffled already, and token columns."""
+"""Support for Hugging Face's ``datasets``: streams that are already split or shuffled, and token columns."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LENGTHS_READ = 10_000  # documents whose lengths are read at a time
 
 
 def dataset_shards(dataset: datasets.IterableDataset) -> DatasetShards:
-    """The shards of a streamed dataset, for ``ShardedStream``.
+    """Return the shards of a streamed dataset, for ``ShardedStream``.
 
     Args:
-        dataset: unshuffled, and not split by node.
+        dataset: a dataset that is neither shuffled nor split by node.
 
     Raises:
-        ValueError: it is split by node, or shuffled by ``dataset.shuffle``, whose buffer no state holds.
+        ValueError: if it is split by node, or shuffled by ``dataset.shuffle``, whose buffer no state holds.
 
     Example:
         >>> stream = datasets.Dataset.from_dict({"x": [0, 1, 2, 3]}).to_iterable_dataset(num_shards=2)
@@ -42,23 +42,23 @@ def dataset_shards(dataset: datasets.IterableDataset) -> DatasetShards:
     shards = DatasetShards(dataset)
     if any(isinstance(stage, BufferShuffledExamplesIterable) for stage in _stages(dataset._ex_iterable)):
         raise ValueError(
-            "the dataset is shuffled by dataset.shuffle(), whose buffer is lost when training goes on; leave that out, "
+            "the dataset is shuffled by dataset.shuffle(), whose buffer is lost when training resumes; leave that out, "
             "and shuffle with shuffle=True, seed and buffer_size of the loader"
         )
     return shards
 
 
 def unsplit(dataset: datasets.IterableDataset) -> datasets.IterableDataset:
-    """A streamed dataset as it was before ``split_dataset_by_node``, which only marks it.
+    """Return a streamed dataset as it was before ``split_dataset_by_node``, which only marks it.
 
     Raises:
-        ValueError: it is not streamed; a split map-style dataset no longer has the other nodes' rows.
+        ValueError: if it is not streamed, since a split map-style dataset no longer has the other nodes' rows.
     """
     if not isinstance(dataset, datasets.IterableDataset):
         raise ValueError(
             f"a split {type(dataset).__name__} no longer has the rows of the other nodes; pass the whole one"
         )
-    return datasets.IterableDataset(  # a copy.copy would share the mark with the dataset of the user
+    return datasets.IterableDataset(  # a copy.copy would share the mark with the user's dataset
         dataset._ex_iterable,
         info=dataset._info.copy(),
         split=dataset._split,
@@ -70,14 +70,14 @@ def unsplit(dataset: datasets.IterableDataset) -> datasets.IterableDataset:
 def pack_dataset(
     dataset: datasets.Dataset | datasets.IterableDataset, packing: Packing
 ) -> PackedDataset | PackedShards:
-    """Rows of one length from a tokenised dataset: a map-style dataset of them, or shards for ``ShardedStream``.
+    """Pack a tokenised dataset into rows of one length: a map-style dataset, or shards for ``ShardedStream``.
 
     Args:
-        dataset: with ``input_ids`` and perhaps ``labels``, not padded; other columns are left out.
-        packing: how.
+        dataset: a dataset with ``input_ids`` and perhaps ``labels``, not padded; other columns are left out.
+        packing: the packing options.
 
     Raises:
-        ValueError: it has no ``input_ids``.
+        ValueError: if it has no ``input_ids``.
 
     Example:
         >>> documents = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]]})
@@ -94,14 +94,14 @@ def pack_dataset(
 class TokenRows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """The token columns of a map-style dataset as tensors that share Arrow's memory, for ``TokenCollator``.
 
-    Nothing becomes a Python list on the way: a batch costs 0.7 of what the "numpy" format costs, and an eighth of
-    what plain lists do.
+    No Python lists are made on the way: a batch costs 0.7 of what the "numpy" format costs, and an eighth of what
+    plain lists cost.
 
     Args:
-        dataset: with ``input_ids`` and perhaps others of the columns that ``TokenCollator`` knows.
+        dataset: a dataset with ``input_ids`` and perhaps other columns that ``TokenCollator`` knows.
 
     Raises:
-        ValueError: it has no ``input_ids``.
+        ValueError: if it has no ``input_ids``.
 
     Example:
         >>> TokenRows(datasets.Dataset.from_dict({"input_ids": [[5, 6], [7]]}))[1]
@@ -120,23 +120,23 @@ class TokenRows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Several rows at once, as DataLoader asks for them."""
+        """Return several rows at once, as DataLoader asks for them."""
         table = self._arrow[list(indices)]
         columns = [list(_views(table[name])) for name in table.column_names]
         return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's, by which the state of a loader is known to be of it."""
+        """The dataset's fingerprint, by which a loader checks that its state is of this dataset."""
         return fingerprint(self.dataset)
 
 
 class TokenCollator:
-    """Batches of a tokenised dataset: its token columns as tensors, padded on the right; other columns are left out.
+    """Collate token columns into tensors that are padded on the right; other columns are left out.
 
     Args:
-        pad_token_id: of the padding of ``input_ids``.
-        multiple_of: lengths are padded to a multiple of it, for sequence and context parallelism.
+        pad_token_id: the token that pads ``input_ids``.
+        multiple_of: the number whose multiples lengths are padded to, for sequence and context parallelism.
 
     Example:
         >>> TokenCollator()([{"input_ids": [5, 6]}, {"input_ids": [7]}])["input_ids"]
@@ -169,7 +169,7 @@ class TokenCollator:
 
 
 def _token_columns(dataset: Any) -> Any:
-    """The dataset without columns that are no tokens, where its columns are known."""
+    """Return the dataset with its token columns only, if its columns are known."""
     if dataset.column_names is None:
         return dataset
     if "input_ids" not in dataset.column_names:
@@ -180,24 +180,24 @@ def _token_columns(dataset: Any) -> Any:
 
 
 def _views(column: pa.ChunkedArray) -> Iterator[Tensor]:
-    """The rows of a column of lists."""
+    """Return the rows of a column of lists."""
     if column.null_count:
         raise ValueError(f"a token column has {column.null_count} rows that are null; filter them out first")
     tokens = pa.int8() if pa.types.is_boolean(column.type.value_type) else column.type.value_type
-    array = column.combine_chunks().cast(pa.list_(tokens))  # from lists of any kind, those of fixed size too
-    values = torch.from_dlpack(array.values)  # not from_numpy, which warns of memory that must not be written to
+    array = column.combine_chunks().cast(pa.list_(tokens))  # lists of any kind, also of fixed size
+    values = torch.from_dlpack(array.values)  # not from_numpy, which warns of read-only memory
     offsets = array.offsets.to_pylist()
     return (values[start:stop] for start, stop in pairwise(offsets))
 
 
 def _lengths(dataset: datasets.Dataset) -> Iterator[int]:
-    """The lengths of the documents, without reading a token."""
+    """Yield the lengths of the documents, without reading a token."""
     for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=LENGTHS_READ):
         yield from pc.list_value_length(table["input_ids"]).to_pylist()
 
 
 def _stages(stage: Any) -> Iterator[Any]:
-    """A pipeline's stages, from its end to its sources."""
+    """Yield a pipeline's stages, from its end to its sources."""
     yield stage
     for source in [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]:
         if source is not None:

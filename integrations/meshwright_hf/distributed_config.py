@@ -1,4 +1,4 @@
-"""What a transformers ``DistributedConfig`` asks for, in our terms; what we cannot honour is an error by name."""
+"""Translates a transformers ``DistributedConfig``; an error names a setting that we cannot honour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 
-# Fields that say which of ours; any other must be as it is by default.
+# Fields that are translated; any other must have its default.
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size")
 _HONOURED = {*_SIZES, "tp_plan", "enable_sequence_parallel"}
 _INSTEAD = {
@@ -20,7 +20,7 @@ _INSTEAD = {
     "enable_expert_parallel": "set it False: experts are not split",
     "ep_plan": "leave it None: experts are not split",
     "ep_implementation": "leave it 'auto': experts are not split",
-    "fsdp_plan": "leave it None: what is gathered when is ours to say",
+    "fsdp_plan": "leave it None: Meshwright decides what is gathered when",
     "fsdp_cpu_offload": "set it False",
     "fsdp_mixed_precision": "set it False, and choose the precision by from_pretrained(dtype=...) or torch.autocast",
 }
@@ -30,10 +30,10 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
     """Translate a DistributedConfig: tp_size to tp, dp_replicate_size to dp, fsdp_size to dp under ZeRO-3.
 
     Args:
-        config: of transformers; its ``enable_sequence_parallel`` is honoured.
+        config: transformers' configuration; its ``enable_sequence_parallel`` is honoured.
 
     Raises:
-        PlanError: for a setting that this runtime cannot honour, and for sizes that do not match the launch.
+        PlanError: if this runtime cannot honour a setting, or the sizes do not match the launch.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -41,16 +41,16 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
         if field.name not in _HONOURED and value not in (field.default, 1 if field.default is None else field.default):
             raise PlanError(
                 f"DistributedConfig.{field.name}={value!r} is not available with ParallelPlan; "
-                f"{_INSTEAD.get(field.name, f'leave it {field.default!r}')}. transformers' own path takes it: leave "
-                "enable_sequence_parallel=False, and register(take_over='sequence_parallel')"
+                f"{_INSTEAD.get(field.name, f'leave it {field.default!r}')}. To use transformers' own path, leave "
+                "enable_sequence_parallel=False, and call register(take_over='sequence_parallel')"
             )
     if isinstance(config.tp_plan, dict):
         raise PlanError(
-            f"DistributedConfig.tp_plan={config.tp_plan!r} names styles of transformers, and a ShardingPlan gives "
-            "roles instead; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if "
+            f"DistributedConfig.tp_plan={config.tp_plan!r} names styles of transformers, but a ShardingPlan names "
+            "roles; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if "
             "the model needs them"
         )
-    # transformers 5.17 knows no replicas, and leaves sizes None.
+    # transformers 5.17 has no replicas, and leaves sizes None.
     sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
     needed = sizes["tp_size"] * sizes["fsdp_size"] * sizes["dp_replicate_size"]
     if needed != (world := world_size()):

@@ -19,7 +19,7 @@ from meshwright.errors import PlanError
 from meshwright_hf import network
 from meshwright_hf.versions import TESTED, installed, place
 
-PATIENCE = 10.0  # seconds for two ends of gloo on this machine to meet
+PATIENCE = 10.0  # seconds for two ranks on this machine to meet over gloo
 SMALL_SHARED_MEMORY = 256 * 2**20  # bytes; a container's default of 64 MiB is too little for loader workers
 
 Status = Literal["ok", "note", "warning", "problem"]
@@ -27,12 +27,12 @@ Status = Literal["ok", "note", "warning", "problem"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        topic: what.
-        status: "problem" for what stops training here; "note" for what is merely so.
-        text: what was found, and for anything but "ok" what follows or what to do.
+        topic: the subject of the check.
+        status: "problem" if it stops training here; "note" for information.
+        text: what was found and, unless the status is "ok", what follows or what to do.
     """
 
     topic: str
@@ -41,7 +41,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return what is found out about this machine and what is installed on it; changes nothing, sends nothing out."""
+    """Check this machine and what is installed on it; changes nothing, sends nothing out."""
     return [finding for look in _LOOKS for finding in look()]
 
 
@@ -51,7 +51,7 @@ def has_problem(findings: list[Finding]) -> bool:
 
 
 def as_text(findings: list[Finding]) -> str:
-    """Return the findings as lines, and what they come to."""
+    """Return the findings as lines, with the number of problems and warnings."""
     marks = {"ok": "ok     ", "note": "-      ", "warning": "warning", "problem": "PROBLEM"}
     width = max(len(finding.topic) for finding in findings)
     lines = [f"{marks[finding.status]}  {finding.topic:{width}}  {finding.text}" for finding in findings]
@@ -85,7 +85,7 @@ def _packages() -> Iterator[Finding]:
             if where == "older" and tested.supported:
                 status, text = "problem", f"{version} is older than {tested.oldest}: {tested.purpose} may not work"
             elif where != "tested":
-                text = f"{version} is {where} than what is tested: {tested}"
+                text = f"{version} is {where} than the tested versions, {tested}"
         yield Finding(topic=package, status=status, text=text)
 
 
@@ -104,11 +104,11 @@ def _gpus() -> Iterator[Finding]:
             version = ".".join(str(part) for part in torch.cuda.nccl.version())
             yield Finding(topic="NCCL", status="ok", text=version)
         else:
-            text = "this build of torch has none: GPUs cannot be used together; install a CUDA build"
+            text = "this build of torch has none, so GPUs cannot be used together; install a CUDA build"
             yield Finding(topic="NCCL", status="problem", text=text)
     elif Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
         text = (
-            f"there is an NVIDIA driver, but torch {torch.__version__} finds no GPU: install a CUDA build that fits it"
+            f"there is an NVIDIA driver, but torch {torch.__version__} finds no GPU; install a CUDA build that fits it"
         )
         yield Finding(topic="GPUs", status="problem", text=text)
     else:
@@ -127,16 +127,16 @@ def _gloo() -> Iterator[Finding]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     error = _try_gloo()
     if error is None:
-        text = "two ends on this machine meet and add" + (f", over {interface}" if interface else "")
+        text = "two ranks on this machine meet and all-reduce" + (f", over {interface}" if interface else "")
         yield Finding(topic="gloo", status="ok", text=text)
     else:
         advice = "is it an interface of this machine?" if interface else "try GLOO_SOCKET_IFNAME=lo"
-        text = f"two ends on this machine do not meet (GLOO_SOCKET_IFNAME={interface}; {advice}): {error}"
+        text = f"two ranks on this machine do not meet (GLOO_SOCKET_IFNAME={interface}; {advice}): {error}"
         yield Finding(topic="gloo", status="problem", text=text)
 
 
 def _try_gloo() -> str | None:
-    """Why two ranks, as threads of this process, cannot add; None if they can."""
+    """Return why two ranks, as threads of this process, cannot all-reduce; None if they can."""
     import torch
     import torch.distributed as dist
 
@@ -168,7 +168,7 @@ def _network() -> Iterator[Finding]:
         network.check_port(29500)
         yield Finding(topic="port 29500", status="ok", text="free; several machines meet there by default")
     except PlanError:
-        text = "in use: give --main_process_port for several machines (on one machine a free port is taken)"
+        text = "in use; for several machines pass --main_process_port (one machine takes a free port)"
         yield Finding(topic="port 29500", status="warning", text=text)
     name = socket.gethostname()
     try:
@@ -180,14 +180,14 @@ def _network() -> Iterator[Finding]:
     local = address.startswith("127.")
     text = f"{name} is {address}"
     if local:
-        text += ": with other machines gloo needs GLOO_SOCKET_IFNAME, which meshwright launch sets"
+        text += ": between machines gloo needs GLOO_SOCKET_IFNAME, which meshwright launch sets"
     yield Finding(topic="host name", status="note" if local else "ok", text=text)
 
 
 def _resources() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS")
-    text = f"{cores}; OMP_NUM_THREADS={threads or 'unset: meshwright launch shares the cores out'}"
+    text = f"{cores}; OMP_NUM_THREADS={threads or 'unset: meshwright launch divides the cores'}"
     yield Finding(topic="cores", status="ok", text=text)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Finding(topic="memory", status="ok", text=f"{memory / 2**30:.1f} GiB")

@@ -1,4 +1,4 @@
-"""TRL's fused head on shards: it reads the head's weight past the module, and needs the whole one."""
+"""TRL's fused head on shards: it reads the head's weight without calling the module, and needs all of it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
     """Give ``model(..., fused_lm_head=True)`` the whole head, gathered for the call; other calls stay as they are.
 
     TRL's trainers put such a forward on the model before it is sharded. It multiplies hidden states by
-    ``get_output_embeddings().weight`` tile by tile, so that a rank's own rows would give a softmax over its words.
-    Under ZeRO stage 3 the head has no values but while its own forward runs, which TRL leaves out.
+    ``get_output_embeddings().weight`` tile by tile, so a rank's own rows would give a softmax over its words only.
+    Under ZeRO stage 3 the head has values only while its own forward runs, which TRL does not call.
 
     Args:
-        model: changed in place.
-        runtime: of the model; nothing to do where each rank has the whole head.
+        model: the model, changed in place.
+        runtime: the model's runtime; nothing is changed if each rank has the whole head.
     """
     if (runtime.tp.size == 1 and runtime.weights is None) or not hasattr(model, "get_output_embeddings"):
         return
@@ -42,7 +42,7 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
                     stack.enter_context(runtime.weights.lent(head))
                 return _whole(head, runtime)
 
-            owner.get_output_embeddings = find_whole_head  # which the forward calls once, after the backbone
+            owner.get_output_embeddings = find_whole_head  # the forward calls it once, after the backbone
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -52,7 +52,7 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
 
 
 def _whole(head: nn.Linear, runtime: Runtime) -> SimpleNamespace:
-    """Every rank computes the same with it, so that its gradient is this rank's rows of the one at hand."""
+    """Return the whole head; all ranks compute the same with it, so each takes its own rows of the gradient."""
     bias = None if head.bias is None else _gathered(head.bias, runtime)
     return SimpleNamespace(weight=_gathered(head.weight, runtime), bias=bias)
 

@@ -1,4 +1,4 @@
-"""Rows of all data-parallel ranks for a metric: each once, in the order of the dataset."""
+"""Gathers the rows of all data-parallel ranks for a metric: each once, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from meshwright.parallel.collectives import Axis, all_gather
 def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
     """Join the rows of every tensor over the data-parallel axis; a collective call.
 
-    The ranks may have different numbers of rows. A tensor without dims becomes a vector, one number a rank.
+    The ranks may have different numbers of rows. A tensor without dims becomes a vector with one number per rank.
 
     Args:
         data: a tensor, or nested containers of tensors, alike on all ranks.
-        dp: the axis; ranks that share a batch are on other axes, and have the same rows.
-        is_blank: this rank's rows are a copy that keeps it in step.
-        rows: how many there are over all ranks; further ones are cut off. None: nobody knows.
+        dp: the dp axis; ranks that share a batch are on other axes, and have the same rows.
+        is_blank: whether this rank's rows are a copy that only keeps it in step.
+        rows: the number of rows over all ranks, after which the result is cut off; None if it is not known.
 
     Raises:
-        ValueError: on all ranks alike, tensors that differ in more than their rows.
+        ValueError: on all ranks, if tensors differ in more than their rows.
     """
     own = list(tensors_of(data))
     if dp.size == 1:
@@ -57,7 +57,7 @@ def _join(x: Tensor, forms: list[tuple[str, tuple[int, ...], bool]], dp: Axis, r
     if len({(dtype, shape[1:], len(shape)) for dtype, shape, _ in forms}) > 1:
         said = "; ".join(f"{dtype} {list(shape)} on rank {rank} of dp" for rank, (dtype, shape, _) in enumerate(forms))
         raise ValueError(
-            f"tensors to gather may differ in their rows only, and there are {said}; pad them first, with "
+            f"tensors to gather may differ in their rows only, but there are {said}; pad them first, with "
             "accelerator.pad_across_processes(tensor, dim=1, pad_index=...)"
         )
     if x.ndim == 0:

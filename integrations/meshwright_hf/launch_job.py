@@ -22,21 +22,21 @@ class Launch:
 
     Args:
         script: a Python file, or with ``module`` the name of a module.
-        arguments: of the script.
-        module: run the script as ``python -m`` does.
-        plan: handed to the script's ``to_distributed``; None to have that pick one.
-        num_processes: over all machines.
-        num_machines: machines, each of which is started by a command of its own.
+        arguments: the script's arguments.
+        module: whether to run the script as ``python -m`` does.
+        plan: the plan for the script's ``to_distributed``; None to have that pick one.
+        num_processes: the number of processes over all machines.
+        num_machines: the number of machines, each of which is started by a command of its own.
         machine_rank: this machine's number, from 0.
         main_process_ip: the address of machine 0; may be left out for one machine.
-        main_process_port: on which machine 0 listens; any free one on one machine, else 29500.
-        cpu: run on CPU also where there are GPUs.
-        mixed_precision: of accelerate ("no", "fp16", "bf16", "fp8"); None for what its configuration says.
+        main_process_port: the port on which machine 0 listens; by default any free one on one machine, else 29500.
+        cpu: whether to run on CPU even if there are GPUs.
+        mixed_precision: accelerate's precision ("no", "fp16", "bf16", "fp8"); None for that of its configuration.
         start_timeout: seconds that machines wait for each other.
-        oversubscribe: start more processes than this machine's CPU cores can serve.
+        oversubscribe: whether to start more processes than this machine's CPU cores can serve.
 
     Raises:
-        PlanError: numbers that do not fit together, naming both, or a script that is not there.
+        PlanError: if two numbers do not fit together (the message names both), or there is no such script.
 
     Example:
         >>> Launch(script="train", module=True, plan=ParallelPlan(dp=2, tp=2), num_processes=4).local_processes
@@ -95,20 +95,20 @@ class Launch:
 
 
 def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int | None) -> ParallelPlan | None:
-    """Return the plan to launch with: a file's, one of given sizes, the environment's, or None.
+    """Return the plan to launch with, from ``plan``, from ``sizes`` or from the environment; None if there is none.
 
     Args:
         plan: a plan file, or a plan in words.
-        sizes: fields of ``ParallelPlan`` that the user named.
-        num_processes: with sizes but no dp, dp takes up what the others leave of these.
+        sizes: the fields of ``ParallelPlan`` that the user named.
+        num_processes: the number of processes, which the other sizes divide to give dp if ``sizes`` lacks it.
 
     Raises:
-        PlanError: a file and sizes at once, sizes that do not divide the processes, or no plan at all.
+        PlanError: if there are both a plan and sizes, sizes do not divide the processes, or ``plan`` is no plan.
     """
     if plan is not None:
         if sizes:
             given = ", ".join(f"--{name} {value}" for name, value in sizes.items())
-            raise PlanError(f"--plan {plan} and {given} both say the plan; leave one of them out")
+            raise PlanError(f"--plan {plan} and {given} both give the plan; leave one of them out")
         return resolve_plan(plan, "--plan")
     if not sizes:
         fields = launched_plan()

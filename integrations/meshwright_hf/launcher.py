@@ -1,4 +1,4 @@
-"""accelerate's launcher, with a plan: the processes that it needs, and the plan in their environment."""
+"""Runs accelerate's launcher for a plan: with the plan's processes, and the plan in their environment."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TRIED_ON_CPU = 8  # processes that any machine may start
 
 
 def default_processes(num_machines: int, cpu: bool) -> int:
-    """As many as there are GPUs on all machines, if they are like this one.
+    """Return the number of GPUs on all machines, if they are like this one.
 
     Raises:
-        PlanError: without GPUs.
+        PlanError: if there are no GPUs.
     """
     gpus = 0 if cpu else _gpus()
     if gpus == 0:
-        raise PlanError("say how many processes to start on CPU: --num_processes N, or a plan, e.g. --dp 2 --tp 2")
+        raise PlanError("pass the number of processes on CPU: --num_processes N, or a plan, e.g. --dp 2 --tp 2")
     return gpus * num_machines
 
 
@@ -40,18 +40,18 @@ def run(job: Launch) -> int:
     """Start the processes of this machine and wait for them; return the exit code of the first that failed.
 
     Raises:
-        PlanError: accelerate is missing, there are too few GPUs, a port is in use, or another machine does not come.
+        PlanError: if accelerate is missing, GPUs are too few, a port is in use, or another machine does not join.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise PlanError(
-            "meshwright launch calls accelerate's launcher, and accelerate is not installed: "
+            "meshwright launch calls accelerate's launcher, but accelerate is not installed; "
             "pip install 'meshwright[hf]' (a script without accelerate can be started by torchrun too)"
         )
     warn_outside_range()
     on_cpu = job.cpu or _gpus() == 0
     if not on_cpu and job.local_processes > _gpus():
         raise PlanError(
-            f"{job.local_processes} processes on this machine need as many GPUs, and it has {_gpus()}; use fewer "
+            f"{job.local_processes} processes on this machine need as many GPUs, but it has {_gpus()}; use fewer "
             "--num_processes, more --num_machines, or --cpu"
         )
     if on_cpu:
@@ -63,7 +63,7 @@ def run(job: Launch) -> int:
 
 
 def _check_cores(job: Launch) -> None:
-    """Refuse what would bring a machine to a halt; a few processes per core are how plans are tried on a laptop."""
+    """Refuse so many processes that a machine would halt; a few per core let a laptop try a plan."""
     cores = os.cpu_count() or 1
     most = max(TRIED_ON_CPU, 2 * cores)
     if job.local_processes > most and not job.oversubscribe:
@@ -75,24 +75,24 @@ def _check_cores(job: Launch) -> None:
 
 
 def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:
-    """Return what ``accelerate launch`` is given.
+    """Return the arguments of ``accelerate launch``.
 
-    torchrun's way (``--multi_gpu``) also serves CPUs: ``--cpu`` would start one process, whatever their number.
+    CPUs use torchrun's way (``--multi_gpu``) too, since ``--cpu`` would start one process, whatever the number.
 
     Args:
-        job: with an address and a port.
-        on_cpu: what it runs on.
+        job: the job, with an address and a port.
+        on_cpu: whether it runs on CPU.
     """
     configuration = _configuration()
-    unless_configured = "no" if configuration is None else None  # accelerate's own default, said so that it is quiet
+    unless_configured = "no" if configuration is None else None  # accelerate's own default, passed so that it is quiet
     options: dict[str, Any] = {
-        "config_file": configuration,  # named, since with --cpu accelerate would leave it out
+        "config_file": configuration,  # passed, since with --cpu accelerate would leave it out
         "num_processes": job.num_processes,
         "num_machines": job.num_machines,
         "machine_rank": job.machine_rank,
         "main_process_ip": job.main_process_ip,
         "main_process_port": job.main_process_port,
-        "rdzv_backend": "static",  # another one would number the machines as they come
+        "rdzv_backend": "static",  # another one would number the machines in the order of joining
         "mixed_precision": job.mixed_precision or unless_configured,
         "dynamo_backend": unless_configured,
         "num_cpu_threads_per_process": _threads(job, on_cpu),
@@ -108,14 +108,14 @@ def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:
 
 
 def _configuration() -> str | None:
-    """The file that ``accelerate config`` wrote, if it did."""
+    """Return the file that ``accelerate config`` wrote, if it did."""
     from accelerate.commands.config import default_config_file
 
     return default_config_file if os.path.isfile(default_config_file) else None
 
 
 def _threads(job: Launch, on_cpu: bool) -> int | None:
-    """Of each process; None for what accelerate takes. On CPU the cores are shared out, as accelerate means to."""
+    """Return the threads per process, None for accelerate's choice; on CPU the processes share the cores."""
     if not on_cpu or "OMP_NUM_THREADS" in os.environ:
         return None
     import psutil
@@ -124,7 +124,7 @@ def _threads(job: Launch, on_cpu: bool) -> int | None:
 
 
 def _with_address(job: Launch) -> Launch:
-    """The address and the port to meet at, chosen where they were left out, and tried on the machine that listens."""
+    """Fill in a missing address and port to meet at, and check the port on the machine that listens."""
     port = job.main_process_port
     if port is None:
         port = network.free_port() if job.num_machines == 1 else DEFAULT_PORT
@@ -134,7 +134,7 @@ def _with_address(job: Launch) -> Launch:
 
 
 def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
-    """What the processes inherit beside what accelerate sets; what the user set is left alone."""
+    """Return the variables to set besides accelerate's; those that the user set are left alone."""
     environment = {}
     if on_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -142,7 +142,7 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
         environment[PLAN_VARIABLE] = plan_line(dataclasses.asdict(job.plan))
     if job.num_processes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         assert job.main_process_ip is not None
-        # Left alone, gloo tells the others the address of the host's name, which is often 127.0.1.1.
+        # By default gloo announces the address of the host's name, which is often 127.0.1.1.
         interface = network.interface_of(network.local_address_towards(job.main_process_ip))
         if interface is not None:
             environment["GLOO_SOCKET_IFNAME"] = interface
@@ -155,7 +155,7 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
 
 
 def _in_words(job: Launch, on_cpu: bool) -> str:
-    """What is started where, in one line."""
+    """Return in one line what is started where."""
     plan = "a plan that to_distributed picks"
     if job.plan is not None:
         changed = {f.name: getattr(job.plan, f.name) for f in dataclasses.fields(job.plan)}
@@ -170,7 +170,7 @@ def _in_words(job: Launch, on_cpu: bool) -> str:
 
 
 def _run(job: Launch, arguments: list[str]) -> int:
-    """Hand over to accelerate, in this process; with a single one to start, become it."""
+    """Run accelerate's launcher in this process; a single process to start replaces this one."""
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed import DistError
@@ -210,7 +210,7 @@ def _first_failure(error: ChildFailedError) -> int:
 
 
 def _end_the_rest() -> None:
-    """End what an interrupted wait for processes that would not end has left, e.g. after a second Ctrl-C."""
+    """End the processes that are left when the wait for them is interrupted, e.g. by a second Ctrl-C."""
     import psutil
 
     rest = psutil.Process().children(recursive=True)
@@ -225,12 +225,12 @@ def _why_not_met(job: Launch, error: Exception) -> str:
     summary = str(error).splitlines()[0]
     if job.machine_rank == 0:
         return (
-            f"not all of the {job.num_machines} machines came to {meeting} within {job.start_timeout} s ({summary}); "
+            f"not all of the {job.num_machines} machines joined at {meeting} within {job.start_timeout} s ({summary}); "
             "start this command on each, with its own --machine_rank"
         )
     return (
-        f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); is it started, with the "
-        "same --num_machines, --main_process_ip and --main_process_port?"
+        f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); start it, with the "
+        "same --num_machines, --main_process_ip and --main_process_port"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which kinds of decoder layers occur in a model, and which layers are enough to have them all."""
+"""Finds the kinds of decoder layers in a model, and a few layers that have them all."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-LEAST = 2  # layers that are kept: what is between two layers has to occur
-MOST = 8  # kinds that are told apart
+LEAST = 2  # layers that are kept at least, so that something is between two layers
+MOST = 8  # kinds that are told apart at most
 _PLAIN = (bool, int, str, type(None))
 
 
 def kinds_of_layers(model: Any) -> list[Hashable]:
-    """Return what tells each decoder layer from others: its modules, their settings and its parameters' shapes.
+    """Return what distinguishes each decoder layer: its modules, their settings and its parameters' shapes.
 
     Args:
         model: a causal LM, on the meta device or not.
@@ -23,7 +23,7 @@ def kinds_of_layers(model: Any) -> list[Hashable]:
     if not stacks:
         return []
     settings = [dict(_settings(layer)) for layer in stacks[0]]
-    # A setting that counts the layers tells nothing.
+    # A setting that numbers the layers does not distinguish kinds.
     counts = {
         p
         for p in settings[0]
@@ -54,8 +54,8 @@ def layers_to_keep(config: Any, kinds: Sequence[Hashable]) -> Iterator[tuple[lis
     """Yield layers that may be enough, the fewest first, and the fields of a config that has only them.
 
     Args:
-        config: of the whole model.
-        kinds: of its layers.
+        config: the config of the whole model.
+        kinds: the kinds of its layers.
     """
     first = sorted(dict.fromkeys(kinds.index(kind) for kind in kinds))[:MOST]
     chosen = first

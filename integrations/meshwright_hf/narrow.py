@@ -1,4 +1,4 @@
-"""Smaller sizes for a config that keep what matters to a plan: ratios, what divides and what does not."""
+"""Makes a config's sizes smaller, but keeps what matters to a plan: ratios, and which sizes divide evenly."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "ffn_hidden_size")
-_ROWS_OF_VOCABULARY = 128  # of a rank
+_ROWS_OF_VOCABULARY = 128  # per rank
 
 
 def narrower_configs(config: Any, *, real_tp: int, tp: int) -> Iterator[dict[str, Any]]:
     """Yield the fields of narrower configs, the narrowest first; a class may not allow all of them.
 
-    The width of a head stays as it is, so that whatever depends on it does too (rotary embeddings above all). There are
-    fewer heads, and the other widths shrink with them.
+    The width of a head stays as it is, and so does what depends on it (above all rotary embeddings). The number of
+    heads shrinks, and the other widths shrink with it.
 
     Args:
-        config: of the model.
-        real_tp: tensor-parallel size of the real plan.
-        tp: of the plan that is verified.
+        config: the model's config.
+        real_tp: the tp size of the real plan.
+        tp: the tp size of the plan that is verified.
     """
     heads = _count(config, "num_attention_heads")
     hidden = _count(config, "hidden_size")
@@ -35,7 +35,7 @@ def narrower_configs(config: Any, *, real_tp: int, tp: int) -> Iterator[dict[str
         for name in _WIDTHS:
             if width := _count(config, name):
                 narrow = _scaled(min(width, 2 * hidden), few, heads, 8 * tp if width % real_tp == 0 else 1)
-                # Widths that are equal in the narrow model alone would make its structure look like another.
+                # Widths that are equal only in the narrow model would make its structure look different.
                 is_equal = width != hidden and narrow == fields["hidden_size"]
                 fields[name] = narrow + 8 * tp if is_equal else narrow
         fields |= _of_hidden_size(config, hidden, fields["hidden_size"])
@@ -43,7 +43,7 @@ def narrower_configs(config: Any, *, real_tp: int, tp: int) -> Iterator[dict[str
 
 
 def _fewer_heads(heads: int, kv_heads: int, real_tp: int, tp: int, times: int) -> tuple[int, int]:
-    """Query and key heads: a rank of the plan has one key head where that of the real plan has, else some."""
+    """Return the numbers of query and key heads: one key head per rank if the real plan has one, else some."""
     if kv_heads < real_tp:  # ranks share key heads
         few_kv = max(1, kv_heads * tp // real_tp)
     elif kv_heads % real_tp:
@@ -58,12 +58,12 @@ def _fewer_heads(heads: int, kv_heads: int, real_tp: int, tp: int, times: int) -
 
 
 def _scaled(width: int, few: int, heads: int, multiple: int = 1) -> int:
-    """A width that shrinks with the heads, rounded up to a multiple."""
+    """Return a width that shrinks with the heads, rounded up to a multiple."""
     return -(-width * few // (heads * multiple)) * multiple
 
 
 def _of_hidden_size(config: Any, hidden: int, narrow: int) -> dict[str, int]:
-    """Other fields that hold the hidden size."""
+    """Return the other fields that hold the hidden size."""
     aliases = getattr(type(config), "attribute_map", {})
     done = {"hidden_size", aliases.get("hidden_size")}
     return {

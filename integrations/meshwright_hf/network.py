@@ -11,17 +11,17 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def check_port(port: int) -> None:
-    """Listen on a port of this machine for a moment, on all its addresses.
+    """Check that a port of this machine is free, by listening on it for a moment on all addresses.
 
     Raises:
-        PlanError: naming the port.
+        PlanError: if it is not; the message names the port.
     """
     try:
         with socket.create_server(("", port)):
@@ -36,10 +36,10 @@ def check_port(port: int) -> None:
 
 
 def local_address_towards(address: str) -> str:
-    """This machine's own address on the way to another one; nothing is sent.
+    """Return this machine's own address on the route to another one; nothing is sent.
 
     Raises:
-        PlanError: a name that does not resolve, or an address to which there is no way.
+        PlanError: if a name does not resolve, or no route leads to the address.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -47,12 +47,12 @@ def local_address_towards(address: str) -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise PlanError(f"--main_process_ip {address}: {error.strerror or error}; no way leads there") from None
+        raise PlanError(f"--main_process_ip {address}: {error.strerror or error}; no route leads there") from None
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address; None where none has."""
-    import psutil  # accelerate brings it
+    """Return the name of the network interface that has an address; None if none has."""
+    import psutil  # accelerate depends on it
 
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in entries):

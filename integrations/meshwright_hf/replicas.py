@@ -1,4 +1,4 @@
-"""Whether ranks that must hold the same weights still do."""
+"""Checks whether ranks that must hold the same weights still do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_replicas(model: nn.Module, *, step: int) -> None:
-    """Compare a digest of each weight over the ranks that hold the same; every rank makes the call.
+    """Compare a digest of each weight over the ranks that hold the same weight; every rank makes the call.
 
-    Without a plan all ranks do, as under DDP. Of a distributed model, all ranks of the data-parallel axis do, and of
-    weights that are not sharded those of the tensor-parallel axis too. A model whose parameters are not all on this
-    rank (FSDP, DeepSpeed stage 3, ZeRO stage 3) is left alone.
+    Without a plan, as under DDP, these are all ranks. For a distributed model they are the ranks of the dp axis, and
+    for weights that are not sharded also those of the tp axis. A model whose parameters are not all on this rank (FSDP,
+    DeepSpeed stage 3, ZeRO stage 3) is not checked.
 
     Raises:
-        DivergenceError: on every rank, naming the first weight that differs and the ranks.
+        DivergenceError: on every rank, if weights differ; the message names the first one and the ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -46,6 +46,6 @@ def check_replicas(model: nn.Module, *, step: int) -> None:
             if differ := [rank for rank in others if not torch.equal(parts[rank][index], parts[first][index])]:
                 raise DivergenceError(
                     f"step {step}: rank(s) {', '.join(map(str, differ))} have other values of {name} than rank "
-                    f"{first}, and must have the same: something changed the weights, or a gradient, on one rank alone "
+                    f"{first}, but must have the same: something changed the weights, or a gradient, on one rank alone "
                     "(a clip by a local norm, a batch that only one rank skipped, a module left out of the wrapper)"
                 )

@@ -16,18 +16,18 @@ from meshwright.roles.sharding_plan import ShardingPlan
 def save_plan(
     model_or_config: Any, plan: ParallelPlan | None = None, *, sharding_plan: ShardingPlan | None = None
 ) -> None:
-    """Put a plan into a model's config, with which ``save_pretrained`` writes it and ``from_pretrained`` reads it.
+    """Put a plan into a model's config, so that ``save_pretrained`` writes it and ``from_pretrained`` reads it.
 
-    ``to_distributed`` uses it where it is given no plan, by anyone who has meshwright; transformers ignores it. A
-    second call replaces the first, and one without a plan removes it.
+    ``to_distributed`` uses it if it is given no other plan; transformers ignores it. A second call replaces the first,
+    and a call without a plan removes it.
 
     Args:
         model_or_config: a model of transformers, or its config.
-        plan: how a step is spread over devices; only what differs from the defaults is written.
+        plan: the parallel plan; besides dp and tp, only what differs from the defaults is written.
         sharding_plan: the roles of the modules, for an architecture that meshwright does not know.
 
     Raises:
-        PlanError: for something else than a model or a config, a ParallelPlan and a ShardingPlan.
+        PlanError: if an argument has another type.
 
     Example::
 
@@ -46,7 +46,7 @@ def save_plan(
     saved: dict[str, Any] = {}
     if plan is not None:
         values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-        # The sizes are always said, so that what is there can be read without knowing the defaults.
+        # The sizes are always written, so that the plan can be read without knowing the defaults.
         defaults = {field.name: field.default for field in dataclasses.fields(plan)}
         saved = {k: v for k, v in values.items() if k in ("dp", "tp") or v != defaults[k]}
     if sharding_plan is not None:

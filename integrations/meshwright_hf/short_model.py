@@ -1,4 +1,4 @@
-"""A causal LM that fits a laptop, of which each kind of layer and each proportion is that of a real config."""
+"""Makes a causal LM that fits a laptop, with the kinds of layers and the proportions of a real config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrow import narrower_configs
 
 MEMORY = 0.8  # share of the machine's memory that the programs may fill
-_COPIES = 6  # of the weights that a process holds: itself, gradients, two moments, what is compared
+_COPIES = 6  # of the weights per process: weights, gradients, two moments, what is compared
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ShortModel:
 
     Args:
         path: the directory.
-        trust_remote_code: run Python code that lies there.
+        trust_remote_code: whether to run Python code from it.
     """
 
     path: str
@@ -38,7 +38,7 @@ class ShortModel:
 
     def __call__(self) -> nn.Module:
         config = read_config(Path(self.path), self.trust_remote_code)
-        # Random weights of its own: those of a class may be zeros, which would hide what is cut wrongly.
+        # Random weights of its own, since a class may initialise zeros, which would hide a wrong cut.
         model = causal_lm(config, torch.float64, self.trust_remote_code)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -47,7 +47,7 @@ class ShortModel:
 
 
 def _draw(name: str, parameter: nn.Parameter) -> None:
-    """Outputs of about the size of inputs: sums of larger ones saturate the softmax, smaller ones vanish."""
+    """Draw so that outputs are about as large as inputs: larger sums saturate the softmax, smaller ones vanish."""
     if parameter.ndim > 1:
         parameter.normal_(std=(parameter.shape[0] / parameter.numel()) ** 0.5)
     elif name.endswith("bias"):
@@ -60,7 +60,7 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
     """Return the config of a directory, or of a config.json.
 
     Raises:
-        PlanError: no such file, or one that transformers does not know.
+        PlanError: if there is no such file, or transformers does not know the config.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -70,20 +70,20 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(str(place), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise PlanError(f"--model {path}: transformers reads no config of it: {str(error).splitlines()[0]}") from error
+        raise PlanError(f"--model {path}: transformers cannot read its config: {str(error).splitlines()[0]}") from error
 
 
 def causal_lm(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     """Return the causal LM of a config.
 
     Raises:
-        PlanError: for a config that has none.
+        PlanError: if it has none.
     """
     try:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError) as error:
         raise PlanError(
-            f"transformers makes no causal LM of a {config.model_type} config: {str(error).splitlines()[0]}"
+            f"transformers cannot make a causal LM of a {config.model_type} config: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -97,19 +97,19 @@ def short_model(
     trust_remote_code: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[ShortModel, list[str]]:
-    """Write a shortened config.json into a folder and return what makes its model, and what was changed.
+    """Write a shortened config.json into a folder; return a maker of its model, and notes on what was changed.
 
     Args:
         source: a config.json, or a directory that holds one.
         folder: an empty directory.
         real_plan: the plan that the real model is to run under, which is checked on the real sizes.
         plan: the plan that the shortened model runs under.
-        full_width: keep all sizes, and shorten the stack of layers only.
-        trust_remote_code: run Python code that lies beside the config.json.
-        tell: is given a few words at each stage.
+        full_width: whether to keep all sizes, and shorten only the stack of layers.
+        trust_remote_code: whether to run Python code that lies beside the config.json.
+        tell: a function that receives a few words at each stage.
 
     Raises:
-        PlanError: for a config that has no causal LM, and for a model that the plan cannot run.
+        PlanError: if the config has no causal LM, or the plan cannot run the model.
     """
     tell("the real config")
     maker = _Maker(source, folder, trust_remote_code)
@@ -141,7 +141,7 @@ class _Maker:
                 shutil.copy(code, folder)
 
     def with_fields(self, config: Any, fields: Mapping[str, Any]) -> Any:
-        """A config with other values, whose derived fields follow."""
+        """Return a config with other values; derived fields follow them."""
         names = getattr(type(config), "attribute_map", {})
         values = config.to_dict() | {names.get(name, name): value for name, value in fields.items()}
         self._save(values)
@@ -168,7 +168,7 @@ def _check_layers(model: Any, config: Any) -> None:
 
 
 def _roles(model: Any, plan: ParallelPlan) -> dict[str, str] | None:
-    """The role of each parameter of one layer of each kind, as tp would cut them; None without tp."""
+    """Return the role of each parameter under tp, with layer numbers written as ``*``; None without tp."""
     if plan.tp == 1:
         return None
     sharding_plan = plan_for(model)
@@ -198,7 +198,7 @@ def _shortened(maker: _Maker, full: Any) -> tuple[Any, list[str]]:
 
 
 def _without_dropout(config: Any) -> list[str]:
-    """Two programs that draw other masks cannot be compared."""
+    """Turn dropout off, since two programs that draw different masks cannot be compared."""
     changed = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value]
     for name in changed:
         setattr(config, name, 0.0)
@@ -238,6 +238,6 @@ def _check_memory(model: nn.Module, plan: ParallelPlan) -> None:
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > MEMORY * available:
         raise PlanError(
-            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, and this machine has "
-            f"{available / 2**30:.0f} GiB; leave out --full-width, or choose a plan of a smaller dp"
+            f"verifying this model in float64 takes about {needed / 2**30:.0f} GiB, but this machine has "
+            f"{available / 2**30:.0f} GiB; leave out --full-width, or choose a plan with a smaller dp"
         )

@@ -1,7 +1,7 @@
 """Styles for transformers' own tensor parallelism, to be named in a ``tp_plan`` while registered.
 
-Both put right what transformers' own styles do not: a norm's gradient under accumulation, and the memory of
-the logits. A model that ``register`` takes over needs neither.
+They fix what transformers' own styles get wrong: a norm's gradient under accumulation, and the memory of the
+logits. A model that ``register`` takes over needs neither.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class PartialNorm(TensorParallelLayer):
-    """A replicated norm over sharded heads (q_norm, k_norm), its gradient summed once a pass.
+    """A replicated norm over sharded heads (q_norm, k_norm), whose gradient is summed once per pass.
 
-    transformers' ``replicated_with_grad_allreduce`` sums ``parameter.grad``, and with it what earlier passes left
-    there: with two accumulation steps and two ranks the gradient comes out half as large again.
+    transformers' ``replicated_with_grad_allreduce`` sums ``parameter.grad``, including what earlier passes left
+    there: with two accumulation steps and two ranks the gradient becomes 1.5 times as large.
     """
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -52,7 +52,7 @@ class PartialNorm(TensorParallelLayer):
 class VocabHead(ColwiseParallel):
     """A language-model head whose logits stay sharded over the vocabulary, up to transformers' own causal-LM loss.
 
-    In training. Without gradients the logits are gathered, as by ``colwise_gather_output``.
+    This applies to training. Without gradients the logits are gathered, as by ``colwise_gather_output``.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class VocabHead(ColwiseParallel):
 
 
 class VocabLogits(ShardedLogits):
-    """This rank's words of logits that flow into ``cross_entropy``; any other read raises."""
+    """This rank's columns of the logits, which only ``cross_entropy`` may read; any other read raises."""
 
     vocab_size: int
     axis: Axis
 
     @classmethod
     def of(cls, local: Tensor, vocab_size: int, axis: Axis) -> VocabLogits:
-        """Mark this rank's columns, of which all ranks but the last have equally many."""
+        """Mark this rank's columns; all ranks but the last have the same number."""
         logits = local.as_subclass(cls)
         logits.vocab_size, logits.axis = vocab_size, axis
         return logits
@@ -110,7 +110,7 @@ def _cross_entropy(
 ) -> Tensor:
     if reduction not in ("mean", "sum") or any(value not in (None, 0.0) for value in others.values()):
         raise ValueError(
-            f"logits that stay sharded take cross_entropy(reduction='mean' or 'sum'), not reduction={reduction!r}, "
+            f"sharded logits support only cross_entropy(reduction='mean' or 'sum'), not reduction={reduction!r}, "
             f"{', '.join(others)}; use the style 'colwise_gather_output' for the head"
         )
     axis = logits.axis

@@ -1,4 +1,4 @@
-"""transformers' Trainer on a plan: the same class, arguments and numbers, and a model that is sharded."""
+"""transformers' Trainer on a plan: the same class, arguments and numbers, with a sharded model."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ logger = logging.getLogger(__name__)
 class MeshwrightTrainerMixin(CheckpointMixin):
     """Makes a subclass of transformers' Trainer train by a plan; put it first among the bases.
 
-    The model is sharded when the Trainer is made, and stays the user's object. Batch sizes keep their meaning: rows of
-    one data-parallel rank. Losses, gradient norms, metrics and predictions are those of one process with a batch dp
-    times as large. Checkpoints have one-device weights and optimizer state, and are resumed under any plan.
+    The model is sharded when the Trainer is made, and stays the user's object. Batch sizes keep their meaning: rows per
+    data-parallel rank. Losses, gradient norms, metrics and predictions are those of one process with a batch dp times
+    as large. Checkpoints have one-device weights and optimizer state, and can be resumed under any plan.
 
     Args:
         meshwright: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict of its fields, the path of a plan file, or a
             ToDistributedConfig. By default the launcher's plan, or the one that the planner picks.
 
     Raises:
-        PlanError: for a plan that cannot run, and for arguments that contradict it.
+        PlanError: if the plan cannot run, or an argument contradicts it.
 
     Example::
 
@@ -67,7 +67,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         trainer = PlannedSFTTrainer(model, args=args, train_dataset=data, meshwright=mw.ParallelPlan(tp=2))
     """
 
-    # What the mixin uses of the Trainer, beside what checkpoints use.
+    # Attributes of the Trainer that the mixin uses, besides those of CheckpointMixin.
     accelerator: Any
     train_dataset: Any
     label_smoother: Any
@@ -78,8 +78,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = self._counts_own_rows = False
         self._items = ItemsUse()
-        self._distributed: Any = None  # the model for which all is set up
-        self._trained: set[str] | None = None  # what had gradients when the optimizer was made
+        self._distributed: Any = None  # the model that is set up
+        self._trained: set[str] | None = None  # parameters with gradients when the optimizer was made
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
             kwargs["callbacks"] = [_told(callback) for callback in kwargs["callbacks"]]
@@ -90,13 +90,13 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # ---- set-up
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's own, told to leave the model to the plan and to put loaders on its mesh."""
+        """Make the Trainer's accelerator, and have it leave the model to the plan and put loaders on its mesh."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = self.accelerator
         prepare_model = accelerator.prepare_model
 
         def prepare(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-            # For evaluation accelerate adds autocast, and no DDP: the plan has reduced the gradients.
+            # In evaluation mode accelerate adds autocast but no DDP, since the plan reduces the gradients.
             with left_to_us(accelerator.state.dynamo_plugin):
                 placement = device_placement if find_runtime(model) is None else False
                 return prepare_model(model, device_placement=placement, evaluation_mode=True)
@@ -112,12 +112,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The Trainer's own; a distributed model is where it belongs, and "cpu:0" would be a copy apart from ZeRO's."""
+        """Move the model unless it is distributed: a move to "cpu:0" would copy it out of ZeRO's buckets."""
         if find_runtime(model) is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _distribute(self) -> None:
-        """Shard the model, and make it fit for the Trainer; once for each model that ``model_init`` makes."""
+        """Shard the model and prepare it for the Trainer, once for each model that ``model_init`` makes."""
         if self._distributed is self.model:
             return
         runtime = find_runtime(self.model)
@@ -126,9 +126,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         else:
             if self.train_dataset is not None:
                 self.create_optimizer()
-            # Before the guard's own, so that it runs after: exit hooks run last first.
+            # Registered before the guard's own, so that it runs after it: exit hooks run in reverse order.
             atexit.register(leave_process_group)
-            with torch.random.fork_rng(devices=[]):  # what the Trainer draws later is what it draws on one process
+            with torch.random.fork_rng(devices=[]):  # so that the Trainer later draws as on one process
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         self._evaluation_loss = EvaluationLoss(self, runtime)
@@ -136,13 +136,13 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         check_trl(self, runtime)
         if runtime.loss is not None:
             runtime.loss.mean.num_items = self._meaning_of_items()  # the model may have been distributed before
-        self.model.no_sync = runtime.no_sync  # what accelerate looks for while gradients accumulate
+        self.model.no_sync = runtime.no_sync  # accelerate looks for it while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
             compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, which one process calls when training begins, and a plan when the Trainer is made."""
+        """Make the Trainer's optimizer: under a plan when the Trainer is made, otherwise when training begins."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_new:
@@ -152,7 +152,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return optimizer
 
     def _complete(self, runtime: Runtime) -> None:
-        """Give a model that was distributed before, perhaps as it was loaded, what it lacks: an optimizer."""
+        """Add the optimizer to a model that was distributed before, perhaps while loading."""
         trains = self.train_dataset is not None
         if trains and not runtime.has_optimizer:
             self.create_optimizer()
@@ -171,7 +171,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return "global" if self.args.average_tokens_across_devices else "local"
 
     def _batches_to_plan_for(self) -> Any:
-        """The batches of all processes, where the planner is to pick."""
+        """Return the batches of all processes, if the planner is to pick."""
         is_given = self._mesh_config.plan not in (None, "auto") or self._mesh_config.input_spec is not None
         if is_given or self.train_dataset is None:
             return None
@@ -182,7 +182,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             self._is_distributing = False
 
     def get_tp_size(self) -> int:
-        """Ranks with the same rows; batch sizes, step counts and the loss's scale follow from it."""
+        """Return the number of ranks with the same rows, which sets batch sizes, step counts and the loss's scale."""
         runtime = find_runtime(self.model)
         if runtime is None or self._counts_own_rows:
             return super().get_tp_size()  # type: ignore[misc]
@@ -193,7 +193,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # ---- data
 
     def get_train_dataloader(self) -> Any:
-        """This rank's rows of the global batches."""
+        """Return a loader of this rank's rows of the global batches."""
         if not self._is_distributing:
             self._distribute()  # model_init may have made a new model
         self._is_training_loader = True
@@ -206,7 +206,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
         if find_runtime(self.model) is None:
-            # The planner only looks at it; a trainer that has a pass over the data before needs all rows.
+            # The planner only looks at it; a trainer that passes over the data before sharding needs all rows.
             return data_loader if self._is_distributing else whole_loader(data_loader, self.args.device)
         check_last_batch(self, data_loader, self._runtime.dp.size, is_training=self._is_training_loader)
         return mesh_loader(
@@ -223,21 +223,21 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         runtime = find_runtime(self.model)
         if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
             return stock(tensor)
-        return gather_rows(tensor, runtime.dp, is_cut=False)  # the last batch's rows are not equally many
+        return gather_rows(tensor, runtime.dp, is_cut=False)  # the last batch's rows may differ in number
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if find_runtime(self.model) is None:
-            return input_data  # of whole_loader
+            return input_data  # whole_loader gives each rank all rows
         return gather_rows(input_data, self._runtime.dp, as_objects=use_gather_object)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        """That of TRL's trainers, which call it before the model is distributed."""
+        """Prepare the dataset of TRL's trainers, which call it before the model is distributed."""
         if getattr(self, "calculate_KL", False):
             args = with_global_batch(args, self._mesh_config)
         return super()._prepare_dataset(dataset, processing_class, args, *rest, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        # Where the Trainer does not sum over ranks, there is nothing to divide by those that have the same rows.
+        # If the Trainer does not sum over ranks, it must not divide by the ranks that have the same rows.
         self._counts_own_rows = not self.args.average_tokens_across_devices
         try:
             count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
@@ -254,18 +254,18 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # ---- steps
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
-        """The Trainer's own; a loss of the user's own may take the labels from the batch."""
+        """Run the Trainer's step; the batch is counted before it, since the user's loss may remove the labels."""
         uneven, count = self._runtime.uneven, self._items.watch(num_items_in_batch)
         with contextlib.nullcontext() if uneven is None else uneven.of_batch(inputs):
             return super().training_step(model, inputs, count, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, which multiplies a loss by dp if it was divided by the items of all ranks."""
-        with self._items.of_one_loss(self, self._runtime):  # for those who call it from a training_step of their own
+        """Compute the Trainer's loss, which is multiplied by dp if it was divided by the items of all ranks."""
+        with self._items.of_one_loss(self, self._runtime):  # for a subclass that calls it from its own training_step
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """The Trainer's own, around a subclass's compute_loss too."""
+        """Return the Trainer's context, which also watches a subclass's compute_loss."""
         stack = super().compute_loss_context_manager()  # type: ignore[misc]
         stack.enter_context(self._items.of_one_loss(self, self._runtime))
         return stack
@@ -277,7 +277,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return mw.clip_grad_norm_(self.model, math.inf) if grad_norm is None else grad_norm
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """The Trainer's own, with the loss of the global batch on every rank."""
+        """Run the Trainer's prediction step, with the loss of the global batch on every rank."""
         counted = self._evaluation_loss.count(args[1] if len(args) > 1 else kwargs["inputs"])
         loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
         return (
@@ -292,7 +292,7 @@ class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
 
 
 def _told(callback: Any) -> Any:
-    """A callback that need not tell the user to take this Trainer."""
+    """Return the callback; a MeshwrightCallback is marked, so that it does not warn."""
     if isinstance(callback, type) and issubclass(callback, MeshwrightCallback):
         callback = callback()
     if isinstance(callback, MeshwrightCallback):

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints: one-device files that every plan reads, and a run that goes on where it was."""
+"""The Trainer's checkpoints: one-device files that every plan reads, and a run that resumes where it was."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointMixin:
-    """Overrides what the Trainer saves, and how it resumes."""
+    """Overrides how the Trainer saves and resumes."""
 
-    # What it uses of the Trainer.
+    # Attributes of the Trainer that it uses.
     args: Any
     model: Any
     optimizer: Any
@@ -43,14 +43,14 @@ class CheckpointMixin:
     _distribute: Callable[[], None]
 
     _train_loader: DistributedLoader | None = None
-    _epoch_draws: Tensor | None = None  # torch's random state when the epoch began, of which samplers draw its order
+    _epoch_draws: Tensor | None = None  # torch's random state when the epoch began, from which samplers draw its order
 
     @property
     def _runtime(self) -> Runtime:
         return runtime_of(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write one-device weights and all else that ``from_pretrained`` reads; every rank makes the call."""
+        """Write one-device weights and all other files that ``from_pretrained`` reads; every rank makes the call."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ class CheckpointMixin:
         load_weights(self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        logger.info("loading the best model, of %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
+        logger.info("loading the best model, from %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
         load_weights(self.model, self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -94,7 +94,7 @@ class CheckpointMixin:
         if folder.is_dir():
             mw.load_optimizer(self.model, self.optimizer, folder)
         else:
-            logger.warning("%s has no %s: the optimizer's state starts anew", checkpoint, OPTIMIZER)
+            logger.warning("%s has no %s, so the optimizer starts without state", checkpoint, OPTIMIZER)
         scheduler = Path(checkpoint, SCHEDULER)
         if scheduler.is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
@@ -103,7 +103,7 @@ class CheckpointMixin:
             self._runtime.streams.load_state_dict(streams)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Where to go on, which the Trainer counts in steps: wrong where a step has another number of rows now."""
+        """Return where to resume; the Trainer counts in steps, which is wrong if a step now has other rows."""
         epoch, steps = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
         progress = read_progress(checkpoint) if checkpoint else {}

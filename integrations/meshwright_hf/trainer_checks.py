@@ -1,4 +1,4 @@
-"""What the Trainer can be asked for that a plan contradicts, or that shards would get wrong: each an error by name."""
+"""Refuses settings of the Trainer that contradict a plan or are wrong on shards; the errors name them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 
 
 def config_of(meshwright: Any) -> ToDistributedConfig:
-    """The config that ``MeshwrightTrainer(meshwright=...)`` means.
+    """Return the config that ``MeshwrightTrainer(meshwright=...)`` means.
 
     Raises:
-        PlanError: for another type, or for a setting that the Trainer makes itself.
+        PlanError: if it has another type, or a setting that the Trainer makes itself.
     """
     if meshwright is None:
         return ToDistributedConfig()
@@ -39,7 +39,7 @@ def config_of(meshwright: Any) -> ToDistributedConfig:
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The TrainingArguments among the arguments of a Trainer, if any."""
+    """Return the TrainingArguments among the arguments of a Trainer, if any."""
     named = kwargs.get("args")
     return named if named is not None else next((x for x in args if hasattr(x, "per_device_train_batch_size")), None)
 
@@ -48,7 +48,7 @@ def check_arguments(args: Any) -> None:
     """Refuse TrainingArguments that no plan can honour, before the Trainer acts on them.
 
     Raises:
-        PlanError: naming the argument, and what to use instead.
+        PlanError: if there is one; the message says what to use instead.
     """
     if args is None:
         return
@@ -65,8 +65,8 @@ def _refusals(args: Any) -> Iterator[str]:
         )
     if getattr(args, "deepspeed", None):
         yield (
-            "TrainingArguments.deepspeed makes DeepSpeed shard the optimizer, and ParallelPlan.zero_stage makes "
-            "MeshwrightTrainer do it; leave deepspeed out, or take meshwright_hf.deepspeed.DeepSpeedTrainerMixin with "
+            "TrainingArguments.deepspeed makes DeepSpeed shard the optimizer, but ParallelPlan.zero_stage makes "
+            "MeshwrightTrainer do it; leave deepspeed out, or use meshwright_hf.deepspeed.DeepSpeedTrainerMixin with "
             "transformers.Trainer"
         )
     if (sizes := getattr(args, "parallelism_config", None)) is not None:
@@ -84,53 +84,53 @@ def _refusals(args: Any) -> Iterator[str]:
         )
     if world > 1 and args.auto_find_batch_size:
         yield (
-            "TrainingArguments.auto_find_batch_size=True lets a rank that ran out of memory start anew, while the "
-            "others wait for it; set per_device_train_batch_size, which `meshwright plan` can tell"
+            "TrainingArguments.auto_find_batch_size=True restarts a rank that ran out of memory, while the others "
+            "wait for it; set per_device_train_batch_size, which `meshwright plan` can compute"
         )
     if args.train_sampling_strategy == "batch_rebalance":
         yield (
-            "TrainingArguments.train_sampling_strategy='batch_rebalance' shares out rows over all processes, those "
-            "with the same rows included; use 'group_by_length'"
+            "TrainingArguments.train_sampling_strategy='batch_rebalance' distributes rows over all processes, "
+            "including those that need the same rows; use 'group_by_length'"
         )
     if args.save_on_each_node:
         yield (
-            "TrainingArguments.save_on_each_node=True: only rank 0 has the whole weights, and writes them; leave it "
-            "out, and give output_dir a place that all nodes see"
+            "TrainingArguments.save_on_each_node=True cannot work: only rank 0 has the whole weights, and writes them; "
+            "leave it out, and set output_dir to a directory that all nodes see"
         )
     yield from _refusals_of_loaders(args.accelerator_config)
     if args.n_gpu > 1:
         yield (
             f"one process sees {args.n_gpu} GPUs, on which the Trainer would use torch's DataParallel; launch one "
-            f"process a GPU: torchrun --nproc-per-node {args.n_gpu} SCRIPT"
+            f"process per GPU: torchrun --nproc-per-node {args.n_gpu} SCRIPT"
         )
     if args.world_size != world:
         yield (
-            f"{world} processes were launched, and TrainingArguments knows of {args.world_size}; on CPU set "
+            f"{world} processes were launched, but TrainingArguments knows of {args.world_size}; on CPU set "
             "TrainingArguments(use_cpu=True)"
         )
 
 
 def _refusals_of_loaders(config: Any) -> Iterator[str]:
-    """What of ``accelerator_config`` reads batches in another way than a plan does."""
+    """Yield why settings of ``accelerator_config`` read batches in another way than a plan does."""
     if getattr(config, "split_batches", False):
         yield (
             "TrainingArguments.accelerator_config has split_batches=True, by which per_device_train_batch_size would "
-            "be the rows of all ranks, and under a plan it is the rows of each data-parallel rank; leave split_batches "
+            "be the rows of all ranks, but under a plan it is the rows of each data-parallel rank; leave split_batches "
             "out and divide: per_device_train_batch_size=ROWS // dp"
         )
     if getattr(config, "dispatch_batches", None):
         yield (
             "TrainingArguments.accelerator_config has dispatch_batches=True, by which rank 0 would read for all ranks, "
-            "and under a plan each rank reads its own rows; leave dispatch_batches out, and to read once for the ranks "
-            "that need the same rows pass ToDistributedConfig(loader=LoaderOptions(source='leader'))"
+            "but under a plan each rank reads its own rows; leave dispatch_batches out. To read once for the ranks "
+            "that need the same rows, pass ToDistributedConfig(loader=LoaderOptions(source='leader'))"
         )
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what only shows once the Trainer is made: a launcher's settings, and the model's.
+    """Refuse settings of the launcher and of the model, which are known once the Trainer is made.
 
     Raises:
-        PlanError: naming the setting, and what to use instead.
+        PlanError: if there is one; the message says what to use instead.
     """
     for enabled, name in ((trainer.is_fsdp_enabled, "FSDP"), (trainer.is_deepspeed_enabled, "DeepSpeed")):
         if enabled:
@@ -143,16 +143,16 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is spread or quantised already.
+    """Refuse a model that is already spread over devices or quantised.
 
     Raises:
-        PlanError: naming the setting.
+        PlanError: if it is; the message names the setting.
     """
     placed = getattr(model, "hf_device_map", None)
     if placed is not None and len(set(placed.values())) > 1:
         raise PlanError(
             f"the model was loaded with device_map, over {len(set(placed.values()))} devices; load it without "
-            "device_map: each rank takes its shard to its own device"
+            "device_map: each rank moves its shard to its own device"
         )
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         method = getattr(model, "quantization_method", "quantization_config")
@@ -160,54 +160,54 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_distributed(model: nn.Module, optimizer: Any, config: ToDistributedConfig, *, trains: bool) -> None:
-    """Refuse what no longer can follow when a model comes distributed.
+    """Refuse an optimizer or a plan that a model which is already distributed cannot take.
 
     Args:
-        model: distributed before; with its optimizer, if it is to be trained.
-        optimizer: of the Trainer; None where it would make one.
-        config: of the Trainer; its plan may be None.
-        trains: whether it is to be trained.
+        model: the distributed model; with its optimizer, if it is to be trained.
+        optimizer: the Trainer's optimizer; None if the Trainer would make one.
+        config: the Trainer's config; its plan may be None.
+        trains: whether the model is to be trained.
 
     Raises:
-        PlanError: for another optimizer than the model's, and for another plan.
+        PlanError: if the optimizer is not the model's, or the plan is another one.
     """
     runtime = runtime_of(model)
     if trains and (optimizer is None or find_runtime(optimizer) is not runtime):
         raise PlanError(
-            "the model was distributed together with its optimizer, which alone gets its gradients; pass it on as "
+            "the model was distributed together with its optimizer, and only that gets its gradients; pass it as "
             "optimizers=(optimizer, None), or distribute the model without an optimizer and let the Trainer make one"
         )
     plan = plan_to_complete(runtime, model, None, config)
     if plan != runtime.plan:
-        raise PlanError(f"the model was distributed by {runtime.plan}, and meshwright= is {plan}; leave meshwright out")
+        raise PlanError(f"the model was distributed by {runtime.plan}, but meshwright= is {plan}; leave meshwright out")
 
 
 def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
     """Refuse parameters that were frozen when the Trainer was made, and are not when training begins.
 
     Args:
-        model: of the Trainer.
-        trained: the names of what had gradients when its optimizer was made.
+        model: the Trainer's model.
+        trained: the names of the parameters with gradients when its optimizer was made.
 
     Raises:
-        PlanError: naming the first of them.
+        PlanError: if there are any; the message names the first.
     """
     if thawed := [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]:
         raise PlanError(
-            f"{thawed[0]} and {len(thawed) - 1} more parameter(s) were frozen when this Trainer was made, and its "
+            f"{thawed[0]} and {len(thawed) - 1} more parameter(s) were frozen when this Trainer was made, so its "
             "optimizer, which is sharded with the model, has none of them. Set requires_grad before the Trainer is "
-            "made; to thaw later, make it with these parameters trained, and freeze and thaw them in a callback"
+            "made. To thaw later, make it with these parameters trained, and freeze and thaw them in a callback"
         )
 
 
 def check_run(args: Any, runtime: Runtime) -> None:
-    """Refuse what this plan, in particular, would get wrong.
+    """Refuse arguments that are wrong under this plan in particular.
 
     Raises:
-        PlanError: naming the argument.
+        PlanError: if there is one; the message names it.
     """
     if runtime.tp.size > 1 and args.neftune_noise_alpha is not None:
         raise PlanError(
-            f"TrainingArguments.neftune_noise_alpha={args.neftune_noise_alpha} adds other noise on each of the "
+            f"TrainingArguments.neftune_noise_alpha={args.neftune_noise_alpha} adds different noise on each of the "
             f"tp={runtime.tp.size} ranks that share a row; leave it out, or set ParallelPlan(tp=1)"
         )

@@ -1,4 +1,4 @@
-"""The Trainer's loaders on the mesh: rows for training, rows once for evaluation, and going on in mid-epoch."""
+"""The Trainer's loaders on the mesh: for training, for evaluation (each row once), and to resume in mid-epoch."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def mesh_loader(
     has_seedable_sampler: bool = True,
     data_seed: int | None = None,
 ) -> DistributedLoader:
-    """A Trainer's loader, whose batches are those of one data-parallel rank, as this rank's part of global ones.
+    """Turn a Trainer's loader of one dp rank's batches into a loader of this rank's rows of global batches.
 
     The order is the one that accelerate gives the same loader on one process.
 
     Args:
-        loader: as the Trainer built it.
-        runtime: of the model.
-        device: where batches go.
-        options: how it reads.
+        loader: the loader as the Trainer built it.
+        runtime: the model's runtime.
+        device: the device for the batches.
+        options: the options of reading.
         is_training: False for evaluation, where rows that only keep a rank in step must not be seen.
-        has_seedable_sampler: shuffle by a seed and the epoch, as accelerate's configuration has it; else as torch does.
-        data_seed: of the shuffling; by default torch's own seed.
+        has_seedable_sampler: whether to shuffle by a seed and the epoch, as accelerate does; otherwise as torch does.
+        data_seed: the seed of the shuffling; by default torch's own seed.
 
     Raises:
-        ValueError: for a loader that cannot be made global, on every rank.
+        ValueError: on every rank, if the loader cannot be made global.
     """
 
     def make() -> DistributedLoader:
@@ -71,7 +71,7 @@ def mesh_loader(
 
 
 class EvaluationLoader(DistributedLoader):
-    """Knows at each batch how many of its rows count, and whether it is the last; accelerate's state is told of it."""
+    """Shows, in accelerate's state, how many rows of each batch count, and whether it is the last."""
 
     rows = 0
     end_of_dataloader = False
@@ -96,19 +96,19 @@ class EvaluationLoader(DistributedLoader):
 
 
 def evaluated_rows() -> int | None:
-    """How many rows of this rank's evaluation batch count; None outside of an evaluation."""
+    """Return how many rows of this rank's evaluation batch count; None outside of an evaluation."""
     active = GradientState().active_dataloader
     return active.rows if isinstance(active, EvaluationLoader) else None
 
 
 def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False, is_cut: bool = True) -> Any:
-    """What ``gather_for_metrics`` returns: the rows of all data-parallel ranks in order, each once.
+    """Return what ``gather_for_metrics`` returns: the rows of all data-parallel ranks in order, each once.
 
     Args:
-        data: tensors with as many rows as this rank's batch, or numbers; nested as one likes.
-        dp: only over this axis do ranks have different rows.
-        as_objects: send Python objects, e.g. because the other dims differ between ranks.
-        is_cut: whether tensors have a row for each of the batch's; ``gather`` is given others too, which stay whole.
+        data: tensors with as many rows as this rank's batch, or numbers, in any nesting.
+        dp: the axis over which ranks have different rows.
+        as_objects: whether to send Python objects, e.g. because the other dims differ between ranks.
+        is_cut: whether to cut tensors to the batch's rows that count; ``gather`` gets others too, which stay whole.
     """
     rows = evaluated_rows()
     if not is_cut:
@@ -122,15 +122,16 @@ def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False, is_cut: bool =
 def rest_of_epoch(
     loader: DistributedLoader, state: dict[str, Any] | None, *, draws: Tensor, skipped: int
 ) -> DataLoader[Any]:
-    """What the Trainer may skip ``skipped`` batches of, to go on where a checkpoint was saved.
+    """Return a loader whose first ``skipped`` batches the Trainer may skip, to resume where a checkpoint was saved.
 
-    The Trainer hands its loader to accelerate's ``skip_first_batches``, which rebuilds what it knows, and drops that
-    many batches of what it does not. Ours is sent to its place instead, and stands behind as many placeholders.
+    The Trainer passes its loader to accelerate's ``skip_first_batches``, which rebuilds loaders that it knows, and
+    drops that many batches of others. Ours is moved to its place instead, behind as many placeholders.
 
     Args:
-        loader: of the epoch.
-        state: of the loader when the checkpoint was saved; None to read up to there.
+        loader: the epoch's loader.
+        state: the loader's state when the checkpoint was saved; None to read up to there.
         draws: torch's random state when the epoch began.
+        skipped: the number of batches that the Trainer skips.
     """
     if state is not None:
         loader.load_state_dict(state)
@@ -144,7 +145,7 @@ class _Rest(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from repeat(None, self._placeholders)
-        torch.set_rng_state(self._draws)  # the Trainer restores its own once the first batches are there
+        torch.set_rng_state(self._draws)  # the Trainer restores its own after the first batches
         yield from self._loader
 
 

@@ -1,4 +1,4 @@
-"""The loss of an evaluation in the Trainer: that of the global batch, on every rank."""
+"""The Trainer's evaluation loss: that of the global batch, on every rank."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationLoss:
-    """Makes the mean over a rank's rows that of the global batch, which one process would have evaluated.
+    """Turns the mean over a rank's rows into that over the global batch, which one process would have evaluated.
 
-    The losses of transformers' heads are that already, and equal on all ranks. Of a label smoother and of TRL's
-    trainers it is known what they average over. Of a loss of the user's own it is not: where the ranks have unlike
-    numbers of rows or labels, a warning says once that the mean of their means is taken.
+    The losses of transformers' heads already are that mean, equal on all ranks. For a label smoother and for TRL's
+    trainers it is known what they average over. For the user's own loss it is not: if the ranks have different numbers
+    of rows or labels, a warning says once that the mean of their means is taken.
 
     Args:
-        trainer: that evaluates.
-        runtime: of its model.
+        trainer: the trainer that evaluates.
+        runtime: the runtime of its model.
     """
 
     def __init__(self, trainer: Any, runtime: Runtime):
@@ -40,7 +40,7 @@ class EvaluationLoss:
         self._has_warned = False
 
     def count(self, inputs: Any) -> Tensor:
-        """This rank's batch, before the trainer takes something out of it: weight (-1: unknown), rows and labels."""
+        """Count the weight (-1: unknown), rows and labels of this rank's batch, before the trainer removes any."""
         counted = rows_and_labels(inputs if isinstance(inputs, Mapping) else {}, with_mask=True)
         if (rows := evaluated_rows()) is not None:
             counted[0] = rows
@@ -49,11 +49,11 @@ class EvaluationLoss:
         return torch.cat([counted.new_full((1,), -1) if weight is None else weight.to(counted).reshape(1), counted])
 
     def of_global_batch(self, loss: Tensor, counted: Tensor, items: ItemsUse) -> Tensor:
-        """The mean over the global batch.
+        """Return the mean over the global batch.
 
         Args:
-            loss: over this rank's rows, a scalar.
-            counted: what ``count`` returned for them.
+            loss: the loss over this rank's rows, a scalar.
+            counted: the result of ``count`` for them.
             items: how the loss used the count of items.
         """
         own = torch.cat([loss.detach().double().reshape(1), counted.to(loss.device)])
@@ -61,7 +61,7 @@ class EvaluationLoss:
         if items.is_divided:
             weights = torch.ones_like(losses)
         elif bool((weights < 0).any()):
-            # A row that only keeps the others company has no say.
+            # A row that only keeps a rank in step does not count.
             weights = (rows > 0).to(losses) if evaluated_rows() is not None else torch.ones_like(losses)
             self._warn_of_uneven(losses, rows, labels)
         total = (losses.where(weights > 0, 0) * weights).sum()
@@ -76,15 +76,15 @@ class EvaluationLoss:
             logger.warning(
                 "%s computes a loss of its own, and in an evaluation the data-parallel ranks had %s: the mean of the "
                 "ranks' means is taken, in which a row or label of a rank that has fewer of them weighs more than on "
-                "one device. Return meshwright.global_mean(model, loss, count) from compute_loss, with count what the "
-                "loss is the mean of, for example (labels != -100).sum()",
+                "one device. Return meshwright.global_mean(model, loss, count) from compute_loss, with count the "
+                "number of items that the loss averages over, for example (labels != -100).sum()",
                 type(self.trainer).__name__,
                 said_of_ranks(ranks.tolist()),
             )
 
 
 def _smoothed_over(trainer: Any, inputs: Any) -> Tensor | None:
-    """How many labels the Trainer's label smoother takes the mean of; None without one."""
+    """Return how many labels the Trainer's label smoother averages over; None without one."""
     if trainer.label_smoother is None or trainer.compute_loss_func is not None or "labels" not in inputs:
         return None
     labels, name = inputs["labels"], without_wrappers(trainer.model)[1]._get_name()

@@ -1,9 +1,9 @@
-"""``num_items_in_batch`` in the Trainer: who divides a loss by it, and what undoes the average over dp.
+"""``num_items_in_batch`` in the Trainer: whether a loss is divided by it, and so has to be multiplied by dp.
 
-The Trainer counts the items of all ranks. A model whose loss is known reads the number as that and returns the loss of
-the global batch. A function of the user's divides its rank's sum by it, and that quotient has to be multiplied by dp,
-since gradients are averaged over dp. The Trainer multiplies whatever comes out of its own ``compute_loss``, so it has
-to be told the factor, which is 1 for a mean.
+The Trainer counts the items of all ranks. A model whose loss is known reads the number as that count and returns the
+loss of the global batch. A user's function divides its rank's sum by it, and that quotient has to be multiplied by dp,
+since gradients are averaged over dp. The Trainer multiplies every result of its own ``compute_loss``, so it needs the
+factor, which is 1 for a mean.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshwright.parallel.collectives import maximum
 
 
 class ItemsUse:
-    """What becomes of the count of items while the Trainer computes one loss.
+    """Follows how the count of items is used while the Trainer computes one loss.
 
     Attributes:
         is_active: whether a loss is being computed.
         is_divided: whether the last loss is a quotient that the Trainer multiplied by dp, so that the mean over the
             ranks is that of the global batch.
-        is_read: whether a value was computed from the count on this rank, by other than the model's known loss.
+        is_read: whether a value was computed from the count on this rank, other than by the model's known loss.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class ItemsUse:
 
     @contextlib.contextmanager
     def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
-        """Watch while a loss is computed; every rank does at once.
+        """Watch the count while a loss is computed; every rank makes the call.
 
         Raises:
-            ValueError: where a loss was divided by the count, and nobody asked for the factor.
+            ValueError: if a loss was divided by the count and the factor was not asked for, or was applied wrongly.
         """
         if self.is_active:
             yield
@@ -64,7 +64,7 @@ class ItemsUse:
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
 
     def settle(self, trainer: Any, runtime: Runtime) -> bool:
-        """Whether the Trainer is to multiply the loss by dp; every rank asks at once."""
+        """Return whether the Trainer is to multiply the loss by dp; every rank makes the call."""
         self._is_settled = True
         if not _is_of_model(trainer, runtime):
             self.is_divided = self._agree(trainer, runtime)
@@ -78,7 +78,7 @@ class ItemsUse:
         return bool(maximum(maximum(flag, runtime.dp), runtime.tp))
 
     def watch_processes(self, accelerator: Any) -> None:
-        """Notice it when ``accelerator.num_processes`` is read while a loss is computed."""
+        """Notice reads of ``accelerator.num_processes`` while a loss is computed."""
         kind = type(accelerator)  # a property can only be replaced in a class
 
         def num_processes(this: Any) -> int:
@@ -88,7 +88,7 @@ class ItemsUse:
         accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(num_processes)})
 
     def watch(self, count: Any) -> Any:
-        """The same count as a tensor that tells when it is read."""
+        """Return the count as a tensor that records when it is read."""
         self._is_passed = count is not None
         if count is None or isinstance(count, _WatchedCount):
             return count
@@ -106,7 +106,7 @@ def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
 
 _DIVIDED = (
     "{}.compute_loss reads num_items_in_batch, which counts the items of all ranks. A sum that is divided by it has to "
-    "be multiplied by the number of data-parallel ranks, and whether it was cannot be seen. Give the Trainer the loss "
+    "be multiplied by the number of data-parallel ranks, but whether it was cannot be seen. Give the Trainer the loss "
     "as a function, compute_loss_func=f with f(outputs, labels, num_items_in_batch); or end compute_loss with "
     "super().compute_loss(model, inputs, return_outputs, num_items_in_batch); or compute a mean without that number "
     "and return meshwright.global_mean(model, loss, count)"
@@ -119,7 +119,7 @@ _MULTIPLIED = (
 )
 _OWN_COUNT = (
     "a loss is divided by num_items_in_batch, and with TrainingArguments.average_tokens_across_devices=False that is "
-    "this rank's own count, so the mean of the ranks' means would be trained on. Set it True, as it is by default"
+    "this rank's own count, so training would use the mean of the ranks' means. Set it True, as it is by default"
 )
 
 
@@ -139,7 +139,7 @@ class _WatchedCount(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-# What is said of a tensor without its value.
+# Attributes of a tensor that do not depend on its value.
 _ABOUT = {
     "device",
     "dtype",

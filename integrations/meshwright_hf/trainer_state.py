@@ -1,4 +1,4 @@
-"""What a Trainer's checkpoint has beside the stock files: the optimizer's state, and where data and dropout are."""
+"""A Trainer checkpoint's other files: the optimizer's state, and the places of data and dropout."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def save_progress(
     global_batch: int,
     epoch_draws: Tensor | None,
 ) -> None:
-    """Write where the data and the dropout masks are: equal on all ranks, so that one rank writes it for all.
+    """Write the places of the data and the dropout masks, which are equal on all ranks, so one rank writes for all.
 
     Args:
-        global_batch: rows of all ranks in one forward pass.
+        global_batch: the rows of all ranks in one forward pass.
         epoch_draws: torch's random state when the epoch began.
     """
     state: dict[str, Any] = {"global_batch": global_batch, "loader": None if loader is None else loader.state_dict()}
@@ -44,16 +44,16 @@ def save_progress(
 
 
 def read_progress(directory: str) -> dict[str, Any]:
-    """What ``save_progress`` wrote; empty for a checkpoint of another Trainer."""
+    """Return what ``save_progress`` wrote; empty for a checkpoint of another Trainer."""
     path = Path(directory, PROGRESS)
     return torch.load(path, weights_only=True) if path.is_file() else {}
 
 
 def place_in_epoch(progress: dict[str, Any], *, batch: int, accumulation: int) -> tuple[int, int]:
-    """The epoch, and the batches of it that are done, where a batch has another number of rows than it had.
+    """Return the epoch and how many of its batches are done, if a batch has another number of rows than before.
 
     Raises:
-        ValueError: for a place inside a step of the new size.
+        ValueError: if the place is inside a step of the new size.
     """
     epoch, samples = progress["loader"]["epoch"], progress["loader"]["samples"]
     if samples == progress["loader"].get("length"):
@@ -86,14 +86,14 @@ def load_weights(model: nn.Module, directory: str) -> None:
 
 @torch.no_grad()
 def _load_adapter(model: Any, directory: str) -> None:
-    from peft.utils.save_and_load import load_peft_weights  # only a model with adapters has it for sure
+    from peft.utils.save_and_load import load_peft_weights  # only a model with adapters needs peft
 
     weights = load_peft_weights(directory, device="cpu")
     adapter = model.active_adapter
     read = set()
     for name, parameter in model.named_parameters():
         if (key := name.replace(f".{adapter}", "")) in weights:
-            parameter.copy_(weights[key])  # of whole values, a shard takes its own
+            parameter.copy_(weights[key])  # a shard takes its own part of whole values
             read.add(key)
     if unused := sorted(weights.keys() - read):
         raise mw.CheckpointError(

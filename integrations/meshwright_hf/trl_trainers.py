@@ -1,4 +1,4 @@
-"""TRL's trainers on a plan: what they do that ranks which share rows, or hold parts of weights, would get wrong."""
+"""TRL's trainers on a plan: what they do wrong when ranks share rows or hold parts of weights."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _MEANS_OVER_RANKS = {
 
 
 def check_trl(trainer: Any, runtime: Runtime) -> None:
-    """Refuse a trainer of TRL that this plan, in particular, would get wrong; of other Trainers nothing.
+    """Refuse a TRL trainer that would be wrong under this plan in particular; other Trainers pass.
 
     Raises:
-        PlanError: naming the trainer or the argument, and the plan to use instead.
+        PlanError: if it is refused; the message names the trainer or the argument, and the plan to use instead.
     """
     args, tp, name = trainer.args, runtime.tp.size, type(trainer).__name__
     if tp > 1 and _generates(type(trainer)):
         raise PlanError(
-            f"{name} generates what it trains on, and the plan has tp={tp}: TRL seeds each process by itself, so that "
+            f"{name} generates what it trains on, but the plan has tp={tp}: TRL seeds each process by itself, so "
             f"the {tp} ranks that share a prompt would train on different completions, and gathers the rewards of all "
             "processes as those of different prompts. Set ParallelPlan(tp=1, dp=..., zero_stage=3), which shards the "
             "weights too"
@@ -47,22 +47,23 @@ def check_trl(trainer: Any, runtime: Runtime) -> None:
     why = f"tp={tp}" if tp > 1 else "zero_stage=3"
     if keeps_parts and getattr(args, "sync_ref_model", False):
         raise PlanError(
-            f"sync_ref_model=True copies the model's parameters into the reference model, and with {why} a rank holds "
+            f"sync_ref_model=True copies the model's parameters into the reference model, but with {why} a rank holds "
             "a part of them; set sync_ref_model=False, or ParallelPlan(tp=1, zero_stage=2)"
         )
     if keeps_parts and getattr(args, "use_vllm", False):
         raise PlanError(
-            f"use_vllm=True sends the model's parameters to vLLM, and with {why} a rank holds a part of them; set "
+            f"use_vllm=True sends the model's parameters to vLLM, but with {why} a rank holds a part of them; set "
             "use_vllm=False, or ParallelPlan(tp=1, zero_stage=2)"
         )
 
 
 def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
-    """How many labels or rows this rank's evaluation loss is the mean of, for TRL's trainers that do not divide it by
-    the count of all ranks, as the Trainer does; None for others.
+    """Return how many labels or rows this rank's evaluation loss averages over; None for other trainers than TRL's.
+
+    TRL's trainers do not divide this loss by the count of all ranks, as the Trainer does.
 
     Args:
-        trainer: any.
+        trainer: any trainer.
         inputs: this rank's batch.
     """
     modules = _modules_of(trainer)
@@ -73,16 +74,16 @@ def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
 
 
 def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_training: bool) -> None:
-    """Refuse a last batch of which TRL would take the mean of the ranks' means, or warn where it is only logged.
+    """Refuse an uneven last batch for which TRL takes the mean of the ranks' means; warn if that is only logged.
 
     Args:
-        trainer: any.
-        loader: one rank's, as the trainer built it.
-        dp: data-parallel ranks.
+        trainer: any trainer.
+        loader: one rank's loader, as the trainer built it.
+        dp: the number of data-parallel ranks.
         is_training: whether the loss of this loader's batches is trained on.
 
     Raises:
-        ValueError: where the loss would be another one than on one device.
+        ValueError: if the loss would differ from that on one device.
     """
     averaged = [module for module in _MEANS_OVER_RANKS if module in _modules_of(trainer)]
     if dp == 1 or not averaged or loader.drop_last or not isinstance(loader.dataset, Sized):
@@ -94,8 +95,8 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
         return
     message = (
         f"{type(trainer).__name__} takes the mean over the ranks of {_MEANS_OVER_RANKS[averaged[0]]}. Of {rows} rows "
-        f"in batches of {size} the last {rows % size} do not divide by dp={dp}, so a row counts for more on a rank "
-        "that has fewer of them. Set dataloader_drop_last=True, or give the trainer a number of rows that divides"
+        f"in batches of {size} the last {rows % size} do not divide by dp={dp}, so a row weighs more on a rank that "
+        "has fewer of them. Set dataloader_drop_last=True, or give the trainer a number of rows that divides"
     )
     passes = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
     is_reached = passes <= 0 or passes >= -(-rows // size)
@@ -107,29 +108,29 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
 
 
 def _modules_of(trainer: Any) -> set[str]:
-    """The modules of TRL's trainers that a trainer is one of."""
+    """Return the modules of TRL's trainers from which a trainer's class derives."""
     return {kind.__module__.removeprefix("trl.trainer.") for kind in type(trainer).__mro__}
 
 
 def _generates(kind: type) -> bool:
-    """Whether a trainer of TRL generates while it trains; some can for an evaluation only (generate_from_model)."""
+    """Whether a TRL trainer generates while it trains; some can only for an evaluation (generate_from_model)."""
     own = (parent for parent in kind.__mro__ if parent.__module__.startswith("trl."))
     return any(name.startswith(("_generate", "generate_on_policy")) for parent in own for name in vars(parent))
 
 
 def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
-    """The arguments of a trainer that pairs the rows of a batch before the model is distributed (KTO's KL estimate).
+    """Return the arguments of a trainer that pairs rows of a batch before sharding (KTO), with the global batch size.
 
-    One process with a batch dp times as large pairs those of all data-parallel ranks.
+    One process with a batch dp times as large pairs the rows of all data-parallel ranks, for KTO's KL estimate.
 
     Raises:
-        PlanError: if the planner is to pick the plan, so that nobody knows dp yet.
+        PlanError: if the planner is to pick the plan, so that dp is not known yet.
     """
     plan = given_plan(config)
     if plan is None and world_size() > 1:
         raise PlanError(
             "this trainer estimates the KL term from completions that it exchanges within a global batch, when it is "
-            "made, and the planner has picked no plan by then; pass one: meshwright=ParallelPlan(dp=..., tp=...)"
+            "made, but the planner has picked no plan by then; pass one: meshwright=ParallelPlan(dp=..., tp=...)"
         )
     args = copy.copy(args)
     args.per_device_train_batch_size *= 1 if plan is None else plan.dp
@@ -137,5 +138,5 @@ def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
 
 
 def whole_loader(loader: DataLoader[Any], device: Any) -> Any:
-    """All rows on every rank, for a pass over the data before the model is distributed (precompute_ref_log_probs)."""
+    """Return all rows on every rank, for a pass over the data before sharding (precompute_ref_log_probs)."""
     return prepare_data_loader(loader, device, num_processes=1, process_index=0, put_on_device=True)

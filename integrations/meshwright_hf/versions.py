@@ -1,4 +1,4 @@
-"""The one place that says which versions of the stack Meshwright is tested with."""
+"""The versions of the stack that Meshwright is tested with."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Range:
     """Versions of a package, both ends tested.
 
     Args:
-        oldest: what is older is known or expected not to work.
-        newest: what is newer is untested. A version counts as this one whatever follows these numbers.
-        purpose: what of Meshwright does not work without the package.
+        oldest: the oldest tested version; older ones are known or expected not to work.
+        newest: the newest tested version, with anything that follows these numbers.
+        purpose: the part of Meshwright that does not work without the package.
         supported: whether older versions are known not to work, and not only untested.
     """
 
@@ -45,7 +45,7 @@ class UntestedVersionWarning(UserWarning):
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, which is not imported; None where it is not installed."""
+    """Return the version of a package without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -53,7 +53,7 @@ def installed(package: str) -> str | None:
 
 
 def place(package: str, version: str) -> str:
-    """Where a version is: "older" or "newer" than what is tested, or "tested".
+    """Return whether a version is "older" or "newer" than the tested ones, or "tested".
 
     Example:
         >>> place("torch", "2.10.1"), place("torch", "2.13.0+cpu"), place("torch", "3.0")
@@ -68,7 +68,7 @@ def place(package: str, version: str) -> str:
 
 @functools.cache
 def warn_outside_range() -> None:
-    """Warn once a process of what is installed in versions that are not tested, naming the range."""
+    """Warn once per process of installed packages outside the tested versions, naming the range."""
     found = {package: version for package in TESTED if (version := installed(package))}
     outside = [
         f"{package} {version} ({place(package, version)} than the tested {TESTED[package]})"
@@ -77,14 +77,14 @@ def warn_outside_range() -> None:
     ]
     if outside:
         warnings.warn(
-            f"Meshwright is not tested with {', '.join(outside)}; it may still work. meshwright doctor shows all",
+            f"Meshwright is not tested with {', '.join(outside)}; it may still work. Run meshwright doctor to see all",
             UntestedVersionWarning,
             stacklevel=3,
         )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: those of 2.13.0+cpu are 2, 13, 0."""
+    """Return the leading numbers of a version: those of 2.13.0+cpu are 2, 13, 0."""
     numbers = []
     for part in version.split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

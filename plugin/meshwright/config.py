@@ -1,4 +1,4 @@
-"""What a user can say to ``to_distributed``."""
+"""The options of ``to_distributed``: the parallel plan, the loader's options, and all others."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ class ParallelPlan:
         cp: context-parallel size; not available in this version.
         pp: pipeline-parallel size; not available in this version.
         sequence_parallel: with tp > 1, also shard the activations between blocks over the tp axis.
-        zero_stage: what is sharded over dp: 1, the optimizer state; 2, gradients too; 3, parameters too; 0, nothing.
+        zero_stage: what is sharded over dp: 0, nothing; 1, the optimizer state; 2, gradients too; 3, parameters too.
         micro_batch_size: rows of a rank's batch that run at once; None for all of them.
-        gradient_accumulation_steps: the same said as a count: a rank's rows run in so many parts.
+        gradient_accumulation_steps: number of micro-batches into which a rank's rows are split; an alternative to
+            ``micro_batch_size``.
         recompute: "none", or "full" to recompute every layer in backward.
 
     Raises:
-        PlanError: for a field that does not exist or has the wrong type, sizes that are not positive integers, and for
-            what this version cannot run.
+        PlanError: a field does not exist or has the wrong type, a size is not a positive integer, or this version
+            cannot run the plan.
 
     Example:
         >>> ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1).world_size
@@ -82,7 +83,7 @@ class ParallelPlan:
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
             raise PlanError(
                 f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps} say the same thing in two ways; set one of them"
+                f"{self.gradient_accumulation_steps} both split a rank's rows into micro-batches; set one of them"
             )
 
     @property
@@ -100,13 +101,13 @@ class ParallelPlan:
         return self.gradient_accumulation_steps > 1 or self.micro_batch_size is not None
 
     def count_micro_batches(self, rows: int) -> int:
-        """Into how many passes the rows of a rank are split."""
+        """Return the number of passes into which a rank's ``rows`` are split."""
         size = self.micro_batch_size
         return self.gradient_accumulation_steps if size is None else -(-rows // size)
 
     @property
     def label(self) -> str:
-        """The plan in the words that ``to_distributed(plan=...)`` reads.
+        """The plan in words, which ``to_distributed(plan=...)`` accepts.
 
         Example:
             >>> ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1).label
@@ -116,7 +117,7 @@ class ParallelPlan:
 
 
 PLAN_FIELDS = tuple(field.name for field in fields(ParallelPlan))
-PlanLike = ParallelPlan | Mapping[str, Any] | str | os.PathLike[str]  # what ``to_distributed(plan=...)`` takes
+PlanLike = ParallelPlan | Mapping[str, Any] | str | os.PathLike[str]  # the type of ``to_distributed(plan=...)``
 Source = Literal["each", "leader"]
 
 
@@ -126,17 +127,19 @@ class LoaderOptions:
     """Options of ``shard_dataloader``, and of the loader that ``to_distributed`` returns.
 
     Args:
-        source: "each" rank reads its rows; or the "leader" of those that need the same rows reads, and sends them: for
-            a dataset that is not deterministic, or too dear to read twice.
-        check_every: ranks that must have the same rows compare them in step 0 and every so many steps; 0 for never.
-        seed: of the shuffling; by default the loader's generator or, without one, torch's random state says.
-        fingerprint: a name for the dataset, instead of what it holds, by which other ranks and a state know it again.
-        shuffle: shuffle an iterable dataset with numbered shards. A map-style one is shuffled by its DataLoader.
+        source: which ranks read the dataset. With "each", every rank reads its own rows. With "leader", one of the
+            ranks that need the same rows reads them and sends them to the others, for a dataset that is not
+            deterministic or is expensive to read.
+        check_every: steps between two comparisons of the rows of ranks that must have the same ones, from step 0 on; 0
+            for no comparisons.
+        seed: seed of the shuffling; None takes it from the loader's generator or, without one, torch's random state.
+        fingerprint: name by which other ranks and a loader state recognise the dataset, instead of by its contents.
+        shuffle: whether to shuffle an iterable dataset with numbered shards. The DataLoader shuffles a map-style one.
         buffer_size: samples of a stream that are shuffled together.
-        lanes: shards of a stream that are read at a time over all ranks; part of its order.
+        lanes: shards of a stream that are read at a time over all ranks. The order of the samples depends on it.
 
     Raises:
-        PlanError: a field that does not exist, has the wrong type or is out of range.
+        PlanError: a field does not exist, has the wrong type or is out of range.
     """
 
     source: Source = "each"
@@ -158,12 +161,12 @@ class LoaderOptions:
 
     @property
     def of_stream(self) -> dict[str, Any]:
-        """What a ShardedStream is told."""
+        """The arguments of a ShardedStream."""
         shuffling = {"shuffle": self.shuffle, "buffer_size": self.buffer_size, "seed": self.seed or 0}
         return {**shuffling, "lanes": self.lanes}
 
 
-# A plan's fields, here and in other frameworks, belong into the plan.
+# A plan's field that is passed to the config, also under another framework's name -> what to write instead.
 _IN_PLAN = {name: f"plan=ParallelPlan({name}=VALUE)" for name in PLAN_FIELDS} | {
     name: f"plan=ParallelPlan({fields})" for name, fields in PLAN_NAMES.items()
 }
@@ -174,43 +177,44 @@ _IN_PLAN = {name: f"plan=ParallelPlan({name}=VALUE)" for name in PLAN_FIELDS} | 
 class ToDistributedConfig:
     """Options of ``to_distributed``.
 
-    A field may be assigned after the config is made; each assignment is checked as the constructor's arguments are.
+    A field may be assigned after the config is made. Each assignment is checked like an argument of the constructor.
 
     Args:
         plan: the parallel plan: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict of its fields, or the path of
-            a file that ``meshwright plan --save`` wrote; None for the one in the model's config ("meshwright" in its
-            config.json), if any; without one, and by "auto", the planner picks the fastest one that fits, which it
-            logs.
-        memory_budget: what a picked plan may fill of a device: bytes, or up to 1 a share of it; 0.9 by default.
-        prefer: what a picked plan is best at: "throughput", or the least "memory".
-        hardware_profile: a profile that ``meshwright calibrate`` measured, for picking a plan; the catalogue's
-            figures by default.
-        sequence_parallel: overrides ``plan.sequence_parallel``; None lets the plan say.
-        weights: a checkpoint to read the weights from, each rank its own shard: a .safetensors file, a
-            .safetensors.index.json, a directory with either, or a list of files. They are converted to the
-            model's dtype.
-        input_spec: name -> (shape, dtype) of one global batch, for picking a plan where the dataloader does not
-            tell its size.
-        sharding_plan: which module plays which role, instead of the registered or inferred plan.
-        gather_logits: gather ``outputs.logits`` in training with labels too. They stay sharded
-            otherwise, since nobody but the loss needs them and they are a step's largest tensor.
+            a file that ``meshwright plan --save`` wrote. None takes the launcher's plan, otherwise the one in the
+            model's config ("meshwright" in its config.json). Without either, and with "auto" unless the launcher gave a
+            plan, the planner picks the fastest plan that fits and logs it.
+        memory_budget: memory per device that a picked plan may fill, in bytes or, up to 1, as a share of the device's
+            memory (default: 0.9).
+        prefer: goal of a picked plan: "throughput", or "memory" for the plan that needs least.
+        hardware_profile: path of a profile that ``meshwright calibrate`` wrote, for picking a plan (default: data
+            sheets and typical efficiencies).
+        sequence_parallel: value that replaces ``plan.sequence_parallel``; None keeps the plan's.
+        weights: checkpoint to read the weights from: a .safetensors file, a .safetensors.index.json, a directory with
+            either, or a list of files. Each rank reads its own shard and converts it to the model's dtype.
+        input_spec: name -> (shape, dtype) of one global batch, for picking a plan when the dataloader does not show
+            the size of its batches.
+        sharding_plan: which module plays which role, instead of the registered or inferred sharding plan.
+        gather_logits: whether to gather ``outputs.logits`` in training with labels too. Otherwise they stay sharded,
+            since only the loss needs them and they are a step's largest tensor.
         num_items_in_batch: what a ``num_items_in_batch`` passed to the model counts: "global", the items of all
-            data-parallel ranks, equal on all of them; "local", those of this rank's rows. "auto" (the default) takes
-            a number only where it is each rank's own count of valid labels, and raises an ItemCountError
+            data-parallel ranks, equal on all of them; "local", the items of this rank's rows. "auto" (the default)
+            accepts a number only if it is each rank's own count of valid labels, and raises an ItemCountError
             otherwise; on CUDA it waits for the device to compare, and the other two do not.
-        loss_averages_over: what the loss that the model returns is a mean over, for a model whose loss is not one of
-            transformers' own: "rows"; "labels", those that are not -100; or a callable that is given the arguments
-            of the model's forward by name and returns the number of this rank. The loss is then the mean over the
-            global batch; see docs/losses.md.
-        optimizer_is_elementwise: vouch for an optimizer class that is not known to update each
-            element from that element alone.
-        bucket_size_mb: gradients are communicated in buckets of this size.
-        engine: the training engine that averages gradients over dp, shards the optimizer and clips in the runtime's
-            place, by name; set by an integration (meshwright_hf.deepspeed). The runtime then keeps to tp.
-        loader: how the returned loader reads.
+        loss_averages_over: what the model's loss is a mean over, for a model whose loss is not one of transformers'
+            own: "rows"; "labels" for the labels that are not -100; or a callable that takes the arguments of the
+            model's forward as a dict and returns this rank's count. The loss is then the mean over the global batch;
+            see docs/losses.md.
+        optimizer_is_elementwise: whether the optimizer updates each element from that element alone, for a class that
+            is not known to.
+        bucket_size_mb: size of the buckets in which gradients are communicated, in MiB.
+        engine: name of the training engine that averages gradients over dp, shards the optimizer and clips in place of
+            the runtime, which then handles only tp. An integration sets it (meshwright_hf.deepspeed).
+        loader: options of the returned loader.
         check_replicas_every: steps between two comparisons of the weights that several ranks hold; 0 turns them off.
-            None: 1 under ZeRO stages 1 and 2, where each step spreads what one rank has to all, otherwise 50. They are
-            also compared before every save. Tokens and the optimizer's settings are compared in every step.
+            None means 1 under ZeRO stages 1 and 2, where each step copies one rank's result to all ranks, otherwise
+            50. They are also compared before every save. Tokens and the optimizer's settings are compared in every
+            step.
         timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
             that names it; the timeout of every process group.
     """
@@ -244,7 +248,7 @@ class ToDistributedConfig:
 def _check_averages_over(owner: str, name: str, value: Any) -> None:
     if not (value is None or callable(value) or value in ("rows", "labels")):
         raise PlanError(
-            f"{owner}.{name}={value!r} must be 'rows', 'labels' or a callable that counts in a batch, for example "
+            f"{owner}.{name}={value!r} must be 'rows', 'labels' or a callable that counts a batch's items, for example "
             "lambda batch: (batch['labels'] != -100).sum()"
         )
 

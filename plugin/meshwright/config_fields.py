@@ -1,4 +1,4 @@
-"""Checks of the fields of configuration dataclasses: a wrong name or type is an error that says what to write."""
+"""Checks for the fields of configuration dataclasses. The error for a wrong name or type says what to write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ C = TypeVar("C", bound=type)
 
 
 def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name that is most like a misspelt one; None where none is like it.
+    """Return the known name closest to a misspelt one; None if none is close.
 
     Example:
         >>> nearest("sequence_paralel", ["sequence_parallel", "tp"])
@@ -27,13 +27,13 @@ def nearest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | 
 
 
 def unknown_field(owner: str, name: Any, known: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """Return what to say of a field that does not exist: the field to write instead.
+    """Return the message for a field that does not exist, with the field to write instead.
 
     Args:
-        owner: what has the fields, for example "ParallelPlan".
-        name: the field that it does not have.
-        known: the fields that it has.
-        elsewhere: the names that other frameworks use -> what to write here.
+        owner: name of the class that has the fields, for example "ParallelPlan".
+        name: the field that does not exist.
+        known: the fields that exist.
+        elsewhere: name in another framework -> what to write here.
     """
     text = str(name)
     said = (elsewhere or {}).get(text.lower().replace("-", "_")) or nearest(text, known)
@@ -42,10 +42,10 @@ def unknown_field(owner: str, name: Any, known: Sequence[str], elsewhere: Mappin
 
 
 def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C]:
-    """Return a decorator of a keyword-only dataclass that turns a wrong argument's TypeError into a PlanError.
+    """Return a decorator for a keyword-only dataclass that raises a PlanError for a wrong argument, not a TypeError.
 
     Args:
-        elsewhere: the names that other frameworks use -> what to write here.
+        elsewhere: name in another framework -> what to write here.
     """
 
     def decorate(cls: C) -> C:
@@ -56,7 +56,7 @@ def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             if args:
                 raise PlanError(
-                    f"{cls.__name__} takes its fields by name, and got {args[0]!r} by position; write "
+                    f"{cls.__name__} takes its fields by name, but got {args[0]!r} by position; write "
                     f"{cls.__name__}({known[0]}={args[0]!r})"
                 )
             for name in kwargs:
@@ -93,11 +93,11 @@ def check_number(owner: str, name: str, value: Any, *, optional: bool = False) -
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         cure = _as_number(owner, name, value, float)
-        raise PlanError(f"{owner}.{name}={value!r} must be above zero" + (cure or ", a number in digits"))
+        raise PlanError(f"{owner}.{name}={value!r} must be a number above zero" + (cure or ", in digits"))
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise a PlanError unless the value is one of the choices, and of its type."""
+    """Raise a PlanError unless the value equals one of the choices and has its type."""
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return
     said = [repr(choice) for choice in choices]
@@ -108,7 +108,7 @@ def check_type(owner: str, name: str, value: Any, kinds: type | tuple[type, ...]
     """Raise a PlanError unless the value is None or one of the types.
 
     Args:
-        what: the types in words, for messages.
+        what: description of the types, for messages.
     """
     if value is not None and not isinstance(value, kinds):
         raise PlanError(f"{owner}.{name}={value!r} is a {_kind(value)} and must be {what}")
@@ -119,7 +119,7 @@ def _kind(value: Any) -> str:
 
 
 def _as_number(owner: str, name: str, value: Any, kind: type) -> str:
-    """What to write for a number that came as a string or as a whole float."""
+    """Return what to write instead of a number given as a string or as a whole float; empty if nothing fits."""
     try:
         number = kind(value) if isinstance(value, str | float) else None
     except (ValueError, OverflowError):

@@ -1,11 +1,11 @@
 """``DataParallel``: a module whose gradients are averaged over the ranks while backward runs.
 
-The engine is GradientSync, as in ``to_distributed``. torch's DistributedDataParallel does not serve (2.13):
+The engine is GradientSync, as in ``to_distributed``. torch's DistributedDataParallel (2.13) is not used:
 
-- A parameter that the loss leaves out leaves its whole bucket local, on every rank and without an error:
+- If the loss leaves a parameter out, its whole bucket stays local, on every rank and without an error:
   the optimizer steps, the replicas drift apart, and only the next forward pass raises.
-- Its small bucket is the first to be sent, or ``bucket_cap_mb_list`` sizes them from the first on; the last
-  one, which backward does not hide, cannot be limited.
+- Its small bucket is sent first, or ``bucket_cap_mb_list`` sets the sizes from the first bucket on. The size
+  of the last bucket, which backward does not hide, cannot be limited.
 - Its collectives start in C++, past ``parallel/collectives.py``.
 """
 
@@ -49,26 +49,25 @@ class DataParallel(nn.Module):
     communicate: buffers such as BatchNorm's statistics stay each rank's own (see ``nn.SyncBatchNorm``).
 
     Parameters may be unused in a step, on some ranks or on all: a missing gradient counts as zero, and a
-    parameter without one on any rank keeps ``None``. Only a loss that no parameter contributes to is wrong on
-    a single rank: its backward pass never comes, and the other ranks wait for it.
+    parameter without one on any rank keeps ``None``. If no
+    parameter contributes to a single rank's loss, its backward pass never comes, and the other ranks wait for it.
 
-    Attributes of the model are found on the wrapper too, as in ``ddp.config``, and parameters keep the names
-    they have without it. A wrapper can be copied and pickled; every rank makes or loads the copy, whose ``group`` is
-    all ranks.
+    The wrapper passes on the model's attributes, as in ``ddp.config``, and parameters keep the names that they have
+    without it. A wrapper can be copied and pickled; every rank makes or loads the copy, whose ``group`` is all ranks.
 
     Args:
-        model: on this rank's device, with its weights; not distributed by anything else.
+        model: the model, on this rank's device and with its weights; nothing else may have distributed it.
         strategy: deprecated; None.
-        comm_buffer_size: MB of a bucket of gradients.
-        last_comm_buffer_size: MB of the bucket that is sent last, the first layers', which backward does not hide.
-        find_unused_parameters: walk the graph of each forward pass, so that the buckets behind an unused
-            parameter need not wait for the end of backward. The gradients are right without it too.
-        group: the ranks that share the batch; None: all. Made from the launcher's environment if there is none.
+        comm_buffer_size: the size of a gradient bucket, in MB.
+        last_comm_buffer_size: the size in MB of the last bucket, the first layers', which backward does not hide.
+        find_unused_parameters: whether to walk the graph of each forward pass, so that the buckets behind an unused
+            parameter need not wait for the end of backward. The gradients are also right without it.
+        group: the ranks that share the batch; None for all. If there is none, the launcher's environment makes it.
         timeout_s: seconds that a rank may keep the others waiting before all end with an error that names it.
         layers: another name of ``model``.
 
     Raises:
-        ValueError: on every rank alike, for a model that cannot be wrapped, or one that differs between ranks.
+        ValueError: on every rank, if the model cannot be wrapped or differs between ranks.
 
     Example::
 
@@ -97,7 +96,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if model is not None and layers is not None:
-            raise ValueError("DataParallel got both model= and layers=, two names of one; write DataParallel(model)")
+            raise ValueError("DataParallel got both model= and layers=, which are the same; write DataParallel(model)")
         model = layers if model is None else model
         if not isinstance(model, nn.Module):
             raise ValueError(f"DataParallel takes a torch.nn.Module, not {type(model).__name__}")
@@ -143,21 +142,21 @@ class DataParallel(nn.Module):
                 meet=runtime.meet_over_dp,
             )
         syncs = runtime.syncs = [] if self._sync is None else [self._sync]
-        # The model keeps it alive, so that gradients are averaged also where only the model is kept.
+        # The model keeps the syncs alive, so that gradients are averaged even if only the model is kept.
         object.__setattr__(model, "_meshwright_syncs", syncs)
         attach(self, runtime)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns.
+        """Call the model and return its output.
 
         Raises:
-            ValueError: for a parameter that was frozen when the model was wrapped and no longer is.
+            ValueError: if a parameter was frozen when the model was wrapped and is trainable now.
         """
         if self._sync is None:
             return self.module(*args, **kwargs)
         if thawed := [name for name, p in self._frozen if p.requires_grad]:
             raise ValueError(
-                f"{', '.join(thawed)}: frozen when DataParallel was made and trainable now, so nothing would average "
+                f"{', '.join(thawed)}: frozen when DataParallel was made but trainable now, so nothing would average "
                 "the gradients; set requires_grad before DataParallel(model). (Freezing later is fine.)"
             )
         guard = runtime_of(self).guard
@@ -174,24 +173,24 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the first one outside averages the sums over the ranks."""
+        """Only accumulate in backward passes inside; the first one outside averages the sums over the ranks."""
         with contextlib.nullcontext() if self._sync is None else self._sync.no_sync():
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, with the names it has without the wrapper."""
+        """Return the model's state dict, with the names that it has without the wrapper."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, with the names it has without the wrapper; every rank loads the same."""
+        """Load the model's state dict, with the names without the wrapper; every rank loads the same."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's, with the names they have without the wrapper."""
+        """Yield the model's parameters, with their names without the wrapper."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The model's, with the names they have without the wrapper."""
+        """Yield the model's buffers, with their names without the wrapper."""
         return self.module.named_buffers(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -203,12 +202,12 @@ class DataParallel(nn.Module):
             return getattr(self.module, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As torch's: a copy, or what torch.load gives on every rank, is wrapped anew over all ranks.
+        # As in torch's, a copy or the result of torch.load on every rank is wrapped again, over all ranks.
         size, world = runtime_of(self).dp.size, dist.get_world_size() if dist.is_initialized() else 1
         if size not in (1, world):
             raise ValueError(
-                f"this DataParallel is of {size} of {world} ranks, and a copy would be of all of them; copy "
-                "ddp.module, and wrap it by DataParallel(copied, group=group)"
+                f"this DataParallel is on {size} of {world} ranks, but a copy would be on all of them; copy "
+                "ddp.module, and wrap the copy: DataParallel(copied, group=group)"
             )
         return _wrapped_anew, (self.module, self._options)
 
@@ -221,23 +220,23 @@ class DataParallel(nn.Module):
 
 def _wrapped_anew(model: nn.Module, options: dict[str, Any]) -> DataParallel:
     for parameter in model.parameters():
-        vars(parameter).pop("meshwright", None)  # of the wrapper that was copied
+        vars(parameter).pop("meshwright", None)  # the copied wrapper's record
     return DataParallel(model, **options)
 
 
 def fused_allreduce_gradients(params: Iterable[Tensor], mesh: ProcessMesh | DeviceMesh | None = None) -> None:
-    """Average the gradients of ``params`` over the ranks of a mesh, now; for gradients made under ``no_sync``.
+    """Average gradients that were accumulated under ``no_sync`` over the ranks of a mesh.
 
     A gradient that only some ranks have counts as zero on the others; one that no rank has stays None.
 
     Args:
-        params: the same on every rank, in the same order.
-        mesh: None: all ranks. A DeviceMesh: all its ranks. A ProcessMesh must hold all ranks too, since
-            making groups for fewer is for once, not for each step.
+        params: the parameters, the same on every rank and in the same order.
+        mesh: the ranks to average over; None for all. A ProcessMesh must hold all ranks, since groups for fewer
+            ranks should be made once, not in each step.
 
     Raises:
-        ValueError: for parameters that are shards, sparse gradients, a mesh without this rank, or a
-            ProcessMesh of some ranks only.
+        ValueError: if a parameter is a shard, a gradient is sparse, the mesh lacks this rank, or a ProcessMesh
+            holds only some of the ranks.
 
     Example::
 
@@ -261,7 +260,7 @@ def fused_allreduce_gradients(params: Iterable[Tensor], mesh: ProcessMesh | Devi
 
 
 def _axes(mesh: ProcessMesh | DeviceMesh | None) -> list[Axis]:
-    """Axes whose means, one after the other, are the mean over the mesh."""
+    """Return axes over which successive means give the mean over the mesh."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     size = world if mesh is None else mesh.size if isinstance(mesh, ProcessMesh) else mesh.size()
     if size == world:
@@ -279,7 +278,7 @@ def _axes(mesh: ProcessMesh | DeviceMesh | None) -> list[Axis]:
 
 
 def _join(group: ProcessGroup | None, device: torch.device, timeout_s: float) -> Axis:
-    """This rank's place among the ranks that share the batch."""
+    """Return the axis of the ranks that share the batch, with this rank's place on it."""
     if group is None:
         start_process_group(device, timeout_s)
         if not dist.is_initialized():
@@ -293,7 +292,7 @@ def _join(group: ProcessGroup | None, device: torch.device, timeout_s: float) ->
 
 
 def _guard_of(axis: Axis, timeout_s: float) -> Guard | None:
-    """The guard of the world: only all ranks together can start it."""
+    """Return the guard of the world, which only all ranks together can start."""
     if axis.size > 1 and axis.size == dist.get_world_size():
         return start_guard(timeout=timeout_s, coordinates=f"dp={axis.rank}")
     if axis.group is not None:
@@ -311,7 +310,7 @@ def _problem_of_arguments(strategy: object, sizes: dict[str, Any]) -> str | None
 
 
 def _problem_of_model(model: nn.Module) -> str | None:
-    """Why a model cannot be wrapped, or None."""
+    """Return why a model cannot be wrapped, or None."""
     wrappers = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
     for name, module in model.named_modules():
         if found := {kind.__name__ for kind in type(module).__mro__} & wrappers:

@@ -1,4 +1,4 @@
-"""The errors a user can meet: a ``ValueError`` names what to change, a ``RuntimeError`` what happened between ranks."""
+"""The errors for users: a ``ValueError`` says what to change, a ``RuntimeError`` what happened between ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ class UncoveredParameterError(PlanError):
     def __init__(self, names: Sequence[str], source: str):
         super().__init__(
             f"{source} gives no role to {len(names)} parameter(s):\n  {_shown(names)}\n"
-            "Every parameter needs one, else it would silently stay replicated. Pass "
-            "ToDistributedConfig(sharding_plan=...) or meshwright.register_plan(model_type, plan) "
-            "with a role for these modules."
+            "Without a role a parameter would silently stay replicated. Give these modules a role with "
+            "ToDistributedConfig(sharding_plan=...) or meshwright.register_plan(model_type, plan)."
         )
         self.names = tuple(names)
 
 
 class UninitialisedParameterError(PlanError):
-    """Weights on the meta device that nothing says how to make."""
+    """Weights on the meta device that nothing initialises."""
 
     def __init__(self, names: Sequence[str]):
         super().__init__(
@@ -39,15 +38,15 @@ class UninitialisedParameterError(PlanError):
 
 
 class CheckpointError(ValueError):
-    """Weights on disk that cannot be read, or that are not this model's."""
+    """Weights on disk that cannot be read or do not belong to this model."""
 
 
 class AlreadyDistributedError(ValueError):
-    """A model that something else (or an earlier call) has already distributed."""
+    """A model that an earlier call or something else has already distributed."""
 
 
 class OptimizerMismatchError(ValueError):
-    """An optimizer that does not belong to the model, or whose update is wrong on shards."""
+    """An optimizer that does not belong to the model, or that would update shards wrongly."""
 
 
 class UnreadableTensorError(ValueError):
@@ -55,11 +54,11 @@ class UnreadableTensorError(ValueError):
 
 
 class OutOfVocabularyError(ValueError, IndexError):
-    """A token id or a label that is no word of the model; an IndexError, as torch raises on one device."""
+    """A token id or a label outside of the vocabulary; also an IndexError, which torch raises on one device."""
 
 
 class ItemCountError(ValueError):
-    """A ``num_items_in_batch`` whose meaning cannot be known."""
+    """A ``num_items_in_batch`` whose meaning is ambiguous."""
 
 
 class DivergenceError(RuntimeError):
@@ -67,7 +66,7 @@ class DivergenceError(RuntimeError):
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank failed, ended early or hangs, and this one cannot go on."""
+    """Another rank that failed, ended early or hangs, so that this one cannot go on."""
 
 
 class VerificationError(RuntimeError):

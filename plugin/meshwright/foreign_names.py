@@ -1,4 +1,4 @@
-"""What other frameworks call the fields of a ParallelPlan."""
+"""The names of a ParallelPlan's fields in other frameworks, for error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kind of model a transformers config describes, where it is no dense decoder, and what works instead."""
+"""Recognise from a transformers config the models that are not dense decoders, and say what works for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ENCODERS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of model that is no dense decoder.
+    """A kind of model that is not a dense decoder.
 
     Args:
-        what: the model, with what shows it.
-        why: what tensor parallelism and the planner lack for it.
-        instead: what works, as code.
+        what: the kind, with the config field that shows it.
+        why: the reason why tensor parallelism and the planner do not support it.
+        instead: what works instead, as code.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Kind:
 
 
 def kind_of(config: Any) -> Kind | None:
-    """Return the kind of model that a config describes; None for a dense decoder and for what nothing tells.
+    """Return the kind of model that a config describes; None for a dense decoder or an unknown kind.
 
     Args:
         config: a transformers config, or its dict.
@@ -58,7 +58,7 @@ def kind_of(config: Any) -> Kind | None:
                 )
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
         return Kind(
-            what=f"an encoder-decoder, not a decoder alone (model_type={fields.get('model_type')!r})",
+            what=f"an encoder-decoder, not a decoder (model_type={fields.get('model_type')!r})",
             why="cross-attention and the encoder have no role in a decoder's plan",
             instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' where memory is short",
         )

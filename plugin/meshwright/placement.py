@@ -1,7 +1,7 @@
-"""Placing a tensor on a mesh, and moving it to another placement or another mesh.
+"""Places a tensor on a mesh, and moves it to another placement or another mesh.
 
-Both functions take and give torch's ``DTensor``. Every rank of the world calls them, in the same order: a rank
-outside the meshes passes through with an empty local tensor, so that one program runs on all ranks.
+Both functions return torch's ``DTensor``. Every rank of the world must call them, in the same order. A rank outside
+the meshes gets an empty local tensor, so that one program runs on all ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Mesh = ProcessMesh | DeviceMesh
 def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Place a tensor, which every rank has in full, on a mesh.
 
-    Where the script has not started a process group, it joins the launcher's, or makes one of this process alone.
-    Each rank copies its own part; no data is sent. Of ``Partial("sum")`` the first rank of the axis has the value
-    and the others zeros; of avg, max and min every rank has the value. The gradient of a tensor that requires one
-    flows back to it, in full on every rank of the world. An ``nn.Parameter`` gives a new ``nn.Parameter``: a leaf,
+    If the script has not started a process group, this joins the launcher's, or creates one of this process alone.
+    Each rank copies its own part; no data is sent. Under ``Partial("sum")``, the first rank of the axis has the value
+    and the others have zeros; under avg, max and min, every rank has the value. If the tensor requires a gradient, it
+    receives the full gradient on every rank of the world. An ``nn.Parameter`` becomes a new ``nn.Parameter``: a leaf,
     ready for a module and an optimizer.
 
     Args:
         data: a tensor, an array, nested lists or a number; the same on every rank of the world.
         mesh: a ``ProcessMesh``, or a ``DeviceMesh`` that is the same on every rank.
-        placements: one ``Shard(dim)``, ``Replicate()`` or ``Partial(op)`` an axis of the mesh; two axes may shard
-            one dim, a dim may be shorter than the axis, and negative dims count from the last.
+        placements: one ``Shard(dim)``, ``Replicate()`` or ``Partial(op)`` per mesh axis; two axes may shard one dim,
+            a dim may be shorter than the axis, and negative dims count from the last.
 
     Returns:
         A DTensor of the global shape; its local tensor is empty on a rank outside the mesh.
@@ -60,7 +60,7 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
 
     def check() -> Claim[tuple[Tensor, Layout]]:
         if isinstance(data, DTensor):
-            raise ValueError("the data is a DTensor already; reshard moves it to another mesh or placement")
+            raise ValueError("the data is a DTensor already; move it with reshard(data, mesh, placements)")
         tensor = _as_tensor(data)
         layout = make_layout(mesh, placements, tensor.shape)
         check_dtype(tensor.dtype, layout)
@@ -82,15 +82,15 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
 def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Move a tensor to any placements on any mesh: the same one, or one of other ranks, shape or size.
 
-    On its own mesh torch's ``redistribute`` does the work, except where the result is a new ``Partial``, which
-    torch refuses. To another mesh, each rank is sent, point to point, just the elements that it lacks; a
-    ``Partial`` is reduced first. The gradient moves back the same way: sharded where the input was, whole where
-    the input was whole or partial.
+    On the same mesh torch's ``redistribute`` does the work, except if the result is a new ``Partial``, which torch
+    refuses. To another mesh, each rank receives, point to point, only the elements that it lacks; a ``Partial`` is
+    reduced first. The gradient moves back the same way: it is sharded where the input was sharded, and whole where the
+    input was whole or partial.
 
     Args:
-        tensor: the tensor; of its global shape on every rank, those outside its mesh too.
+        tensor: the tensor, with its global shape on every rank, including ranks outside its mesh.
         mesh: a ``ProcessMesh``, or a ``DeviceMesh`` that is the same on every rank.
-        placements: one an axis of ``mesh``, as for ``shard_tensor``.
+        placements: one placement per axis of ``mesh``, as for ``shard_tensor``.
 
     Returns:
         A DTensor of the same global shape and dtype; its local tensor is empty on a rank outside ``mesh``.
@@ -108,7 +108,9 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
 
     def check() -> Claim[Layout]:
         if not isinstance(tensor, DTensor):
-            raise ValueError(f"reshard takes a DTensor, got {type(tensor).__name__}; shard_tensor makes one")
+            raise ValueError(
+                f"reshard takes a DTensor, got {type(tensor).__name__}; use shard_tensor(tensor, mesh, placements)"
+            )
         target = make_layout(mesh, placements, tensor.shape)
         check_dtype(tensor.dtype, target)
         if isinstance(mesh, DeviceMesh) and mesh.device_type != tensor.device_mesh.device_type:
@@ -134,7 +136,7 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
 
 
 class _Reshard(torch.autograd.Function):
-    """A move forward, the move back backward."""
+    """Moves the tensor in forward, and its gradient back in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, source: Layout, device_mesh: DeviceMesh, target: Layout) -> DTensor:
@@ -148,7 +150,7 @@ class _Reshard(torch.autograd.Function):
 
 
 class _ShardTensor(torch.autograd.Function):
-    """Each rank's part of a full tensor forward, the full gradient on every rank of the world backward."""
+    """Takes each rank's part of a full tensor in forward; returns the full gradient on every rank in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device_mesh: DeviceMesh, layout: Layout) -> DTensor:
@@ -157,7 +159,7 @@ class _ShardTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:
-        # The world, not the mesh: what made the tensor ran on every rank, and must learn the same on every rank.
+        # The world, not the mesh: every rank computed the tensor, and needs the same gradient for it.
         world = Layout(ProcessMesh(range(dist.get_world_size()), ["world"]), (Replicate(),))
         grad, layout = settle(grad, ctx.layout, world)
         device_mesh = world.mesh.to_device_mesh(grad.device_mesh.device_type)
@@ -168,11 +170,11 @@ def _as_tensor(data: Any) -> Tensor:
     try:
         return torch.as_tensor(data)
     except (TypeError, RuntimeError) as error:
-        raise ValueError(f"the data is a tensor, an array, nested lists or a number: {error}") from error
+        raise ValueError(f"the data must be a tensor, an array, nested lists or a number: {error}") from error
 
 
 def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor:
-    """A copy of what this rank stores, so that neither tensor sees writes to the other."""
+    """Return a copy of this rank's part, so that neither tensor sees writes to the other."""
     rank = dist.get_rank()
     if rank not in layout.mesh:
         return tensor.new_empty(0, device=device_mesh.device_type)
@@ -183,7 +185,7 @@ def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor
 
 
 def _device_type(tensor: Tensor) -> str:
-    """The tensor's own, unless the world cannot communicate there."""
+    """Return the tensor's device type, or another one if the process group cannot communicate on it."""
     types = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
     return tensor.device.type if tensor.device.type in types else types[0]
 

@@ -1,4 +1,4 @@
-"""A plan as the words that the planner prints: "dp2 tp2+sp zero1"."""
+"""Read and write a plan in the words that the planner prints: "dp2 tp2+sp zero1"."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from meshwright.config_fields import nearest
 from meshwright.errors import PlanError
 
 _FORMS = (
-    "dp2, tp2, tp2+sp, cp2, pp2, zero1, mb4 (rows of a micro-batch), mb4x2 (and how many), ga2 (micro-batches) and "
-    "recompute=full"
+    "dp2, tp2, tp2+sp, cp2, pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 (2 micro-batches of 4 rows), ga2 "
+    "(2 micro-batches) and recompute=full"
 )
 _ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
 _SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
@@ -22,16 +22,16 @@ _SEPARATOR = re.compile(r"[\s,]+(?:x\s+)?")
 
 
 def parse_plan(text: str, source: str = "the plan") -> dict[str, Any]:
-    """Return the fields of ``ParallelPlan`` that a plan in words gives.
+    """Return the fields of ``ParallelPlan`` that a plan in words sets.
 
-    A field's own name works too: "tp=2 sequence_parallel=true".
+    Field names work too: "tp=2 sequence_parallel=true".
 
     Args:
-        text: as the planner prints plans.
-        source: where it comes from, for messages.
+        text: the plan, as the planner prints it.
+        source: where the text comes from, for messages.
 
     Raises:
-        PlanError: a word that is no word of a plan, or one field given twice.
+        PlanError: a word is unknown, or two words set one field to different values.
 
     Example:
         >>> parse_plan("dp2 tp2+sp zero1")
@@ -47,12 +47,12 @@ def parse_plan(text: str, source: str = "the plan") -> dict[str, Any]:
                 raise PlanError(f"{source} {text!r} gives {name} twice, as {fields[name]} and {value}; write it once")
             fields[name] = value
     if not fields.get("zero_stage"):
-        fields.pop("replicate", None)  # only ZeRO tells replicas from shards
+        fields.pop("replicate", None)  # without ZeRO all ranks are replicas
     return fields
 
 
 def format_plan(fields: Mapping[str, Any]) -> str:
-    """Return the words that ``parse_plan`` reads as these fields of ``ParallelPlan``; defaults may be left out.
+    """Return fields of ``ParallelPlan`` as words that ``parse_plan`` reads; missing fields have their defaults.
 
     Example:
         >>> format_plan({"dp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"})
@@ -73,7 +73,7 @@ def format_plan(fields: Mapping[str, Any]) -> str:
 
 
 def is_plan_text(text: str) -> bool:
-    """Whether a string is a plan in words, if a misspelt one, and not the path of a plan file."""
+    """Return whether a string is a plan in words, perhaps a misspelt one, rather than the path of a plan file."""
     first, _, second = text.strip().partition(" ")
     begins = re.match(r"[A-Za-z_]+(?=[\d=])|sp\b", first)
     return "/" not in text and "." not in text and (begins is not None or bool(second))
@@ -96,14 +96,14 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
     letters = re.split(r"[\d=]", lower)[0]
     near, rest = nearest(letters, _ABBREVIATIONS, cutoff=0.5), lower[len(letters) :] or "2"
     hint = f"did you mean {near}{rest}? " if near and near + rest != lower else ""
-    raise PlanError(f"{source} {text!r}: {word!r} is no word of a plan; {hint}The words are {_FORMS}")
+    raise PlanError(f"{source} {text!r}: {word!r} is not a word of a plan; {hint}The words are {_FORMS}")
 
 
 def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence: str) -> dict[str, Any] | None:
-    """The fields of a word such as "tp2+sp"; None where its parts do not belong together."""
+    """Return the fields of a word such as "tp2+sp"; None if its parts do not belong together."""
     has = (times is not None, inner is not None, bool(sequence))
     if axis == "mb" and has in ((False, False, False), (True, False, False)):
-        # As in the planner's tables: one micro-batch is the whole batch.
+        # In the planner's tables a single micro-batch is the whole batch.
         return {"micro_batch_size": None if times is not None and int(times) == 1 else int(size)}
     fields: dict[str, Any] = {_SIZES[axis]: int(size)} if axis in _SIZES else {}
     if not any(has):
@@ -121,6 +121,6 @@ def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence:
 
 
 def _value(text: str) -> Any:
-    """A value as it is written after ``name=``, in YAML's words for what is no number."""
+    """Return the value of the text after ``name=``, which spells booleans and None as YAML does."""
     words = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "none": None}
     return int(text) if re.fullmatch(r"-?\d+", text) else words.get(text.lower(), text)

@@ -1,4 +1,4 @@
-"""How far a long piece of work has come: a bar on a terminal, a log line now and then elsewhere."""
+"""Shows the progress of long work: a bar on a terminal, a log line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _INTERVAL = 5.0  # seconds between log lines
 
 
 class Progress:
-    """Counts bytes, or something else; shown by rank 0 only, between ``start`` and ``close``.
+    """Counts bytes, or other units; only rank 0 shows the count, between ``start`` and ``close``.
 
     Args:
-        title: what is being done.
-        unit: what is counted.
+        title: the name of the work.
+        unit: the unit that is counted.
     """
 
     def __init__(self, title: str, unit: str = "B"):
@@ -29,12 +29,12 @@ class Progress:
         self._last = time.monotonic()
 
     def start(self, total: int) -> None:
-        """Args: total: how many are to come."""
+        """Start, with ``total`` units to come."""
         self.total, self._last = total, time.monotonic()
         self._bar = _bar(self.title, total, self.unit) if _is_first() and sys.stderr.isatty() else None
 
     def add(self, count: int) -> None:
-        """Args: count: how many more are done."""
+        """Count ``count`` more units as done."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)

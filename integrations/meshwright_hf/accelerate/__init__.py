@@ -1,4 +1,4 @@
-"""``Accelerator`` with a plan: the script's loop stays, ``prepare`` distributes by the plan.
+"""``Accelerator`` with a plan: ``prepare`` distributes by the plan, and the script's loop stays.
 
 Example::
 

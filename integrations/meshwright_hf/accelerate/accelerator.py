@@ -1,4 +1,4 @@
-"""The Accelerator's methods that must know of a plan; all else is accelerate's own."""
+"""The Accelerator's methods that depend on a plan; all others are accelerate's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tens
 
 
 class PlannedAccelerator(Accelerator):
-    """An Accelerator some of whose models a plan distributes; ``prepare`` makes the user's Accelerator one.
+    """An Accelerator with models that a plan distributes; ``prepare`` turns the user's Accelerator into one.
 
     For models, optimizers and loaders that no plan distributes, each method is accelerate's.
     """
@@ -33,13 +33,13 @@ class PlannedAccelerator(Accelerator):
     _loader_options = LoaderOptions()
     _plan: ParallelPlan | None = None  # known before the first model is prepared
     _is_saving = _counts_all = False
-    told_processes: frozenset[int] = frozenset()  # what num_processes has said
+    told_processes: frozenset[int] = frozenset()  # values that num_processes has returned
 
     @property
     def num_processes(self) -> int:
-        """The data-parallel ranks, which is what scripts multiply schedules and losses by.
+        """The number of data-parallel ranks, by which scripts multiply schedules and losses.
 
-        Ranks of the other axes share a batch. All processes are ``state.num_processes``.
+        Ranks of the other axes share a batch. The number of all processes is ``state.num_processes``.
         """
         dp = self._dp()
         if self._counts_all or (dp is None and (self._models or self._plan is None)):
@@ -57,7 +57,7 @@ class PlannedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each data-parallel rank its part; the ranks that share a batch get the same."""
+        """Give each data-parallel rank its part; ranks that share a batch get the same part."""
         dp = self._dp()
         if dp is None:
             with super().split_between_processes(inputs, apply_padding=apply_padding) as part:
@@ -68,7 +68,7 @@ class PlannedAccelerator(Accelerator):
             yield part
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Put a loader on the mesh of the model that was prepared with it, or last."""
+        """Put a loader on the mesh of the model that was prepared with it, or of the last one."""
         is_plain = isinstance(data_loader, DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False)
         if not (is_plain and state.planned_models(self)):
             with self._counting_all():
@@ -79,7 +79,7 @@ class PlannedAccelerator(Accelerator):
         return loader
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Step a scheduler of a planned optimizer by the batches that a step takes."""
+        """Wrap a scheduler of a planned optimizer, so that it steps once for each batch of an optimizer step."""
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
@@ -95,7 +95,7 @@ class PlannedAccelerator(Accelerator):
         return planned
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip by the global norm; returns None, and does nothing, where gradients are still being accumulated."""
+        """Clip by the global norm; while gradients are still being accumulated, do nothing and return None."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
         if model is None:
@@ -103,7 +103,7 @@ class PlannedAccelerator(Accelerator):
         return mw.clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element; does nothing where gradients are still being accumulated."""
+        """Clip each element; do nothing while gradients are still being accumulated."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
         if model is None:
@@ -115,14 +115,14 @@ class PlannedAccelerator(Accelerator):
                 gradient.clamp_(-clip_value, clip_value)
 
     def gather(self, tensor: Any) -> Any:
-        """Join the rows of the data-parallel ranks; ranks that share a batch have the same, which counts once."""
+        """Join the rows of the data-parallel ranks; rows that several ranks share count once."""
         dp = self._dp()
         if dp is None or not has_only_tensors(tensor):
             return super().gather(tensor)
         return gather_tensors(tensor, dp)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce over the data-parallel ranks; ranks that share a batch have the same, which counts once."""
+        """Reduce over the data-parallel ranks; values of ranks that share a batch count once."""
         dp = self._dp()
         if dp is None or not has_only_tensors(tensor):
             return super().reduce(tensor, reduction, scale)
@@ -134,7 +134,7 @@ class PlannedAccelerator(Accelerator):
         return map_tensors(tensor, reduced)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join the rows of all ranks: none twice, in the order of the dataset."""
+        """Join the rows of all ranks, each once, in the order of the dataset."""
         loader, dp = self.gradient_state.active_dataloader, self._dp()
         if dp is None or (loader is not None and not isinstance(loader, PlannedLoader)):
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -148,7 +148,7 @@ class PlannedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Nothing to do for planned models: their ranks take the same number of steps."""
+        """Do nothing for planned models, whose ranks take the same number of steps."""
         if any(isinstance(model, nn.Module) and find_runtime(model) is not None for model in joinables):
             yield
         else:
@@ -156,13 +156,13 @@ class PlannedAccelerator(Accelerator):
                 yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The one-device weights on rank 0, empty elsewhere; a collective call."""
+        """Return the one-device weights on rank 0, and nothing elsewhere; every rank makes the call."""
         if find_runtime(model) is None:
             return super().get_state_dict(model, unwrap)
         return state.Pending(model) if self._is_saving else mw.full_state_dict(model)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The model itself: a plan wraps nothing but, for mixed precision, its forward."""
+        """Return the model itself, since a plan wraps only its forward, for mixed precision."""
         if find_runtime(model) is None:
             return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper and (forward := vars(model).pop("_original_forward", None)) is not None:
@@ -170,7 +170,7 @@ class PlannedAccelerator(Accelerator):
         return model
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The same loader, whose next iteration leaves out the first batches of its epoch."""
+        """Return the same loader, whose next iteration leaves out the first batches of its epoch."""
         if not isinstance(dataloader, PlannedLoader):
             return super().skip_first_batches(dataloader, num_batches)
         dataloader.skip(num_batches)
@@ -179,7 +179,7 @@ class PlannedAccelerator(Accelerator):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Save everything that training needs to go on under any plan; a collective call.
+        """Save everything that training needs to resume under any plan; every rank makes the call.
 
         Planned models and optimizers are in folders ``meshwright_0``, ``meshwright_1``, ..., in one-device form.
         """
@@ -187,7 +187,7 @@ class PlannedAccelerator(Accelerator):
             return super().save_state(output_dir, safe_serialization, **kwargs)
         if not safe_serialization:
             raise ValueError("safe_serialization=False would pickle the weights; a planned model's are safetensors")
-        # After the hooks of the user, which may have taken models out.
+        # After the user's hooks, which may have taken models out.
         hook = self.register_save_state_pre_hook(state.take_weights)
         self._is_saving = True
         try:
@@ -205,7 +205,7 @@ class PlannedAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Go on from what ``save_state`` saved, under this plan or another; a collective call."""
+        """Resume from what ``save_state`` saved, under this plan or another; every rank makes the call."""
         if not state.planned_models(self):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
@@ -224,7 +224,7 @@ class PlannedAccelerator(Accelerator):
         state.load_progress(self, found[0])
 
     def _dp(self) -> Axis | None:
-        """The axis whose ranks have different rows: of the loader at hand, or of the model prepared last."""
+        """Return the axis whose ranks have different rows: the active loader's, or that of the last prepared model."""
         loader = self.gradient_state.active_dataloader
         if isinstance(loader, PlannedLoader):
             return loader.dp
@@ -233,7 +233,7 @@ class PlannedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _counting_all(self) -> Iterator[None]:
-        """Inside, num_processes is what accelerate's own loaders deal rows by."""
+        """Make num_processes count all processes inside, by which accelerate's own loaders share out rows."""
         before, self._counts_all = self._counts_all, True
         try:
             yield
@@ -241,10 +241,10 @@ class PlannedAccelerator(Accelerator):
             self._counts_all = before
 
     def _model_of(self, parameters: Iterable[Tensor]) -> nn.Module | None:
-        """The planned model whose parameters these are; None if they are of none.
+        """Return the planned model whose parameters these are; None if they are of none.
 
         Raises:
-            ValueError: they are a part of one, whose norm would not be the gradient's.
+            ValueError: if they are only some of a model's, whose norm is not that of the whole gradient.
         """
         given = {id(p) for p in parameters if p.requires_grad}
         for model in state.planned_models(self):
@@ -253,8 +253,8 @@ class PlannedAccelerator(Accelerator):
                 return model
             if own & given:
                 raise ValueError(
-                    f"{len(own & given)} of these {len(given)} parameters are of a model that a plan distributes, "
-                    f"which trains {len(own)}; clip all of them at once: model.parameters()"
+                    f"{len(own & given)} of these {len(given)} parameters are of a model that a plan distributes, but "
+                    f"it trains {len(own)}; clip all of them at once: model.parameters()"
                 )
         return None
 
@@ -262,12 +262,12 @@ class PlannedAccelerator(Accelerator):
 def become_planned(
     accelerator: Accelerator, options: LoaderOptions | None = None, *, plan: ParallelPlan | None = None
 ) -> None:
-    """Give an Accelerator the methods above; it stays the user's object, and of the class that it was.
+    """Give an Accelerator the methods above; it stays the user's object and an instance of its class.
 
     Args:
-        accelerator: changed in place.
-        options: how its loaders read.
-        plan: of the models to come, where it is known.
+        accelerator: the Accelerator, changed in place.
+        options: the options of its loaders.
+        plan: the plan of the models to come, if it is known.
     """
     if not isinstance(accelerator, PlannedAccelerator):
         kind = type(accelerator)

@@ -1,4 +1,4 @@
-"""Scripts that are not to be changed: ``accelerator.prepare`` itself distributes by the plan."""
+"""For scripts that must not be changed: makes ``accelerator.prepare`` itself distribute by a plan."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def activate(
 ) -> None:
     """Have ``accelerator.prepare`` distribute models by a plan, until ``deactivate``.
 
-    Calls with any other model, and with none, stay accelerate's own. For a script of somebody else; in one's own,
-    ``prepare`` says what it does. A second call replaces the config.
+    Calls with any other model, and with none, stay accelerate's own. This is for somebody else's script; in your own,
+    call ``prepare``, which is explicit. A second call replaces the config.
 
     Args:
-        config: of every ``prepare``.
-        plan: of every ``prepare``, in any form that ``to_distributed`` takes.
-        models: which ones; by default the causal LMs of transformers. Any model can be data-parallel.
+        config: the options of every ``prepare``.
+        plan: the plan of every ``prepare``, in any form that ``to_distributed`` takes.
+        models: which models to distribute; by default transformers' causal LMs. Any model can be data-parallel.
 
     Example::
 
@@ -59,7 +59,7 @@ def activate(
     @functools.wraps(make)
     def make_by_plan(self: Accelerator, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        become_planned(self, plan=known)  # a schedule is made of num_processes, before prepare
+        become_planned(self, plan=known)  # scripts read num_processes for a schedule, before prepare
 
     @functools.wraps(original)
     def prepare_by_plan(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -76,23 +76,23 @@ def activate(
 
 
 def deactivate() -> None:
-    """Give ``accelerator.prepare`` back; what was prepared stays distributed."""
+    """Restore ``accelerator.prepare``; what was prepared stays distributed."""
     for name in _PATCHED:
         patched = getattr(Accelerator, name)
         setattr(Accelerator, name, getattr(patched, _ORIGINAL, patched))
 
 
 def _check_left_to_accelerate(accelerator: PlannedAccelerator, objects: Sequence[Any]) -> None:
-    """Refuse the schedule of a model that stays accelerate's, if the plan's dp has gone into it.
+    """Refuse the schedule of a model that stays accelerate's, if the script may have made it with the plan's dp.
 
     Raises:
-        PlanError: naming both numbers.
+        PlanError: if the two counts differ; the message names both.
     """
     count = int(accelerator.state.num_processes)
     wrong = accelerator.told_processes - {count}
     if wrong and any(isinstance(value, LRScheduler) for value in objects):
         raise PlanError(
-            f"accelerator.num_processes said {min(wrong)}, the dp of the plan of activate(), and this model is not "
+            f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this model is not "
             f"distributed by it: accelerate steps its scheduler {count} times per optimizer step. Choose the models by "
             "activate(..., models=...), or write accelerator.state.num_processes for this one's schedule"
         )

@@ -1,7 +1,7 @@
-"""What a script is told by ``accelerator.num_processes`` before ``prepare``: schedules are made of it.
+"""Checks what ``accelerator.num_processes`` returned before ``prepare``, since schedules are made with it.
 
-A scheduler steps once for each batch of the loader that a step takes: dp times. A script that multiplies the lengths of
-its schedule by a larger number stretches it, which only shows at the end of training.
+A scheduler steps once for each of the loader's batches that a step takes: dp times. A script that multiplies the
+lengths of its schedule by a larger number stretches it, which only shows at the end of training.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _NAME = "num_processes"
 
 
 def check_announced(told: Iterable[int], dp: int) -> None:
-    """Raise unless a schedule was made of the number of ranks by which it will be stepped.
+    """Raise unless a schedule was made with the number of ranks by which it will be stepped.
 
     Args:
-        told: what ``accelerator.num_processes`` has said so far.
-        dp: how many steps of the scheduler an optimizer step takes.
+        told: the values that ``accelerator.num_processes`` has returned so far.
+        dp: the number of scheduler steps per optimizer step.
 
     Raises:
-        PlanError: naming both numbers.
+        PlanError: if a value differs from ``dp``; the message names both.
     """
     wrong = [count for count in told if count != dp]
     if not wrong:
         return
     raise PlanError(
-        f"accelerator.num_processes was read before prepare and said {wrong[0]}, and the plan has dp={dp}: a scheduler "
+        f"accelerator.num_processes was read before prepare and was {wrong[0]}, but the plan has dp={dp}: a scheduler "
         f"steps {dp} time(s) per optimizer step, so a schedule of lengths times {wrong[0]} would run at "
         f"{dp}/{wrong[0]} of its speed. Give the Accelerator the plan when it is made, so that num_processes is dp "
         "from the start:\n"
@@ -42,11 +42,11 @@ def check_announced(told: Iterable[int], dp: int) -> None:
 
 
 def was_read_by_callers() -> bool:
-    """Whether the functions that are being called name ``num_processes`` before this call, or call such a one.
+    """Whether the calling functions read ``num_processes`` before this call, or call a function that reads it.
 
-    Functions that they call are found in their own modules.
+    Functions that they call are looked up in their own modules.
 
-    An Accelerator that was made without a plan cannot tell who has asked it; the program's code can.
+    An Accelerator that was made without a plan does not record reads, so the program's code is searched.
     """
     return any(_reads_before(frame) for frame in _callers())
 
@@ -67,7 +67,7 @@ def _reads_before(frame: FrameType) -> bool:
 
 
 def _functions(scope: dict[str, Any]) -> Iterator[FunctionType]:
-    """The functions and methods of a module."""
+    """Yield the functions and methods of a module."""
     own = [value for value in scope.values() if getattr(value, "__module__", None) == scope.get("__name__")]
     members = [member for value in own if isinstance(value, type) for member in vars(value).values()]
     yield from (value for value in [*own, *members] if isinstance(value, FunctionType))

@@ -1,4 +1,4 @@
-"""What of an Accelerator's settings, and of the objects to prepare, contradicts a plan."""
+"""Refuses settings of an Accelerator, and objects to prepare, that contradict a plan."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ def check_launch(accelerator: Accelerator) -> None:
     """Raise unless the Accelerator's processes are those that were launched.
 
     Raises:
-        PlanError: naming both numbers.
+        PlanError: if their numbers differ; the message names both.
     """
     launched = world_size()
     if accelerator.state.num_processes == launched:
         return
-    said = f"{launched} processes were launched, but this Accelerator is of {accelerator.state.num_processes}: "
+    said = f"{launched} processes were launched, but this Accelerator knows of {accelerator.state.num_processes}: "
     earlier = (
-        "a PartialState was made before the Accelerator and without cpu=True, which makes each process a program of "
+        "a PartialState was made before the Accelerator without cpu=True, which makes each process a program of "
         "its own, and every later Accelerator shares it. Write PartialState(cpu=True) there, or make the Accelerator "
         "before anything that makes one (PartialState(), TrainingArguments(), accelerate.logging)"
     )
-    if _is_set("ACCELERATE_USE_CPU"):  # the Accelerator has asked for the CPU, so that it was not the first
+    if _is_set("ACCELERATE_USE_CPU"):  # the Accelerator asked for the CPU, so another PartialState came first
         raise PlanError(said + earlier)
     raise PlanError(
-        f"{said}without a GPU, Accelerator() makes each process a program of its own, and says nothing. Use "
+        f"{said}without a GPU, Accelerator() makes each process a program of its own, without a warning. Use "
         "Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true as `meshwright launch` does. If it has cpu=True "
         f"already, {earlier}"
     )
 
 
 def check_placement(device_placement: list[bool] | None) -> None:
-    """Refuse the argument of ``accelerator.prepare`` that a plan has no use for.
+    """Refuse the argument of ``accelerator.prepare`` that a plan does not support.
 
     Raises:
-        PlanError: naming it.
+        PlanError: if it was passed.
     """
     if device_placement is not None:
         raise PlanError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
 
 
 def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
-    """Raise for settings of the Accelerator that want another distribution than the plan's, or what it lacks.
+    """Raise if a setting of the Accelerator asks for another distribution than the plan's, or for what it lacks.
 
     Raises:
-        PlanError: naming the setting and the plan's field.
+        PlanError: if there is one; the message names the setting and the plan's field.
     """
     _check_engines(accelerator, plan)
     _check_sizes(accelerator, plan)
@@ -73,41 +73,41 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise PlanError(
             f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "
-            "compiled one, of which the plan's hooks know nothing; leave it out"
+            "compiled one, which the plan's hooks do not know; leave it out"
         )
     if accelerator.dispatch_batches:
         raise PlanError(
             "DataLoaderConfiguration(dispatch_batches=True) would send every rank a part of rank 0's batch; leave it "
-            "out, and to read once for the ranks that need the same rows pass "
+            "out. To read once for the ranks that need the same rows, pass "
             "ToDistributedConfig(loader=LoaderOptions(source='leader'))"
         )
 
 
 def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
-    # Without a GPU, accelerate takes these plugins, sets the variable and goes on without: the user must hear of it.
+    # Without a GPU, accelerate takes these plugins, sets the variable and ignores them silently.
     state = accelerator.state
     fsdp = getattr(state, "fsdp_plugin", None)
     if fsdp is not None or _is_set("ACCELERATE_USE_FSDP"):
         strategy = getattr(fsdp, "sharding_strategy", None) or getattr(fsdp, "reshard_after_forward", None)
         said = f"FullyShardedDataParallelPlugin({strategy or ''})"
         raise PlanError(
-            f"{said} wants to shard the model over {accelerator.state.num_processes} processes, and the plan says "
+            f"{said} wants to shard the model over {accelerator.state.num_processes} processes, but the plan says "
             f"dp={plan.dp}, tp={plan.tp}, zero_stage={plan.zero_stage}; leave the plugin (ACCELERATE_USE_FSDP) out, "
-            "and choose what is sharded over dp by ParallelPlan(zero_stage=...)"
+            "and set what is sharded over dp with ParallelPlan(zero_stage=...)"
         )
     if state.distributed_type == DistributedType.DEEPSPEED or _is_set("ACCELERATE_USE_DEEPSPEED"):
         plugin = accelerator.deepspeed_plugin
         stage = f"zero_stage={plugin.zero_stage}" if plugin is not None else ""
         raise PlanError(
-            f"DeepSpeedPlugin({stage}) makes DeepSpeed the engine, and the plan says zero_stage={plan.zero_stage}, "
-            f"dp={plan.dp}, tp={plan.tp}; for that call accelerator.prepare inside "
+            f"DeepSpeedPlugin({stage}) makes DeepSpeed the engine, but the plan says zero_stage={plan.zero_stage}, "
+            f"dp={plan.dp}, tp={plan.tp}; to use DeepSpeed, call accelerator.prepare inside "
             "`with meshwright_hf.deepspeed.deepspeed_mpu(plan):`, or leave the plugin (ACCELERATE_USE_DEEPSPEED) out"
         )
     megatron = getattr(state, "megatron_lm_plugin", None)
     if megatron is not None or _is_set("ACCELERATE_USE_MEGATRON_LM"):
         said = f"tp_degree={megatron.tp_degree}, pp_degree={megatron.pp_degree}" if megatron is not None else ""
         raise PlanError(
-            f"MegatronLMPlugin({said}) makes Megatron-LM the engine, and the plan says tp={plan.tp}, pp={plan.pp}; "
+            f"MegatronLMPlugin({said}) makes Megatron-LM the engine, but the plan says tp={plan.tp}, pp={plan.pp}; "
             "leave the plugin (ACCELERATE_USE_MEGATRON_LM) out"
         )
 
@@ -129,17 +129,17 @@ def _check_sizes(accelerator: Accelerator, plan: ParallelPlan) -> None:
     for name, (theirs, axis, ours) in pairs.items():
         if theirs != ours:
             raise PlanError(
-                f"ParallelismConfig has {name}={theirs}, and the plan has {axis}={ours}; make them equal, or leave "
+                f"ParallelismConfig has {name}={theirs}, but the plan has {axis}={ours}; make them equal, or leave "
                 "ParallelismConfig out: the plan alone decides"
             )
 
 
 def check_model(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise for a model that cannot be distributed as it is.
+    """Raise if a model cannot be distributed as it is.
 
     Raises:
-        AlreadyDistributedError: accelerate has prepared it.
-        PlanError: it is quantised, or spread by a device map.
+        AlreadyDistributedError: if accelerate has prepared it.
+        PlanError: if it is quantised, or spread by a device map.
     """
     if getattr(model, "_is_accelerate_prepared", False) or any(model is known for known in accelerator._models):
         raise _prepared("the model")
@@ -153,16 +153,16 @@ def check_model(accelerator: Accelerator, model: nn.Module) -> None:
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1 or (devices & {"cpu", "disk"} and accelerator.device.type != "cpu"):
         raise PlanError(
-            f"the model was loaded with a device_map over {', '.join(sorted(devices))}: one process's devices, where "
-            "the plan has a process for each; load it without device_map"
+            f"the model was loaded with a device_map over {', '.join(sorted(devices))}, all in one process, but "
+            "the plan has a process for each device; load it without device_map"
         )
 
 
 def check_not_prepared(name: str, value: Any) -> None:
-    """Raise for an optimizer, a loader or a scheduler that accelerate has prepared.
+    """Raise if accelerate has prepared an optimizer, a loader or a scheduler.
 
     Raises:
-        AlreadyDistributedError: naming it.
+        AlreadyDistributedError: if it has; the message names the object.
     """
     wrappers = (AcceleratedOptimizer, AcceleratedScheduler, DataLoaderStateMixin)
     if isinstance(value, wrappers) and not isinstance(value, PlannedLoader):
@@ -171,6 +171,6 @@ def check_not_prepared(name: str, value: Any) -> None:
 
 def _prepared(name: str) -> AlreadyDistributedError:
     return AlreadyDistributedError(
-        f"{name} was prepared by accelerator.prepare already, for {'' if name == 'the model' else 'a model on '}"
-        "all ranks alike; pass the plain objects to meshwright_hf.accelerate.prepare, in place of accelerator.prepare"
+        f"{name} was already prepared by accelerator.prepare, for {'' if name == 'the model' else 'a model on '}"
+        "all ranks alike; pass the plain objects to meshwright_hf.accelerate.prepare instead of accelerator.prepare"
     )

@@ -1,4 +1,4 @@
-"""accelerate's ``Accelerator`` with a plan from the start: a script changes its import."""
+"""accelerate's ``Accelerator`` with a plan from the start: a script only changes its import."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from meshwright_hf.accelerate.state import is_new_model, planned_models
 class Accelerator(PlannedAccelerator):
     """accelerate's Accelerator, whose ``prepare`` distributes the model by a plan and whose ``num_processes`` is dp.
 
-    Everything else is the script's: see ``prepare`` of this module.
+    The rest of the script stays as it is; see ``prepare`` in this package.
 
     Args:
-        args: of ``accelerate.Accelerator``.
-        plan: in any form that ``to_distributed`` takes; by default the launcher's, or the one that the planner picks.
-        config: its options.
-        kwargs: of ``accelerate.Accelerator``.
+        args: the arguments of ``accelerate.Accelerator``.
+        plan: a plan in any form that ``to_distributed`` takes; by default the launcher's, or the planner's choice.
+        config: the options of ``to_distributed``.
+        kwargs: the arguments of ``accelerate.Accelerator``.
 
     Raises:
-        PlanError: for what is no plan, and for one that is not the launcher's.
+        PlanError: if ``plan`` is not a plan, or not the launcher's.
 
     Example::
 
@@ -43,10 +43,10 @@ class Accelerator(PlannedAccelerator):
         super().__init__(*args, **kwargs)
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Distribute a model by the plan, with its optimizer, loaders and schedulers; see ``prepare`` of this module.
+        """Distribute a model by the plan, with its optimizer, loaders and schedulers; see ``prepare`` in this package.
 
         Raises:
-            PlanError: see there.
+            PlanError: see ``prepare``.
         """
         if any(is_new_model(value) for value in objects) or not planned_models(self):
             check_placement(device_placement)

@@ -1,4 +1,4 @@
-"""A loader on the plan's mesh that accelerate knows: it says when it ends, and how many rows a batch has."""
+"""A loader on the plan's mesh with what accelerate reads: when it ends, and how many rows a batch has."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 
 
 class PlannedLoader:
-    """This rank's batches, with what accelerate asks of the loader that is being iterated.
+    """Yields this rank's batches, and has what accelerate reads from an active loader.
 
-    Reads one batch ahead, so as to know the last one when it is given out; ``state_dict`` speaks of the batch given
-    out. Everything else that the user's loader has, such as ``dataset`` or ``batch_size``, is found here too.
+    Reads one batch ahead, to know the last one when it is yielded; ``state_dict`` is that of the yielded batch. It
+    passes on the other attributes of the user's loader, such as ``dataset`` or ``batch_size``.
 
     Args:
-        loader: as the user made it.
-        inner: reads this rank's rows of its (global) batches.
+        loader: the loader as the user made it.
+        inner: a loader of this rank's rows of its (global) batches.
         dp: the axis whose ranks read different rows.
-        total_batch_size: rows of a global batch, where they are known.
+        total_batch_size: the rows of a global batch; None if they are not known.
     """
 
     _is_accelerate_prepared = True
@@ -69,7 +69,7 @@ class PlannedLoader:
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("user_loader", "inner"):  # not yet set: half-built or being unpickled
+        if name in ("user_loader", "inner"):  # not yet set: under construction or being unpickled
             raise AttributeError(name)
         return getattr(self.user_loader, name)
 
@@ -83,32 +83,32 @@ class PlannedLoader:
         self._state = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batch last given out ends; the same on all ranks, small, and good for any mesh."""
+        """Return where the last yielded batch ends: a small state, the same on all ranks and valid for any mesh."""
         return {**self.inner.state_dict(), **self.place()}
 
     def place(self) -> dict[str, Any]:
-        """The state without torch's random state, which ``Accelerator.save_state`` saves itself."""
+        """Return the state without torch's random state, which ``Accelerator.save_state`` saves itself."""
         return self.inner.place() if self._state is None else self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration go on from there."""
+        """Make the next iteration resume from a state."""
         self.inner.load_state_dict(state)
         self._state = None
 
     def skip(self, num_batches: int) -> None:
-        """Have the next iteration begin after the first batches of its epoch.
+        """Make the next iteration begin after the first batches of its epoch.
 
-        Of the epoch, not of what is left of it: after ``load_state``, which goes to the place by itself, a script that
-        skips the batches it had seen is at the same place.
+        They are counted from the start of the epoch. So after ``load_state``, which restores the place by itself, a
+        script that also skips the batches that it had seen is at the same place.
         """
         place = self.inner.position
         if self.total_batch_size is not None and self.inner.skip(num_batches * self.total_batch_size):
             self._state = None
         elif not (place.is_fresh and place.samples):
-            self._to_drop = num_batches  # where they end is known by reading them only
+            self._to_drop = num_batches  # only reading them shows where they end
 
     def _rows_of_last(self) -> int:
-        """Rows of the last batch over all ranks if it is not full, 0 if it is; -1 where nobody knows (accelerate's)."""
+        """Return the last batch's rows over all ranks if it is not full, 0 if it is; -1 (accelerate's) if not known."""
         if self.total_batch_size is None or getattr(self.user_loader, "drop_last", False):
             return -1
         try:
@@ -118,10 +118,10 @@ class PlannedLoader:
 
 
 def check_loader(loader: DataLoader[Any], dp: int, options: LoaderOptions, *, is_global: bool) -> None:
-    """Raise on all ranks for a loader that cannot be put on a mesh, before anything is changed.
+    """Raise on all ranks if a loader cannot be put on a mesh, before anything is changed.
 
     Raises:
-        ValueError: see ``global_batches`` and ``DistributedLoader``.
+        ValueError: if it cannot; see ``global_batches`` and ``DistributedLoader``.
     """
     succeed_together(
         lambda: DistributedLoader(loader if is_global else global_batches(loader, dp), dp=Axis("dp"), options=options)
@@ -131,13 +131,14 @@ def check_loader(loader: DataLoader[Any], dp: int, options: LoaderOptions, *, is
 def plan_loader(
     loader: Any, model: nn.Module, options: LoaderOptions, *, is_global: bool, accelerator: Accelerator
 ) -> PlannedLoader:
-    """Put a loader on the mesh of a distributed model; a collective call.
+    """Put a loader on the mesh of a distributed model; every rank makes the call.
 
     Args:
-        loader: its batches are those of one data-parallel rank; or of all of them, with ``is_global``.
-        model: what ``to_distributed`` returned.
-        options: how it reads.
-        accelerator: says whether accelerate would shuffle by a seed and the epoch.
+        loader: a loader of one data-parallel rank's batches, or with ``is_global`` of global batches.
+        model: the model that ``to_distributed`` returned.
+        options: the options of reading.
+        is_global: whether the loader's batches are global.
+        accelerator: the Accelerator, which decides whether to shuffle by a seed and the epoch.
     """
     runtime = runtime_of(model)
     joined = loader if is_global else global_batches(loader, runtime.dp.size)
@@ -160,5 +161,5 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _rows(batch: Any) -> int:
-    """Rows of a batch: of its first tensor that has any."""
+    """Return the rows of a batch: those of its first tensor with dims."""
     return next((x.shape[0] for x in tensors_of(batch) if isinstance(x, Tensor) and x.ndim), 0)

@@ -1,4 +1,4 @@
-"""``prepare``: the objects of an Accelerator's script, distributed by a plan."""
+"""``prepare`` distributes the objects of an Accelerator's script by a plan."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ def prepare(
 ) -> Any:
     """Distribute a script's objects by a plan, in place of ``accelerator.prepare``; the loop stays as it is.
 
-    The plan is the config's, the launcher's or the model's own, or the planner picks one. A loader's batch is that of
-    one data-parallel rank (of all with ``split_batches=True``), as in accelerate, so that the loss is the mean over
-    ``dp`` batches; ranks of the other axes share one. Loaders and schedulers may be prepared later too.
+    The plan is the config's, the launcher's or the model's own, or the planner picks one. As in accelerate, a loader's
+    batch is that of one data-parallel rank (of all with ``split_batches=True``), so the loss is the mean over ``dp``
+    batches; ranks of the other axes share a batch. Loaders and schedulers may also be prepared later.
 
-    ``accelerator`` learns of the plan: backward, accumulate, clip_grad_norm_, clip_grad_value_, gather_for_metrics,
+    ``accelerator`` follows the plan: backward, accumulate, clip_grad_norm_, clip_grad_value_, gather_for_metrics,
     save_state, load_state, get_state_dict, unwrap_model and skip_first_batches are right under it.
 
     Args:
-        accelerator: the script's; changed in place.
-        objects: one model, its optimizer, any number of loaders and schedulers, in any order; others, None among
-            them, come back as they are.
+        accelerator: the script's Accelerator, changed in place.
+        objects: one model, its optimizer, any number of loaders and schedulers, in any order; others, such as None,
+            come back as they are.
         config: the options of ``to_distributed``.
-        plan: as in ``to_distributed``: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict or a path.
+        plan: the plan, as in ``to_distributed``: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict or a path.
 
     Returns:
         The objects in the same order; one alone as itself. The model is the user's own.
 
     Raises:
-        PlanError: for a launch, settings of the Accelerator or a model that the plan cannot have; see also
+        PlanError: if the launch, the Accelerator's settings or the model do not fit the plan; see also
             ``to_distributed``. Nothing was changed then.
-        AlreadyDistributedError: for objects that accelerate has prepared.
-        ValueError: for a loader that cannot be put on a mesh.
+        AlreadyDistributedError: if accelerate has prepared one of the objects.
+        ValueError: if a loader cannot be put on a mesh.
 
     Example::
 
@@ -87,13 +87,13 @@ def prepare(
     elif not planned_models(accelerator):
         raise PlanError("prepare needs a model: pass it together with its optimizer, loaders and schedulers")
     elif given.optimizer is not None:
-        raise PlanError("the optimizer of a planned model is prepared together with it, in one call of prepare")
+        raise PlanError("the optimizer of a planned model is prepared together with it; pass both to one prepare")
     return _prepared(accelerator, objects)
 
 
 @dataclass(frozen=True)
 class _Objects:
-    """What there is to prepare."""
+    """The objects to prepare, by kind."""
 
     model: nn.Module | None
     optimizer: Optimizer | None
@@ -107,8 +107,8 @@ class _Objects:
         for name, values in (("models", models), ("optimizers", optimizers)):
             if len(values) > 1:
                 raise PlanError(
-                    f"prepare got {len(values)} {name}, and a plan is for one model and its optimizer; call prepare "
-                    "once for each model that the plan shall distribute, and accelerator.prepare_model for others"
+                    f"prepare got {len(values)} {name}, but a plan is for one model and its optimizer; call prepare "
+                    "once for each model that the plan is to distribute, and accelerator.prepare_model for others"
                 )
         return _Objects(
             model=models[0] if models else None,
@@ -124,7 +124,7 @@ class _Objects:
 
 
 def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributedConfig) -> None:
-    """Distribute the model and its optimizer, and tell the Accelerator."""
+    """Distribute the model and its optimizer, and make the Accelerator follow the plan."""
     model: Any = given.model
     check_model(accelerator, model)
     loaders = [loader for loader in given.loaders if not isinstance(loader, PlannedLoader)]
@@ -132,7 +132,7 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         # accelerate's recipe passes the global count and multiplies the loss by num_processes, as DDP needs it. Read
         # as counts of each rank, dp global ones add up to the divisor that undoes this.
         config = dataclasses.replace(config, num_items_in_batch="local")
-    runtime = find_runtime(model)  # of a model that from_pretrained has distributed
+    runtime = find_runtime(model)  # not None if from_pretrained has distributed the model
     plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
@@ -157,12 +157,12 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
 def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
     assert isinstance(accelerator, PlannedAccelerator)
     done: dict[int, Any] = {}
-    # Schedulers last: they look for the optimizer's wrapper.
+    # Schedulers last, since they look for the optimizer's wrapper.
     for value in sorted(objects, key=lambda value: isinstance(value, LRScheduler)):
         if isinstance(value, DataLoader | PlannedLoader):
             done[id(value)] = accelerator.prepare_data_loader(value)
         elif isinstance(value, Optimizer):
-            # The state is where to_distributed put it; accelerate would move it by way of a state dict.
+            # to_distributed has placed the state; accelerate would move it through a state dict.
             done[id(value)] = _mark(accelerator.prepare_optimizer(value, device_placement=False))
         elif isinstance(value, LRScheduler):
             done[id(value)] = _mark(accelerator.prepare_scheduler(value))
@@ -182,13 +182,13 @@ class _InAutocast(MethodOverride):
 
 
 def _mark(value: Any) -> Any:
-    """Have ``accelerator.prepare`` leave it as it is."""
+    """Mark an object, so that ``accelerator.prepare`` leaves it as it is."""
     value._is_accelerate_prepared = True
     return value
 
 
 def _equip(accelerator: Accelerator, model: Any) -> None:
-    """Give the model what accelerate looks for or gives one: no_sync, and mixed precision around forward."""
+    """Give the model what accelerate expects or adds: no_sync, and mixed precision around forward."""
     _mark(model)
     model.no_sync = functools.partial(_no_sync, model)
     if accelerator.native_amp:
@@ -198,22 +198,22 @@ def _equip(accelerator: Accelerator, model: Any) -> None:
 
 
 def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """What accelerate and its scripts call between the steps of a window; LocalSGD holds it over steps.
+    """Return the ``no_sync`` of a window, which accelerate and its scripts call; LocalSGD holds it over steps.
 
     Raises:
-        PlanError: from LocalSGD.
+        PlanError: if LocalSGD calls it.
     """
     if sys._getframe(1).f_globals.get("__name__") == LocalSGD.__module__:
         raise PlanError(
             "LocalSGD lets each process step its own replica and averages the weights now and then, which no single "
-            "device does, and a plan shares each step over its ranks; write LocalSGD(..., enabled=False), or leave it "
+            "device does, but a plan shares each step over its ranks; write LocalSGD(..., enabled=False), or leave it "
             "out, and reduce communication by Accelerator(gradient_accumulation_steps=...)"
         )
     return no_sync(model)
 
 
 def _told(accelerator: Accelerator) -> frozenset[int]:
-    """What num_processes has said so far."""
+    """Return the values that num_processes has returned so far."""
     if isinstance(accelerator, PlannedAccelerator):
         return accelerator.told_processes
     return frozenset({accelerator.num_processes}) if was_read_by_callers() else frozenset()
@@ -226,7 +226,7 @@ def _pick_plan(
     loaders: Sequence[DataLoader[Any]],
     config: ToDistributedConfig,
 ) -> ParallelPlan:
-    """The planner's choice for the batch that it makes itself, since a rank's batch times dp is the global one."""
+    """Return the planner's choice for a global batch that its own dp sets: a rank's batch times dp."""
     dp, tried = accelerator.state.num_processes, set()
     while True:
         loader = loaders[0] if loaders else None

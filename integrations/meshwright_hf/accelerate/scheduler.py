@@ -15,14 +15,14 @@ from meshwright.errors import CheckpointError
 class PlannedScheduler(AcceleratedScheduler):
     """Steps once for every one-device batch that an optimizer step stands for.
 
-    A script's scheduler counts batches of its loader. With a loader whose batch is one rank's, a step takes as many of
-    them as there are data-parallel ranks; accelerate counts processes, of which tp share a batch.
+    A script's scheduler counts batches of its loader. If the loader's batch is one rank's, a step takes as many of them
+    as there are data-parallel ranks. accelerate counts processes instead, of which tp share a batch.
 
     Args:
-        scheduler: the user's.
-        optimizers: accelerate's wrappers of those that it schedules.
-        batches: how many of the loader's batches a step takes: dp; 1 with ``split_batches``.
-        step_with_optimizer: as ``Accelerator(step_scheduler_with_optimizer=...)`` says.
+        scheduler: the user's scheduler.
+        optimizers: accelerate's wrappers of the scheduled optimizers.
+        batches: the number of the loader's batches per step: dp; 1 with ``split_batches``.
+        step_with_optimizer: the value of ``Accelerator(step_scheduler_with_optimizer=...)``.
     """
 
     def __init__(self, scheduler: Any, optimizers: Any, *, batches: int, step_with_optimizer: bool):
@@ -42,24 +42,24 @@ class PlannedScheduler(AcceleratedScheduler):
                 self.scheduler.step(*args, **kwargs)
 
     def count_in(self, rows: int, saved_rows: int, saved_batches: int) -> None:
-        """Go on from a count of batches with another number of rows, at the same number of samples.
+        """Convert a saved count of batches with another number of rows, so that the number of samples is the same.
 
         Args:
-            rows: that an optimizer step of this run takes, on all ranks.
-            saved_rows, saved_batches: those of the run that saved the count, and ``batches`` there.
+            rows: the rows of an optimizer step of this run, on all ranks.
+            saved_rows, saved_batches: ``rows`` and ``batches`` of the run that saved the count.
 
         Raises:
-            CheckpointError: for a scheduler that keeps more than the count, and for a count that is no whole number.
+            CheckpointError: if the scheduler keeps more than the count, or the new count is not a whole number.
         """
         ratio = Fraction(saved_rows, saved_batches) / Fraction(rows, self.batches)
-        if ratio == 1 or not self.step_with_optimizer:  # else the program's own calls count
+        if ratio == 1 or not self.step_with_optimizer:  # otherwise the program's own calls count
             return
         counted = self.scheduler.last_epoch * ratio
         if not isinstance(self.scheduler, LambdaLR) or counted.denominator > 1:
             raise CheckpointError(
                 f"the checkpoint's {type(self.scheduler).__name__} has counted to {self.scheduler.last_epoch}, by "
-                f"{saved_rows // saved_batches} rows at a time, and this run counts by {rows // self.batches}: only a "
-                "torch.optim.lr_scheduler.LambdaLR, such as transformers' get_scheduler makes, can go on by another "
+                f"{saved_rows // saved_batches} rows at a time, but this run counts by {rows // self.batches}: only a "
+                "torch.optim.lr_scheduler.LambdaLR, such as transformers' get_scheduler makes, can resume with another "
                 "number, and at a whole count. Resume with the same batch_size of the DataLoader and the same "
                 "gradient_accumulation_steps"
             )

@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state`` of a model on a plan: one-device files, good for any plan."""
+"""``save_state`` and ``load_state`` of a model on a plan, in one-device files that any plan reads."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def without_planned_optimizers(accelerator: Accelerator) -> Iterator[None]:
 
 
 def take_weights(models: list[nn.Module], weights: list[dict[str, Tensor]], directory: str) -> None:
-    """Write the weights of planned models; of those that no earlier hook took from the list."""
+    """Write the weights of the planned models that no earlier hook took from the list."""
     for weight in [weight for weight in weights if isinstance(weight, Pending)]:
         weights[:] = [other for other in weights if other is not weight]
         mw.save_weights(weight.model, _folder(models, weight.model, directory))
 
 
 def give_weights(all_models: list[nn.Module], models: list[nn.Module], directory: str) -> None:
-    """Read the weights of planned models; of those that no earlier hook took from the list."""
+    """Read the weights of the planned models that no earlier hook took from the list."""
     for model in [model for model in models if find_runtime(model) is not None]:
         models[:] = [other for other in models if other is not model]
         mw.load_weights(model, _folder(all_models, model, directory))
@@ -80,7 +80,7 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         loader.load_state_dict(state)
     for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
         _streams(model).load_state_dict(state)
-    accelerator.step = said["step"]  # accelerate's own is in a file for each rank that there was
+    accelerator.step = said["step"]  # accelerate's own is in one file per rank of the run that saved
     rows, saved_rows = _rows_of_step(accelerator), said.get("rows")
     for scheduler, batches in zip(_schedulers(accelerator), said.get("batches", ()), strict=False):
         if rows is not None and saved_rows is not None:
@@ -88,7 +88,7 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
 
 
 def planned_models(accelerator: Accelerator) -> list[nn.Module]:
-    """The models of an Accelerator that a plan distributes."""
+    """Return the models of an Accelerator that a plan distributes."""
     return [model for model in accelerator._models if find_runtime(model) is not None]
 
 
@@ -101,7 +101,7 @@ def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[s
     path = Path(directory) / PROGRESS
     if not path.is_file():
         raise CheckpointError(
-            f"{directory} has no {PROGRESS}: it was not saved by an Accelerator with a plan. Load such weights with "
+            f"{directory} has no {PROGRESS}: it was not saved by an Accelerator with a plan. Load its weights with "
             "meshwright.load_weights(model, path)"
         )
     said = json.loads(path.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[s
         if len(said[name]) != len(here):
             what = "loader(s)" if name == "loaders" else "model(s)"
             raise CheckpointError(
-                f"{directory} is of {len(said[name])} {what}, and this Accelerator has {len(here)}; prepare the same "
+                f"{directory} is of {len(said[name])} {what}, but this Accelerator has {len(here)}; prepare the same "
                 "objects in the same order"
             )
     return said
@@ -122,7 +122,7 @@ def _folder(models: list[nn.Module], model: nn.Module, directory: str | os.PathL
 
 
 def _pairs(accelerator: Accelerator) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
-    """Each planned model that has an optimizer, with it."""
+    """Return each planned model that has an optimizer, with the optimizer."""
     models = {id(find_runtime(model)): model for model in planned_models(accelerator)}
     inner = [optimizer.optimizer for optimizer in accelerator._optimizers]
     return [(models[id(runtime)], optimizer) for optimizer in inner if (runtime := find_runtime(optimizer)) is not None]
@@ -139,7 +139,7 @@ def _schedulers(accelerator: Accelerator) -> list[PlannedScheduler]:
 
 
 def _rows_of_step(accelerator: Accelerator) -> int | None:
-    """Rows of an optimizer step, where the loader that was prepared first is that of training and knows them."""
+    """Return the rows of an optimizer step, by the loader that was prepared first; None if it does not know them."""
     rows = next((loader.total_batch_size for loader in _loaders(accelerator)), None)
     return None if rows is None else rows * accelerator.gradient_accumulation_steps
 

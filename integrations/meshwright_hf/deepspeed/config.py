@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON: what Meshwright reads in it, fills in where it says "auto", and refuses by name."""
+"""A DeepSpeed JSON: Meshwright reads it, fills in "auto" values, and refuses keys by name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 
 ADVICE_PLAN = "the plan shards the model: remove it, and set ParallelPlan"
-# Key -> why not, and what to do. A value that switches the key off (see _is_on) passes.
+# Key -> why it is refused, and what to do. A value that switches the key off (see _is_on) passes.
 REFUSED = {
     "tensor_parallel": f"DeepSpeed's own tensor parallelism; {ADVICE_PLAN}.tp",
     "autotp_size": f"DeepSpeed's own tensor parallelism; {ADVICE_PLAN}.tp",
     "sequence_parallel_size": f"Ulysses over the layers of DeepSpeed; {ADVICE_PLAN}.sequence_parallel",
     "data_parallel_size": f"the size of DeepSpeed's own mesh; {ADVICE_PLAN}.dp",
     "expert_parallel": f"expert parallelism is not available; {ADVICE_PLAN}.tp and dp",
-    "hybrid_engine": "it replaces the model's layers by its own; remove it",
-    "compression_training": "it replaces the model's layers by its own; remove it",
+    "hybrid_engine": "it replaces the model's layers with its own; remove it",
+    "compression_training": "it replaces the model's layers with its own; remove it",
     "elasticity": "it changes the batch with the number of processes, and so the numbers; remove it",
     "autotuning": "it launches runs of its own; remove it (meshwright plan finds sizes)",
     "sparse_attention": "it replaces the model's attention; remove it",
@@ -36,20 +36,20 @@ REFUSED_IN_ZERO = {
     "zero_quantized_gradients": "quantised communication does not keep the numbers of one device",
     "zero_quantized_nontrainable_weights": "quantised communication does not keep the numbers of one device",
 }
-# Optimizers of the JSON whose step on a shard of a tensor is the shard of their step.
+# Optimizers of the JSON whose step on a shard is the shard of their step on the whole tensor.
 ELEMENTWISE = frozenset({"adam", "adamw", "sgd", "adagrad", "lion", "rmsprop", "adadelta", "adamax", "nadam", "radam"})
 BATCH = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A DeepSpeed configuration as a dict of its own.
+    """Return a DeepSpeed configuration as a new dict.
 
     Args:
         config: the dict, or the path of the JSON file.
 
     Raises:
-        PlanError: for a file that is missing, is not JSON, or has a key twice.
+        PlanError: if the file is missing, is not JSON, or has a key twice.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -82,15 +82,15 @@ def complete_config(
     """Check a configuration against the plan, and fill its "auto" values as transformers' integration does.
 
     Args:
-        config: from :func:`read_config`; changed in place.
-        plan: dp and tp; its other fields fill what the configuration leaves open.
-        model: tells hidden size and dtype.
-        device: what DeepSpeed runs on.
-        rows: a dp rank's rows of a batch of the loader, if known.
-        has_optimizer: an optimizer object comes with the model.
+        config: the configuration from :func:`read_config`, changed in place.
+        plan: the plan, with dp and tp; its other fields fill what the configuration leaves open.
+        model: the model, which gives the hidden size and the dtype.
+        device: the device that DeepSpeed runs on.
+        rows: a dp rank's rows of the loader's batch, if known.
+        has_optimizer: whether an optimizer object comes with the model.
 
     Raises:
-        PlanError: naming the key of the configuration, the field of the plan, and their values.
+        PlanError: if the two do not fit; the message names the key, the field of the plan, and their values.
     """
     _refuse(config, plan, device, has_optimizer)
     zero = config.setdefault("zero_optimization", {})
@@ -114,7 +114,7 @@ def complete_config(
     _fill_from_hidden_size(config, model)
     optimizer = config.get("optimizer", {})
     if device.type == "cpu" and str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        # DeepSpeed's own would be compiled first, for a step that torch does as fast on a CPU.
+        # DeepSpeed would first compile its own, whose step is no faster than torch's on a CPU.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
     if has_optimizer:  # as accelerate does: an object is a choice
         config.setdefault("zero_allow_untested_optimizer", True)
@@ -122,7 +122,7 @@ def complete_config(
         config.pop("train_batch_size", None)  # checked above; DeepSpeed derives it
     if left := list(_autos(config)):
         raise PlanError(
-            f"nothing here tells the DeepSpeed configuration's {', '.join(left)}, which say(s) 'auto'; write the "
+            f"{', '.join(left)} of the DeepSpeed configuration say(s) 'auto', but no value is known; write the "
             "value, or pass the optimizer or scheduler as an object"
         )
     return config
@@ -172,7 +172,7 @@ def _is_on(key: str, value: Any) -> bool:
 
 
 def _complete_batch(config: dict[str, Any], plan: ParallelPlan, rows: int | None) -> None:
-    """Settle rows a micro-batch, micro-batches a step, and rows a step; any two tell the third."""
+    """Set rows per micro-batch, micro-batches per step, and rows per step; any two give the third."""
     micro = _agreed(config, BATCH, plan.micro_batch_size, "ParallelPlan.micro_batch_size")
     if rows is not None and micro not in (None, rows):
         raise PlanError(
@@ -192,7 +192,7 @@ def _complete_batch(config: dict[str, Any], plan: ParallelPlan, rows: int | None
             )
     if micro is None:
         raise PlanError(
-            f"nothing tells {BATCH}: write it in the DeepSpeed configuration, or pass ParallelPlan.micro_batch_size or "
+            f"{BATCH} is not known; write it in the DeepSpeed configuration, or pass ParallelPlan.micro_batch_size or "
             "a dataloader"
         )
     if steps is None:
@@ -233,8 +233,8 @@ def _fill_from_hidden_size(config: dict[str, Any], model: nn.Module) -> None:
     width = getattr(own, "hidden_size", None) or getattr(getattr(own, "text_config", None), "hidden_size", None)
     if width is None:
         raise PlanError(
-            f"{', '.join(keys)} of zero_optimization say 'auto', which follows the model's hidden_size, and "
-            f"{type(model).__name__} has no config that tells it; write numbers"
+            f"{', '.join(keys)} of zero_optimization say 'auto', which follows the model's hidden_size, but "
+            f"{type(model).__name__} has no config with it; write numbers"
         )
     values = (width * width, int(0.9 * width * width), 10 * width)  # transformers' formulas
     for key, value in zip(keys, values, strict=True):

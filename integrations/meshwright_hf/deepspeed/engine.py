@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed.ops
 import torch
 import torch.distributed as dist
-from deepspeed import initialize as initialize_stock  # itself, also where deepspeed_mpu stands in for it
+from deepspeed import initialize as initialize_stock  # the stock function, even while deepspeed_mpu replaces it
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor, nn
@@ -57,32 +57,32 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Make a DeepSpeed engine of a model that the plan's tensor and sequence parallelism shards first.
 
-    It is called and returns as ``deepspeed.initialize``. Every launched process calls it with the same
-    arguments. Whatever is wrong with the arguments is raised before the model is changed.
+    It takes and returns what ``deepspeed.initialize`` does. Every launched process calls it with the same
+    arguments. Wrong arguments raise before the model is changed.
 
     Args:
-        args: read for ``deepspeed_config``, where ``config`` is not given.
+        args: an object whose ``deepspeed_config`` is read if ``config`` is not given.
         model: a causal LM of transformers, plain: not built under ``deepspeed.zero.Init``.
-        optimizer: over the model's parameters, or a callable that makes one; None for the configuration's.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one; None for the configuration's.
         model_parameters: parameters, or groups of them, for the configuration's optimizer; all by default.
-        training_data: a dataset, of which DeepSpeed makes a loader of ``train_micro_batch_size_per_gpu`` rows.
-        lr_scheduler: as in ``deepspeed.initialize``.
-        dataloader: instead of ``training_data``: its batches are global ones of ``train_micro_batch_size_per_gpu``
-            x dp rows, and the loader that comes back gives each dp rank its rows, resumably.
-        collate_fn: for ``training_data``.
+        training_data: a dataset, from which DeepSpeed makes a loader of ``train_micro_batch_size_per_gpu`` rows.
+        lr_scheduler: the scheduler, as in ``deepspeed.initialize``.
+        dataloader: a loader instead of ``training_data``, with global batches of ``train_micro_batch_size_per_gpu``
+            x dp rows; the loader that is returned gives each dp rank its rows, resumably.
+        collate_fn: the collate function for ``training_data``.
         config: a DeepSpeed configuration, or the path of its JSON file; "auto" values are filled in.
             ``train_micro_batch_size_per_gpu`` counts the rows of a dp rank, which the ranks of tp share.
         config_params: another name for ``config``.
-        plan: dp and tp; None for tp=1. Its other fields may be left out; where given, they must agree.
+        plan: the plan, with dp and tp; None for tp=1. Its other fields may be left out; if given, they must agree.
         options: further options of the sharding; its plan is not read.
 
     Returns:
         The engine, its optimizer, the loader (None without data) and the scheduler.
 
     Raises:
-        PlanError: for a plan, a configuration or a combination that cannot run, naming the settings that clash.
-        AlreadyDistributedError: for a model that ``zero.Init``, DDP or another call distributed.
-        OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
+        PlanError: if the plan, the configuration or their combination cannot run; the message names the settings.
+        AlreadyDistributedError: if ``zero.Init``, DDP or another call has distributed the model.
+        OptimizerMismatchError: if the optimizer is of another model, or its step is wrong on shards.
 
     Example::
 
@@ -144,12 +144,12 @@ def _given_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
         if value is not None
     }
     if len(given) != 1:
-        raise PlanError(f"one DeepSpeed configuration is needed, not {' and '.join(given) or 'none'}; pass config=...")
+        raise PlanError(f"pass one DeepSpeed configuration, not {' and '.join(given) or 'none'}: config=...")
     return read_config(next(iter(given.values())))
 
 
 def device_of_engine() -> torch.device:
-    """The device that DeepSpeed moves the model to."""
+    """Return the device that DeepSpeed moves the model to."""
     kind = get_accelerator().device_name()
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
@@ -163,7 +163,7 @@ def _check_model(model: Any) -> None:
         if hasattr(parameter, "ds_id"):
             raise AlreadyDistributedError(
                 f"{name} was partitioned by deepspeed.zero.Init, before the plan could shard it; build the model "
-                "outside of it (with the Trainer: before TrainingArguments(deepspeed=...)), or under "
+                "outside zero.Init (with the Trainer: before TrainingArguments(deepspeed=...)), or under "
                 "meshwright.deferred_init(), which allocates nothing"
             )
 
@@ -174,7 +174,7 @@ def _check_data(training_data: Any, dataloader: Any) -> None:
 
 
 def _rows(dataloader: Any, plan: ParallelPlan) -> int | None:
-    """A dp rank's rows of a batch of the loader, where it tells its batch size."""
+    """Return a dp rank's rows of the loader's batch; None if the loader has no batch size."""
     size = getattr(dataloader, "batch_size", None)
     if size is None:
         return None
@@ -187,7 +187,7 @@ def _rows(dataloader: Any, plan: ParallelPlan) -> int | None:
 
 
 def _is_trusted(optimizer: Optimizer, options: ToDistributedConfig | None) -> bool:
-    """DeepSpeed's own Adam, Adagrad and Lion update each element alone; the rest of its optimizers do not."""
+    """Whether an optimizer is elementwise: of DeepSpeed's own, Adam, Adagrad and Lion are, the others are not."""
     of_deepspeed = type(optimizer).__module__.startswith(
         ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
     )
@@ -195,14 +195,14 @@ def _is_trusted(optimizer: Optimizer, options: ToDistributedConfig | None) -> bo
 
 
 def _join(device: torch.device, timeout_s: float) -> None:
-    """Join the process group, one of this process alone if nothing launched it, and tell DeepSpeed not to compile."""
+    """Join the process group, or make one if nothing launched this process; keep DeepSpeed from compiling."""
     start_process_group(device, timeout_s)
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed asks for
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
         atexit.register(_leave)
     if device.type == "cpu":
-        # A collective in shared memory for inference, which DeepSpeed would compile for a minute at its start.
+        # A shared-memory collective for inference, which DeepSpeed would compile for a minute at its start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -212,7 +212,7 @@ def _leave() -> None:
 
 
 def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str]) -> list[Any]:
-    """The parameters, or groups of them, that took the place of those given."""
+    """Return the parameters, or groups of them, that replaced those given."""
     now = dict(model.named_parameters())
     if given is None:
         return [p for p in now.values() if p.requires_grad]
@@ -225,7 +225,7 @@ def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str
 
 
 def _adapt(engine: Any, runtime: Runtime) -> None:
-    """Make an engine one of a sharded model: its collectives are no surprise, and its exports are whole."""
+    """Adapt an engine to a sharded model: the guard expects its collectives, and its exports are whole."""
     if engine.zero_optimization_partition_weights():
         runtime.materialise = _gathered
     for name in ("forward", "backward", "step"):
@@ -234,7 +234,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
         adapt_universal_loading(engine.optimizer, runtime)
     if runtime.tp.size > 1:
         engine.save_16bit_model = functools.partial(_refuse_16bit, engine)
-        # What accelerate's get_state_dict, and so the Trainer, asks of stage 3.
+        # accelerate's get_state_dict, and so the Trainer, calls it under stage 3.
         engine._zero3_consolidated_16bit_state_dict = lambda *_, **__: full_state_dict(engine)
 
 

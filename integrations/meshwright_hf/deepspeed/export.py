@@ -1,4 +1,4 @@
-"""One-device weights out of an engine: over tp, and over dp where ZeRO-3 splits them further."""
+"""One-device weights out of an engine, joined over tp, and over dp if ZeRO-3 shards them further."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshwright.checkpoint.whole_tensors import full_state_dict as state_dict_of
 
 
 def full_state_dict(engine: Any) -> dict[str, Tensor]:
-    """The one-device state dict of an engine's model, on the CPU of rank 0; empty elsewhere.
+    """Return the one-device state dict of an engine's model, on the CPU of rank 0; empty elsewhere.
 
-    A collective call: every rank makes it. It is in the dtype that the model computes in.
+    Every rank makes the call. The weights have the dtype that the model computes in.
 
     Args:
-        engine: of :func:`meshwright_hf.deepspeed.initialize`.
+        engine: an engine from :func:`meshwright_hf.deepspeed.initialize`.
 
     Example::
 
@@ -28,13 +28,13 @@ def full_state_dict(engine: Any) -> dict[str, Tensor]:
 
 
 def save_pretrained(engine: Any, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Write one-device files that ``from_pretrained`` reads, tensor by tensor; every rank calls it.
+    """Write one-device files that ``from_pretrained`` reads, tensor by tensor; every rank makes the call.
 
-    DeepSpeed's zero_to_fp32 makes such a file of a checkpoint too, but of tp=1 only.
+    DeepSpeed's zero_to_fp32 also makes such a file from a checkpoint, but only for tp=1.
 
     Args:
-        engine: of :func:`meshwright_hf.deepspeed.initialize`.
-        folder: where to; on rank 0's disk.
-        options: of transformers' ``save_pretrained``, e.g. ``max_shard_size``.
+        engine: an engine from :func:`meshwright_hf.deepspeed.initialize`.
+        folder: the folder to write to, on rank 0's disk.
+        options: the options of transformers' ``save_pretrained``, e.g. ``max_shard_size``.
     """
     engine.module.save_pretrained(folder, **options)

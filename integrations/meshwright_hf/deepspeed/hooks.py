@@ -1,4 +1,4 @@
-"""accelerate and the Trainer call ``deepspeed.initialize`` themselves: here they get ours for a while."""
+"""Replaces ``deepspeed.initialize``, which accelerate and the Trainer call themselves, for a while."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from meshwright_hf.deepspeed.export import save_pretrained
 
 @contextlib.contextmanager
 def deepspeed_mpu(plan: ParallelPlan, options: ToDistributedConfig | None = None) -> Iterator[None]:
-    """Inside, accelerate and the Trainer make their engine by the plan, and give the ranks of tp equal rows.
+    """Make accelerate and the Trainer build their engine by the plan, and give the ranks of tp equal rows.
 
-    They offer no argument for an ``mpu``; they look ``deepspeed.initialize`` up when they call it, and ours takes
-    its place until the block ends. Prepare everything inside, loaders too.
+    They have no argument for an ``mpu``, but look ``deepspeed.initialize`` up when they call it, so ours replaces it
+    until the block ends. Prepare everything inside, loaders too.
 
     Args:
-        plan: as for :func:`initialize`; the sizes of a batch come from accelerate or from TrainingArguments.
-        options: as for :func:`initialize`.
+        plan: the plan, as for :func:`initialize`; accelerate or TrainingArguments set the sizes of a batch.
+        options: the options, as for :func:`initialize`.
 
     Raises:
-        PlanError: where there is no Accelerator yet, or one that does not use DeepSpeed (as on CPU, unless
+        PlanError: if there is no Accelerator yet, or one that does not use DeepSpeed (as on CPU, unless
             ``PartialState(cpu=True)`` came first) and would ignore the plan.
 
     Example::
@@ -49,7 +49,7 @@ def deepspeed_mpu(plan: ParallelPlan, options: ToDistributedConfig | None = None
     kind = state.get("distributed_type")
     if kind != DistributedType.DEEPSPEED:
         raise PlanError(
-            f"deepspeed_mpu needs an Accelerator (or a Trainer) that uses DeepSpeed, and there is "
+            f"deepspeed_mpu needs an Accelerator (or a Trainer) that uses DeepSpeed, but there is "
             f"{'none yet' if kind is None else 'one of the type ' + str(kind)}; make it before, with a DeepSpeedPlugin "
             "(or TrainingArguments(deepspeed=...)). On CPU, call PartialState(cpu=True) first and leave "
             "Accelerator(cpu=...) out"
@@ -76,7 +76,7 @@ def _initialize_by(
         raise PlanError("ParallelismConfig.sp_size shards sequences in its own way; leave it out under deepspeed_mpu")
     key = "config" if kwargs.get("config") is not None else "config_params"
     config = read_config(kwargs[key])
-    # They count every process as one with rows of its own.
+    # Their total counts every process as one with rows of its own.
     rows, steps = config.get(BATCH), config.get(STEPS)
     total = config.get("train_batch_size")
     if isinstance(rows, int) and isinstance(steps, int) and total == rows * steps * dist.get_world_size():
@@ -91,11 +91,11 @@ class DeepSpeedTrainerMixin:
     before the TrainingArguments: with stage 3 transformers would split it otherwise, before the plan can shard it.
 
     Args:
-        plan: as for :func:`initialize`.
-        options: as for :func:`initialize`.
+        plan: the plan, as for :func:`initialize`.
+        options: the options, as for :func:`initialize`.
 
     Raises:
-        PlanError: for TrainingArguments without ``deepspeed``.
+        PlanError: if TrainingArguments lack ``deepspeed``.
 
     Example::
 
@@ -104,7 +104,7 @@ class DeepSpeedTrainerMixin:
         trainer = PlannedTrainer(model, args, train_dataset=data, plan=mw.ParallelPlan(dp=2, tp=2))
     """
 
-    # What the mixin uses of the Trainer.
+    # Attributes of the Trainer that the mixin uses.
     args: Any
     model: Any
     deepspeed: Any
@@ -120,10 +120,10 @@ class DeepSpeedTrainerMixin:
         self._options = dataclasses.replace(options or ToDistributedConfig(), num_items_in_batch="local")
         super().__init__(*args, **kwargs)
         if not self.is_deepspeed_enabled:
-            raise PlanError("this Trainer is for DeepSpeed: set TrainingArguments.deepspeed, or use MeshwrightTrainer")
+            raise PlanError("this Trainer is for DeepSpeed; set TrainingArguments.deepspeed, or use MeshwrightTrainer")
 
     def get_tp_size(self) -> int:
-        """Ranks with the same rows; batch sizes, step counts and the loss's scale follow from it."""
+        """Return the number of ranks with the same rows, which sets batch sizes, step counts and the loss's scale."""
         return self._plan.tp
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,12 +137,12 @@ class DeepSpeedTrainerMixin:
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``Trainer.predict``; its rows come tp times."""
+        """See ``Trainer.predict``; each row is returned tp times."""
         with deepspeed_mpu(self._plan, self._options):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write one-device weights, tokenizer and arguments; every rank calls it, as the Trainer does."""
+        """Write one-device weights, tokenizer and arguments; every rank makes the call, as in the Trainer."""
         folder = output_dir or self.args.output_dir
         save_pretrained(self.deepspeed, folder)
         if self.args.should_save:

@@ -1,4 +1,4 @@
-"""What DeepSpeed asks about the model's own parallelism: an ``mpu`` object, and a mark on parameters."""
+"""Tells DeepSpeed about the model's own parallelism, by an ``mpu`` object and a mark on parameters."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class ModelParallelUnit:
 
 
 def _group_of(axis: Axis) -> ProcessGroup | None:
-    """The group of an axis; in a run of one process that of the world."""
+    """Return the group of an axis; in a run of one process that of the world."""
     return axis.group if axis.group is not None else dist.group.WORLD
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Say on each parameter whether this rank's gradient counts in DeepSpeed's norm.
+    """Mark on each parameter whether this rank's gradient counts in DeepSpeed's norm.
 
-    DeepSpeed adds up, over the model-parallel ranks, the norms of parameters with ``tensor_model_parallel``,
-    and those of rank 0 alone for the others. A key/value head that several ranks hold is marked on the first
+    For parameters with ``tensor_model_parallel`` DeepSpeed adds up the norms of all model-parallel ranks; for the
+    others it takes that of rank 0. A key/value head that several ranks hold is marked on the first
     of them only, so that it counts once.
     """
     for parameter in model.parameters():
@@ -65,7 +65,7 @@ def mark_parameters(model: nn.Module) -> None:
 
 
 def holds_first(layout: RowLayout, rank: int) -> bool | None:
-    """Whether the rank is the first to hold its rows; None where that is true of some of them only.
+    """Whether the rank is the first to hold its rows; None if that is true of only some of them.
 
     Example:
         >>> one_kv_head = RowLayout(0, 8, (((0, 8),), ((0, 8),)))
@@ -89,13 +89,13 @@ def check_norms(layouts: dict[str, RowLayout]) -> None:
     """Refuse a sharding under which DeepSpeed cannot count each row once in its gradient norm.
 
     Raises:
-        PlanError: naming the parameter.
+        PlanError: if there is such a parameter; the message names it.
     """
     for name, layout in layouts.items():
         if not layout.is_replicated and any(holds_first(layout, rank) is None for rank in range(len(layout.spans))):
             raise PlanError(
                 f"{name}: with tp={len(layout.spans)} some ranks hold key/value heads of their own next to ones that "
-                "another rank holds too, and DeepSpeed counts a parameter in the gradient norm wholly or not at all. "
+                "another rank holds too, but DeepSpeed counts a parameter in the gradient norm wholly or not at all. "
                 "Use a ParallelPlan.tp that divides the number of key/value heads (or, for separate k and v "
                 "projections, a multiple of it), or to_distributed without DeepSpeed"
             )

@@ -1,7 +1,7 @@
-"""Universal checkpoints: how each parameter is cut over tp, so that DeepSpeed can merge it and cut it anew.
+"""Universal checkpoints: describe how each parameter is cut over tp, so that DeepSpeed can merge and reshard it.
 
 DeepSpeed's converter (``python -m deepspeed.checkpoint.ds_to_universal``) reads the layouts from the
-checkpoint, as affine maps: blocks of the full tensor and where they lie in each rank's shard. Loading
+checkpoint, as affine maps: blocks of the full tensor and their places in each rank's shard. Loading
 reads them from the parameters.
 """
 
@@ -22,12 +22,12 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, record_of
 
-# What DeepSpeed's loader of stages 1 and 2 reads on a parameter, instead of guessing an even split.
+# DeepSpeed's loader of stages 1 and 2 reads it on a parameter, instead of assuming an even split.
 RESTORE = keys.DS_AUTOTP_UC_META
 
 
 def describe_for_universal(model: nn.Module, tp: Axis) -> None:
-    """Put the layouts on the model and its parameters, where DeepSpeed looks for them when it saves and loads."""
+    """Put the layouts on the model and its parameters, where DeepSpeed finds them when it saves and loads."""
     vocabulary = {id(module.weight) for module in _vocabulary(model)}
     maps: dict[str, Any] = {}
     padded: list[str] = []
@@ -41,7 +41,7 @@ def describe_for_universal(model: nn.Module, tp: Axis) -> None:
             padded.append(pattern)
             words = rows.size
         elif has_padding:
-            unsupported[pattern] = "it is padded, and DeepSpeed strips padding of vocabulary matrices only"
+            unsupported[pattern] = "it is padded, but DeepSpeed strips padding only from vocabulary matrices"
         maps[pattern] = affine_map(record).to_dict()
         if record.is_sharded and not has_padding:
             restore = {"conversion": {"affine_map": maps[pattern]}, "logical_shape": tuple(record.global_shape)}
@@ -63,7 +63,7 @@ def _vocabulary(model: Any) -> list[nn.Module]:
 
 
 def affine_map(record: ShardRecord) -> ParamAffineMap:
-    """A parameter's layout in DeepSpeed's terms; padding lies behind the end of the full tensor.
+    """Return a parameter's layout in DeepSpeed's terms; padding lies behind the end of the full tensor.
 
     Example:
         >>> rows = RowLayout.even(4, 2)
@@ -119,9 +119,9 @@ def _strides(shape: list[int]) -> list[int]:
 
 
 def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
-    """Have stage 3 cut a universal checkpoint's tensors over tp first, and resume every parameter group as it was.
+    """Make stage 3 cut a universal checkpoint's tensors over tp first, and resume every parameter group as it was.
 
-    DeepSpeed's stage 3 knows of its own tensor parallelism only. It gives all groups the learning rate and the weight
+    DeepSpeed's stage 3 only supports its own tensor parallelism. It gives all groups the learning rate and the weight
     decay of the first, and torch's Adam one step counter, which then runs ahead by the number of groups.
     """
     load_states = optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
@@ -144,7 +144,7 @@ def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
             group.update({name: value for name, value in saved.items() if name != "params"})
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()  # one tensor for all groups: each would count it on for the rest
+                state["step"] = state["step"].clone()  # one tensor for all groups would count each group's step
 
     optimizer.load_hp_checkpoint_state = types.MethodType(load_shard, optimizer)
     optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = types.MethodType(load_with_groups, optimizer)

@@ -1,1 +1,1 @@
-"""Measure this machine for the planner: compute, collectives and copies, and the coefficients that explain them."""
+"""Measure this machine's compute, collectives and copies for the planner, and fit coefficients to them."""

@@ -1,4 +1,4 @@
-"""The collectives that the runtime uses, by size and group, inside a node and across nodes."""
+"""Probes of the collectives that the runtime uses, by size and group, inside a node and across nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.calibration.timing import Probe, Run
 from meshwright.parallel.collectives import Axis, all_gather, all_reduce, reduce_scatter, start_all_reduce
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))  # 1 KiB to 64 MiB
-_ALWAYS, _SLOW = 2**20, 2**28  # bytes that are measured in any case, and a second on a slow link
-_BESIDE = 2**24  # bytes of a gradient bucket that is reduced beside compute
+_ALWAYS, _SLOW = 2**20, 2**28  # bytes that are always measured; bytes per second of a slow link
+_BESIDE = 2**24  # bytes of the gradient bucket that is reduced beside compute
 _OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
@@ -22,12 +22,12 @@ _OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
 
 
 def axes(per_node: int) -> list[tuple[int, Axis]]:
-    """Return (stride, axis) of every group size: neighbours of one node first, then one rank of each node, then all.
+    """Return (stride, axis) for every group size: neighbours of one node first, then one rank of each node, then all.
 
-    Every rank is in a group of each kind and all groups of a kind run at once, as those of a mesh do.
+    Every rank is in one group of each kind, and all groups of a kind run at once, as in a mesh.
 
     Args:
-        per_node: processes of a node.
+        per_node: processes per node.
     """
     world = dist.get_world_size()
     nodes = world // per_node
@@ -50,13 +50,13 @@ def _axis(stride: int, size: int) -> Axis:
 
 
 def communication_probes(device: torch.device, per_node: int, *, longest: float, rate: float) -> Iterator[Probe]:
-    """Yield what to measure; the bytes are those of the whole buffer.
+    """Yield the probes of collectives; their bytes are those of the whole buffer.
 
     Args:
-        device: whose memory is sent.
-        per_node: processes of a node.
+        device: the device whose memory is sent.
+        per_node: processes per node.
         longest: seconds that one run may take.
-        rate: about how many floating-point operations a second the device does.
+        rate: approximate floating-point operations per second of the device.
     """
     groups = axes(per_node)
     for stride, axis in groups:
@@ -84,7 +84,7 @@ def _collective(
 
 
 def _beside(kind: str, axis: Axis, device: torch.device, flops: float) -> Callable[[], Run]:
-    """Return a gradient bucket's reduction, a matmul, or the one beside the other, as in backward."""
+    """Return a gradient bucket's reduction, a matmul, or both at the same time, as in backward."""
 
     def make() -> Run:
         bucket = torch.zeros(_BESIDE // 4, device=device)

@@ -1,4 +1,4 @@
-"""What one process computes in a training step, at the sizes that decoders have."""
+"""Probes of the computations of one process in a training step, at the sizes of decoders."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WEIGHTS = (
     (256, 256), (512, 512), (512, 2048), (2048, 512), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096),
     (4096, 16384), (16384, 4096),
 )  # fmt: skip
-_MATMULS = 16  # of the table, spread over the sizes that take a bearable time
+_MATMULS = 16  # sizes of the table to measure, spread over those that do not take too long
 _HEADS, _HEAD_DIM = 8, 64
 _TINY = 16
 
 
 def rough_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return about how many floating-point operations a second a matmul does, to choose sizes by."""
+    """Return the approximate floating-point operations per second of a matmul, for choosing sizes."""
     size = 4096 if device.type == "cuda" else 512
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(3):
@@ -35,12 +35,12 @@ def rough_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def compute_probes(device: torch.device, dtype: torch.dtype, *, rate: float, longest: float) -> Iterator[Probe]:
-    """Yield what to measure.
+    """Yield the probes of computations.
 
     Args:
-        device: to compute on.
-        dtype: to compute in.
-        rate: about how many operations a second it does.
+        device: the device to compute on.
+        dtype: the dtype to compute in.
+        rate: approximate floating-point operations per second of the device.
         longest: seconds that one run may take.
     """
 
@@ -62,7 +62,7 @@ def compute_probes(device: torch.device, dtype: torch.dtype, *, rate: float, lon
             for kind, make in _ELEMENTWISE.items():
                 yield Probe(kind=kind, make=partial(make, new, rows, width), sizes=sizes)
     for length, hidden in ((256, 256), (256, 512), (512, 512), (512, 1024), (2048, 1024), (2048, 4096)):
-        if hidden == 256 or _layer_flops(length, hidden) <= most:  # one layer at least, to hold the fit against
+        if hidden == 256 or _layer_flops(length, hidden) <= most:  # at least one layer, to compare the fit with
             sizes = {"length": length, "hidden": hidden, "ffn": 4 * hidden}
             yield Probe(kind="layer", make=partial(_layer, device, dtype, length, hidden), sizes=sizes)
     yield Probe(kind="launch", make=partial(_layer, device, dtype, 4, 64))
@@ -124,7 +124,7 @@ def _gate(new: New, rows: int, width: int) -> Run:
 
 
 def _residual(new: New, rows: int, width: int) -> Run:
-    # In a network both addends have more consumers, so their gradients are summed once more in backward.
+    # The second sum is backward's: in a network both addends have more consumers, so their gradients are summed.
     x, y = new(rows, width), new(rows, width)
     return lambda: (x + y, x + y)
 

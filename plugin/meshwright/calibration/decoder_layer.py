@@ -1,4 +1,4 @@
-"""A decoder layer as stock models have it, without the library that they come from."""
+"""A decoder layer like those of transformers, without that library."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 
 def norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Root-mean-square norm, in 32 bits."""
+    """Return the root-mean-square norm of x, computed in 32 bits."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions."""
+    """Return x with rotary position embeddings."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
@@ -30,7 +30,7 @@ class _Norm(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention with rotary positions and a gated MLP, each after a norm and beside a residual.
+    """Attention with rotary position embeddings and a gated MLP, each with a norm before it and a residual connection.
 
     Args:
         hidden: width of the residual stream.
@@ -47,7 +47,7 @@ class DecoderLayer(nn.Module):
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Args: x: [batch, length, hidden]; cos, sin: [length, head_dim]."""
+        """Return the layer's output for x [batch, length, hidden] and cos, sin [length, head_dim]."""
         y = self.before_attention(x)
         q, k, v = (
             project(y).view(*y.shape[:2], -1, self.head_dim).transpose(1, 2) for project in (self.q, self.k, self.v)

@@ -1,4 +1,4 @@
-"""From measurements to the device and the coefficients with which the planner's step model reproduces them."""
+"""Fit a device and coefficients to measurements, so that the planner's step model reproduces them."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from meshwright.planner.time import StepModel
 
 Array = NDArray[np.float64]
 
-_TILE, _REMOTE = 128, 5.0  # StepModel's tile, and its latency between nodes over that inside one
+_TILE, _REMOTE = 128, 5.0  # StepModel's tile, and its ratio of the latency between nodes to that inside a node
 _LEAST = 1e-3
 _REWEIGHTED = 10
-_SMALL = 2**13  # bytes up to which a collective is all latency: the fastest time says what it is without waiting
-_NARROWEST = 0.10  # of a band: a training step holds more than was measured
+_SMALL = 2**13  # bytes up to which a collective is all latency: its fastest time is the one without waiting
+_NARROWEST = 0.10  # the least band, since a training step holds more than was measured
 _NINE_OF_TEN = 1.645
-_LARGE = 2**18  # bytes from which a collective says something about rates
-# Elements that one element of the residual stream, of q and k, or of the MLP's width moves, forward and backward.
+_LARGE = 2**18  # bytes from which a collective's time depends on the link's rate
+# Elements that forward and backward move for each element of the residual stream, of q and k, or of the MLP's width.
 _MOVED = {"norm": 6, "residual": 6, "gate": 9, "rotary": 12}
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What explains the measurements.
+    """A device and coefficients that reproduce measurements.
 
     Args:
-        device: the machine, by its best measured rates.
-        coefficients: what is reached of them.
-        band: relative error that nine of ten steps should stay within, from those of layers and of large collectives;
-            10 % at least.
-        residuals: by kind, the root mean square of log(estimated / measured).
+        device: the machine, with its best measured rates.
+        coefficients: the shares of these rates that are reached.
+        band: relative error that nine of ten steps should stay within, from the errors of layers and of large
+            collectives; at least 10 %.
+        residuals: kind -> root mean square of log(estimated / measured).
     """
 
     device: Device
@@ -52,15 +52,15 @@ class Fitted:
 def fit(
     points: Sequence[Measurement], *, name: str, memory: float, processes: int, itemsize: int, shares_host: bool
 ) -> Fitted:
-    """Return the device and coefficients that explain measurements.
+    """Return the device and coefficients that reproduce measurements.
 
     Args:
-        points: of ``compute_probes`` and, for several processes, ``communication_probes``.
-        name: of the device.
-        memory: bytes of one process.
-        processes: on a node.
-        itemsize: bytes of the measured dtype.
-        shares_host: the device is the host's processor.
+        points: measurements of ``compute_probes`` and, for several processes, ``communication_probes``.
+        name: name of the device.
+        memory: memory of one process in bytes.
+        processes: processes per node.
+        itemsize: bytes per element of the measured dtype.
+        shares_host: whether the device is the host's processor.
 
     Raises:
         PlanError: a kind of measurement that every fit needs is missing.
@@ -69,7 +69,7 @@ def fit(
     for point in points:
         by_kind.setdefault(point.kind, []).append(point)
     if missing := sorted({"matmul", "attention", "norm", "launch", "stream", "adamw"} - set(by_kind)):
-        raise PlanError(f"no measurement of {', '.join(missing)}; give calibrate more --seconds")
+        raise PlanError(f"no measurement of {', '.join(missing)}; run meshwright calibrate with more --seconds")
 
     flops = max(_flops(point) / point.seconds for point in _matmuls(by_kind))
     large = by_kind["stream"][0]
@@ -89,7 +89,7 @@ def fit(
         elementwise=elementwise,
         launch=launch,
         latency=latency or Coefficients().latency,
-        # The links' own rates are what collectives reach of them already.
+        # The fitted link rates are those that collectives reach, so no share of them is lost.
         fast_link=1.0,
         slow_link=1.0,
         overlap=_overlap(by_kind),
@@ -120,9 +120,11 @@ def fit(
 
 
 def nonnegative(columns: Array, seconds: Array) -> Array:
-    """Return the nonnegative weights of the columns that give the seconds with the least relative errors.
+    """Return the nonnegative weights of the columns that reproduce the seconds with the least relative errors.
 
-    Args: columns: [points, columns], few of them: every subset is tried; seconds: [points].
+    Args:
+        columns: array [points, columns]; every subset of the columns is tried, so there should be few.
+        seconds: array [points].
 
     Example:
         >>> nonnegative(np.array([[1.0, 1.0], [1.0, 3.0]]), np.array([3.0, 7.0])).round(6).tolist()
@@ -131,7 +133,7 @@ def nonnegative(columns: Array, seconds: Array) -> Array:
     scale = seconds
     weights = _least_squares(columns / scale[:, None], seconds / scale)
     for _ in range(_REWEIGHTED):
-        # (a - b)^2 / (a b) is log(a / b)^2 nearly: what is too small counts as what is too large.
+        # (a - b)^2 / (a b) is nearly log(a / b)^2, so that half as much counts like twice as much.
         scale = np.sqrt(np.maximum(columns @ weights, seconds * 1e-3) * seconds)
         weights = _least_squares(columns / scale[:, None], seconds / scale)
     return weights
@@ -167,7 +169,7 @@ def _matmul(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
     ideal = np.array([_flops(point) / flops for point in points])
     columns = np.stack([ideal, ideal * np.array([_tail(point) for point in points])], axis=1)
     full, tail = nonnegative(columns, _seconds(points))
-    if not full:  # all sizes are small: the best one stands for a large one
+    if not full:  # all sizes are small, so the best one is taken for a large one
         return 1.0, max(_LEAST, float(tail))
     return 1 / float(full), max(_LEAST, float(tail / full))
 
@@ -178,9 +180,10 @@ def _attention_flops(point: Measurement) -> float:
 
 
 def _traffic(by_kind: dict[str, list[Measurement]], itemsize: int) -> Iterator[tuple[float, float]]:
-    """Yield the textbook's bytes and the measured seconds of a layer's and a loss's elementwise work, by size.
+    """Yield (expected bytes, measured seconds) of the elementwise work of a layer and of a loss, for each size.
 
-    A layer has two norms and two residual sums over its hidden width, rotates q and k, and a gate four times as wide.
+    A layer has two norms and two residual sums over its hidden width, a rotation of q and k, and a gate four times as
+    wide.
     """
     weights = {"norm": 2, "residual": 2, "rotary": 2, "gate": 4}
     for sizes in {tuple(point.sizes.items()): point.sizes for point in by_kind["norm"]}.values():
@@ -198,7 +201,10 @@ def _at(points: Sequence[Measurement], sizes: object) -> float | None:
 
 
 def _optimizer(points: Sequence[Measurement], itemsize: int, bandwidth: float) -> tuple[float, float]:
-    """Return the fixed seconds of a step and its traffic's multiple; Adam's two moments are read and written."""
+    """Return the fixed seconds of an optimizer step, and the time of its traffic over that at full bandwidth.
+
+    The traffic counts Adam's two moments twice, since they are read and written.
+    """
     many, few = sorted(points, key=lambda point: point.sizes["elements"])
     each = many.seconds / many.sizes["parameters"]
     moving = max(few.seconds - each * few.sizes["parameters"], few.seconds / 10)
@@ -207,7 +213,7 @@ def _optimizer(points: Sequence[Measurement], itemsize: int, bandwidth: float) -
 
 
 def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, float | None]:
-    """Return the latency of a step and the rates inside a node and between nodes; None for what was not measured."""
+    """Return the latency of one hop and the rates inside a node and between nodes; None for those not measured."""
     if not points:
         return None, None, None
     columns = np.zeros((len(points), 3))
@@ -225,7 +231,10 @@ def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, f
 
 
 def _overlap(by_kind: dict[str, list[Measurement]]) -> float:
-    """Return how much of a transfer hides behind compute, of what could; by the fastest times, which compare."""
+    """Return the share of a transfer that compute hides, of the share that it could hide.
+
+    The fastest times are used, since they are comparable.
+    """
     try:
         transfer, compute, both = (by_kind[kind][0].fastest for kind in ("transfer alone", "compute alone", "both"))
     except KeyError:
@@ -240,9 +249,9 @@ def _errors(
     coefficients: Coefficients,
     itemsize: int,
 ) -> tuple[dict[str, list[float]], float]:
-    """Return log(estimated / measured) by kind, by the planner's own model, and communication's share of a step.
+    """Return log(estimated / measured) by kind, with estimates of the planner's model, and communication's share.
 
-    No layer took part in the fit. The share is that of the largest measured layer if two ranks divided it.
+    The fit does not use the layers. The share is that of the largest measured layer if two ranks of tp divided it.
     """
     model = StepModel(_layer_shape(256, 1024), Cluster(device=device, gpus=1, gpus_per_node=1), coefficients)
 

@@ -18,7 +18,7 @@ from meshwright.planner.time import StepModel
 Array = NDArray[np.float64]
 
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
-# How far each coefficient may be from its prior, as the standard deviation of its logarithm.
+# Standard deviation of the logarithm of each coefficient around its prior.
 WIDTHS: Mapping[str, float] = {
     "matmul": 0.2,
     "matmul_8bit": 0.12,
@@ -36,26 +36,26 @@ WIDTHS: Mapping[str, float] = {
 }
 _AT_MOST = {"overlap": 0.98, "matmul": 1.1, "matmul_8bit": 1.2, "attention": 0.95}
 NOISE = 0.04  # relative scatter of a run around any model of this kind
-# What kernels and messages too short to fill a device take depends on more than their sizes: on which kernel and
-# which protocol the libraries pick. This is the scatter of the time that launches and latency bound.
+# Relative scatter of the time that launches and latency bound. Kernels and messages too short to fill a device depend
+# on more than their sizes: on the kernel and the protocol that the libraries pick.
 _SMALL = 0.15
 _BOUND = [NAMES.index("launch"), NAMES.index("latency")]
-_BELIEF = 4  # runs that the belief in that scatter counts as
+_BELIEF = 4  # number of runs that the prior value of the scatter counts as
 _STEP = 1e-3
 _TOLERANCE = 1e-4
-_POOL = 120  # runs to choose calibration runs from
+_POOL = 120  # most runs from which calibration runs are chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Coefficients with what is left uncertain about them.
+    """Fitted coefficients and their uncertainty.
 
     Args:
-        coefficients: the most probable ones.
-        covariance: of their logarithms, in the order of ``NAMES``.
+        coefficients: the most probable coefficients.
+        covariance: covariance of their logarithms, in the order of ``NAMES``.
         noise: relative scatter of the runs around the fit.
-        rows: runs that were used.
-        freedom: degrees of freedom that ``noise`` was found from.
+        rows: number of runs that were used.
+        freedom: degrees of freedom of ``noise``.
     """
 
     coefficients: Coefficients
@@ -84,17 +84,17 @@ def fit(
     noise: float = NOISE,
     iterations: int = 12,
 ) -> Fit:
-    """Return the coefficients that explain measured step times without leaving their prior further than needed.
+    """Return the coefficients that reproduce measured step times and stay as close to their prior as possible.
 
-    It is the mode of a Gaussian posterior over the logarithms of the coefficients, found by damped Gauss-Newton
-    steps; errors are relative, and a run that disagrees with all others counts less (Huber's weights).
+    They are the mode of a Gaussian posterior over the logarithms of the coefficients, found by damped Gauss-Newton
+    steps. Errors are relative, and a run that disagrees with all others counts less (Huber's weights).
 
     Args:
         runs: measured runs; those without a step time are ignored.
-        prior: where the coefficients are without any run.
-        widths: how far each may move, as the standard deviation of its logarithm; those not named stay.
+        prior: the coefficients without any run.
+        widths: name -> standard deviation of the coefficient's logarithm; coefficients not named are not fitted.
         noise: relative scatter of a run around the model.
-        iterations: Gauss-Newton steps at most.
+        iterations: largest number of Gauss-Newton steps.
 
     Example:
         >>> fit([]).rows
@@ -143,11 +143,11 @@ def fit(
         if before - value < _TOLERANCE * before:
             break
 
-    # Each run that a coefficient was bent to follow tells that much less about the scatter.
+    # Each fitted coefficient takes degrees of freedom from the estimate of the scatter.
     data = hessian - np.diag(1 / scale**2)
     freedom = _BELIEF + len(timed) - float(np.trace(np.linalg.solve(hessian, data)))
     spread = float(np.sqrt((np.sum(error**2) + _BELIEF * noise**2) / freedom))
-    # Where the runs scatter more than was believed, they also tell less about the coefficients.
+    # If the runs scatter more than assumed, they also determine the coefficients less well.
     hessian = data * min(1.0, (noise / spread) ** 2) + np.diag(1 / scale**2)
     covariance = np.zeros((len(NAMES), len(NAMES)))
     where = [NAMES.index(name) for name in free]
@@ -156,16 +156,16 @@ def fit(
 
 
 def choose(runs: Sequence[Run], count: int, prior: Coefficients | None = None, *, seed: int = 0) -> list[Run]:
-    """Return the runs worth measuring: those that leave the others' estimates least uncertain.
+    """Return the runs worth measuring: those that make the estimates of all runs least uncertain.
 
-    Only their configurations are looked at, never their times: each run is the one that most lowers the mean
-    variance of all estimates, given the runs already chosen (a greedy I-optimal design).
+    The choice depends on the configurations of the runs, never on their times. Each chosen run is the one that most
+    lowers the mean variance of all estimates, given the runs already chosen (a greedy I-optimal design).
 
     Args:
-        runs: what could be measured.
-        count: how many to choose.
+        runs: the runs to choose from.
+        count: number of runs to choose.
         prior: the coefficients before any run.
-        seed: of the draw of the half of the runs to choose from.
+        seed: seed of the random half of the runs from which the choice is made.
     """
     prior = prior or Coefficients()
     timed = [run for run in runs if run.seconds]
@@ -185,7 +185,7 @@ def choose(runs: Sequence[Run], count: int, prior: Coefficients | None = None, *
     return [pool[index] for index in chosen]
 
 
-@lru_cache(maxsize=4096)  # folds and seeds ask for the same runs again
+@lru_cache(maxsize=4096)  # folds and seeds use the same runs again
 def _slope(run: Run, coefficients: Coefficients) -> Array:
     """Return how the logarithm of a run's time changes with the logarithm of each coefficient."""
     base = {name: getattr(coefficients, name) for name in NAMES}

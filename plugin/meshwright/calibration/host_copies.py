@@ -1,4 +1,4 @@
-"""Copies between the host's memory and the device's; within the host's where it is the device."""
+"""Probes of copies between the host's memory and the device's, or within the host's memory on CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZES = (2**16, 2**20, 2**24, 2**26)
 
 
 def copy_probes(device: torch.device) -> Iterator[Probe]:
-    """Yield what to measure."""
+    """Yield the probes of copies."""
     for size in _SIZES:
         for kind in ("host to device", "device to host") if device.type == "cuda" else ("memory to memory",):
             yield Probe(kind=kind, make=partial(_copy, device, kind, size), sizes={"bytes": size})

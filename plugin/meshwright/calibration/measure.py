@@ -1,4 +1,4 @@
-"""Measure this machine: processes, time and the profile that comes out."""
+"""Measure this machine: start the processes, share out the time, and make the profile."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from meshwright.planner.hardware import HardwareProfile, Measurement
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_TIMEOUT = 300.0  # seconds until a process that another waits for is given up
-_SHARE = 0.01  # of the time that one run of one probe may take: each runs at least ten times
-_COMPUTE = 0.65  # share of the time for compute and copies, the rest is for the collectives
+_TIMEOUT = 300.0  # seconds that a process waits for another
+_SHARE = 0.01  # share of the time that one run of one probe may take: each runs at least ten times
+_COMPUTE = 0.65  # share of the time for compute and copies; the rest is for the collectives
 
 
 def calibrate(
@@ -36,16 +36,17 @@ def calibrate(
 ) -> HardwareProfile | None:
     """Measure this machine and return its profile.
 
-    In a program that torchrun started, its processes measure together and only rank 0 gets the profile. Otherwise so
-    many processes are started here. All compute at the same time, as they do in training.
+    Under torchrun the launched processes measure together, and only rank 0 gets the profile. Otherwise this function
+    starts the processes. All of them compute at the same time, as in training.
 
     Args:
-        processes: to start; by default one for each GPU, or 2 on CPU.
-        dtype: to compute in: "float32", "bfloat16" or "float16"; by default bfloat16 on GPUs, float32 on CPU.
-        seconds: to spend measuring, about; starting the processes comes on top.
+        processes: number of processes to start (default: one per GPU, or 2 on CPU).
+        dtype: dtype to compute in: "float32", "bfloat16" or "float16" (default: bfloat16 on GPUs, float32 on CPU).
+        seconds: approximate seconds to spend measuring; starting the processes takes additional time.
 
     Raises:
-        PlanError: numbers below one, an unknown dtype, more processes than GPUs, or ``processes`` under torchrun.
+        PlanError: a number is too small, the dtype is unknown, there are more processes than GPUs, or ``processes``
+            differs from the number that torchrun launched.
 
     Example::
 
@@ -68,7 +69,7 @@ def calibrate(
         raise PlanError(f"--processes={count} must be at least 1")
     if is_cuda and count > torch.cuda.device_count():
         raise PlanError(f"--processes={count}, but this machine has {torch.cuda.device_count()} GPU(s)")
-    # As torchrun does: processes that each start a thread for every core get in each other's way.
+    # As under torchrun, since processes with one thread per core each would slow each other down.
     threads = os.environ.get("OMP_NUM_THREADS") or ("1" if count > 1 else str(torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, OMP_NUM_THREADS=threads):
         mp.start_processes(_process, (count, dtype, seconds, folder), count, daemon=True, start_method="spawn")
@@ -94,13 +95,13 @@ def _process(rank: int, count: int, dtype: str, seconds: float, folder: str) -> 
 
 
 def _measured(dtype: str, seconds: float) -> HardwareProfile | None:
-    """Measure together with the other processes; the profile is rank 0's."""
+    """Measure together with the other processes; return the profile on rank 0 and None elsewhere."""
     device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     start_process_group(device, _TIMEOUT)
     world = world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
-        raise PlanError(f"{world} processes do not fill nodes of {per_node}; launch as many on every node")
+        raise PlanError(f"{world} processes do not fill nodes of {per_node}; launch equally many on each node")
     rate = _slowest(rough_rate(device, DTYPES[dtype]))
     points: list[Measurement] = []
     with _bar() as tick:
@@ -153,7 +154,7 @@ def _profile(points: list[Measurement], device: torch.device, dtype: str, per_no
 
 
 def _slowest(rate: float) -> float:
-    """The same sizes are measured everywhere, those that the slowest process can bear."""
+    """Return the rate of the slowest process, so that all processes measure the same sizes."""
     if dist.is_initialized():
         value = torch.tensor([rate], dtype=torch.float64)
         dist.all_reduce(value, dist.ReduceOp.MIN)
@@ -175,7 +176,7 @@ def _bar() -> Iterator[Callable[[str], None]]:
 
 
 def _memory(device: torch.device, per_node: int) -> float:
-    """Bytes that one process may use."""
+    """Return the memory that one process may use, in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     available = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,4 +1,4 @@
-"""Show a person what calibration found."""
+"""The table of a calibration's results, for the terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.planner.hardware import HardwareProfile, Measurement
 
 
 def report(profile: HardwareProfile, path: Path) -> str:
-    """Return the measured figures and how to use them.
+    """Return a table of the measured figures, and the command that uses them.
 
     Args:
-        profile: that was measured.
-        path: where it was saved.
+        profile: the measured profile, which has a device.
+        path: the file that holds it.
     """
     device, k = profile.device, profile.coefficients
     assert device is not None
@@ -41,7 +41,7 @@ def report(profile: HardwareProfile, path: Path) -> str:
             rows.append((kind, f"{point.sizes['bytes'] / point.seconds / 1e9:.3g} GB/s", ""))
     return (
         f"{profile.name}: {device.name}, {profile.dtype}, {profile.rows} points\n\n{grid(rows)}\n\n"
-        f"Error band: ±{profile.band:.0%}, from how far the estimates of whole layers and collectives are off.\n"
+        f"Error band: ±{profile.band:.0%}, from the errors of the estimates for whole layers and collectives.\n"
         f"Use it with: meshwright plan --model config.json --profile {path}"
     )
 

@@ -25,9 +25,9 @@ _DEVICES = (
     (r"H100", "h100-sxm"), (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"), (r"V100.*16", "v100-16"),
     (r"V100", "v100-32"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"MI300", "mi300x"),
 )  # fmt: skip
-# Frameworks that a publisher's table may mix; their kernels differ, so each is calibrated alone.
+# Frameworks that one publisher's table may contain; each is calibrated separately, since their kernels differ.
 _FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")
-# "4x100Gb/node", "800Gbps inter-node", "1600 Gbps node-node": the node's cards together; "per GPU": one device's.
+# "4x100Gb/node", "800Gbps inter-node", "1600 Gbps node-node": all cards of a node; "per GPU": one device.
 _PER_NODE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)?\s*(?:/node|inter-node|node-node)", re.IGNORECASE)
 _PER_GPU = re.compile(r"(\d+)\s*Gb/?p?s\s*\w*\s*per GPU", re.IGNORECASE)
 
@@ -38,14 +38,14 @@ class Run:
 
     Args:
         line: its line in the table.
-        group: what is calibrated together: a publisher's framework on one device and precision.
+        group: name of the runs that are calibrated together: a publisher's framework on one device and precision.
         shape: the model.
         cluster: the devices, with the network that the notes state.
         plan: the parallel plan.
         job: the sequence length and the batch.
-        seconds: the measured time of a step, None where not stated.
-        memory: the measured peak in bytes of a device, None where not stated.
-        oom: it ran out of memory.
+        seconds: the measured time of a step; None if not stated.
+        memory: the measured peak memory of a device in bytes; None if not stated.
+        oom: whether it ran out of memory.
     """
 
     line: int
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """What was given before a plan was chosen; runs that agree on it compete."""
+        """The model, cluster and job; runs with the same ones compete as plans for them."""
         shape = self.shape
         model = (shape.name, shape.hidden, shape.layers, shape.heads, shape.ffn)
         return (self.group, *model, self.cluster.gpus, self.job.seq_len, self.job.global_batch)
@@ -73,7 +73,7 @@ def read_runs(path: str | Path) -> list[Run]:
         path: a CSV file with at least the columns of ``COLUMNS``.
 
     Raises:
-        PlanError: no such file, a column that is missing, or a malformed row, with its line number.
+        PlanError: the file does not exist, a column is missing, or a row is malformed; the message has its line.
     """
     try:
         with open(path, newline="") as file:
@@ -106,7 +106,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
     try:
         tp, cp, pp, dp = (number(name, int) for name in ("tp", "cp", "pp", "dp"))
         gpus, batch = (number(name, int) for name in ("n_gpus", "global_batch"))
-        # Where not stated: all of a rank's sequences at once, or one at a time through a pipeline.
+        # If not stated, all of a rank's sequences run at once, or one at a time through a pipeline.
         micro = number("micro_batch", int, max(1, batch // max(1, dp)) if pp == 1 else 1)
         if tp * cp * pp * dp != gpus:
             raise PlanError(f"{path}: line {line}: tp x cp x pp x dp = {tp * cp * pp * dp} is not n_gpus={gpus}")
@@ -142,7 +142,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 seq_len=number("seq_len", int),
                 global_batch=batch,
                 precision="fp8" if "8" in row["precision"].split("(")[0] else "bf16",
-                # Tables in fp16, and Megatron-DeepSpeed's, are from before fused attention kernels were usual.
+                # Tables in fp16 and those of Megatron-DeepSpeed predate the wide use of fused attention kernels.
                 fused_attention=not (
                     row["precision"] == "fp16" or "Megatron-DeepSpeed" in words or "bigscience" in words
                 ),
@@ -157,9 +157,9 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
 
 
 def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
-    """The model; whether its MLP is gated and its embedding tied is what comes nearest to the stated size.
+    """Return the model, with the MLP (gated or not) and embedding (tied or not) that come closest to the stated size.
 
-    Where no size is stated: gated and untied, as in Llama.
+    If no size is stated, the MLP is gated and the embedding untied, as in Llama.
     """
     hidden, heads = number("hidden", int), number("heads", int)
     sizes = {
@@ -180,7 +180,7 @@ def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
 def _group(row: Mapping[str, str]) -> str:
     words = f"{row['source']} {row['notes']}".lower()
     publisher = row["source"].split()[0]
-    if ":" in publisher:  # no name given, only an address
+    if ":" in publisher:  # an address without a name
         publisher = "BigScience" if "bigscience" in publisher else publisher.split(":")[-1]
     framework = next((f"/{name}" for name in _FRAMEWORKS if name in words), "")
     kind = "8-bit" if "8" in row["precision"].split("(")[0] else "16-bit"
@@ -197,5 +197,5 @@ def _cluster(row: Mapping[str, str], gpus: int, per_node: int) -> Cluster:
     elif found := _PER_NODE.search(row["notes"]):
         slow = int(found[1] or 1) * int(found[2]) / 8 / per_node * 1e9
     if gpus > per_node and gpus % per_node:
-        per_node = gpus  # a count that fills no whole nodes: the table does not say how they are spread
+        per_node = gpus  # the table does not say how a number that does not fill whole nodes is spread
     return Cluster(device=kind, gpus=gpus, gpus_per_node=per_node, slow_link=slow)

@@ -1,4 +1,4 @@
-"""Time many small pieces of work on all processes at once, in turn, until the time is used up."""
+"""Time many small pieces of work in turn, on all processes at once, until the time is used up."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from meshwright.planner.hardware import Measurement
 
 Run = Callable[[], object]
 
-_SAMPLE = 0.01  # seconds that one sample lasts at least: shorter ones measure the clock and the scheduler
+_SAMPLE = 0.01  # least seconds of one sample: shorter ones measure the clock and the scheduler
 _REPEATS = 200
-_ROUNDS = 3  # at least, however little time there is
+_ROUNDS = 3  # least number of rounds, however little time there is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One thing to measure.
+    """One piece of work to measure.
 
     Args:
-        kind: what runs.
-        make: allocates what it needs and returns the work itself; memory is held for one sample only.
-        sizes: its sizes by name.
+        kind: name of the work.
+        make: function that allocates the tensors and returns the work. It is called for each sample, so the memory is
+            held for one sample only.
+        sizes: name -> size.
     """
 
     kind: str
@@ -36,13 +37,13 @@ class Probe:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(run: Run, device: torch.device, repeats: int = 1) -> float:
-    """Return the seconds of one run."""
+    """Return the mean seconds of one run over ``repeats`` runs."""
     synchronise(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -56,14 +57,14 @@ def measure(
 ) -> list[Measurement]:
     """Time every probe on all processes at once and return the medians, the same on every process.
 
-    The probes take turns, round after round, so that a busy spell of the machine hits all of them a little rather
-    than one of them fully.
+    The probes take turns, round after round, so that a busy spell of the machine affects all of them a little and not
+    one of them fully.
 
     Args:
-        probes: the same on every process.
-        device: they run on.
-        seconds: to spend; three rounds are done in any case.
-        tick: called before each sample with what comes next.
+        probes: the probes, the same on every process.
+        device: the device that they run on.
+        seconds: time to spend; at least three rounds are run.
+        tick: function that is called before each sample with the kind of its probe.
     """
     start, rounds = time.perf_counter(), 0
     samples: list[list[float]] = [[] for _ in probes]
@@ -100,7 +101,7 @@ def _is_time_left(start: float, seconds: float, rounds: int) -> bool:
 
 
 def _agreed(value: float) -> float:
-    """Return the largest value of all processes, so that none leaves a round that the others are in."""
+    """Return the largest value of all processes, so that all of them run the same rounds."""
     if not dist.is_initialized():
         return value
     largest = torch.tensor([value], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Hold the estimator against measured runs: errors, bias, the band, and the regret of its choices."""
+"""Compare the estimator with measured runs: errors, bias, the band, and the regret of its choices."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _TEST_SOURCES = ("nanotron", "torchtitan")
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How one group of runs was predicted.
+    """The accuracy of the predictions for one group of runs.
 
     Args:
-        group: the runs.
-        rows: predicted step times; ``memory_rows`` predicted memories.
+        group: name of the group.
+        rows: number of predicted step times; ``memory_rows`` of predicted peak memories.
         median: median absolute relative error of the step time; ``mean`` and ``bias`` (signed mean) likewise.
         covered: share of the rows inside the printed band.
-        memory_mean: mean absolute relative error of the peak memory; ``memory_bias`` signed.
-        choices: groups of three or more competing runs.
-        regret: mean of (time of the pick / best time - 1) over them.
-        top3: share of them whose best run was among the first three picks.
+        memory_mean: mean absolute relative error of the peak memory; ``memory_bias`` is the signed mean.
+        choices: number of sets of three or more competing runs.
+        regret: mean of (time of the pick / best time - 1) over these sets.
+        top3: share of these sets whose best run is among the first three picks.
     """
 
     group: str
@@ -71,16 +71,17 @@ def validate(
 
     Args:
         runs: measured runs.
-        calibrate_rows: runs of the same group that the coefficients are fitted to; they are never scored.
-        seed: of the draw of those runs.
-        leave: which runs are scored: all others ("rows"); those of one model at a time, calibrated on other models
+        calibrate_rows: number of runs of the same group to fit the coefficients to; they are never scored.
+        seed: seed of the draw of those runs.
+        leave: the runs to score: all others ("rows"); those of one model at a time, calibrated on other models
             ("model"); those above the group's median GPU count, calibrated on the rest ("gpus"); or the test split,
             calibrated on the rest ("test").
-        draw: calibration runs that tell most by their configurations, out of a random half ("chosen"), or random ones.
-        profile: coefficients before calibration, the catalogue's by default.
+        draw: the calibration runs: "chosen" for those of a random half whose configurations determine the coefficients
+            best, or "random".
+        profile: coefficients before calibration (default: the catalogue's).
 
     Raises:
-        PlanError: a negative number of rows.
+        PlanError: ``calibrate_rows`` is negative.
     """
     if calibrate_rows < 0:
         raise PlanError(f"--calibrate-rows={calibrate_rows} must not be negative")
@@ -96,7 +97,7 @@ def validate(
 def splits(
     runs: Sequence[Run], rows: int, seed: int, leave: LeaveOut, prior: Coefficients, draw: Draw = "chosen"
 ) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Yield (calibration runs, runs to score); nothing is scored that calibrated it or, by ``leave``, resembles it."""
+    """Yield (calibration runs, runs to score), disjoint and, depending on ``leave``, of different models or sizes."""
     timed = [run for run in runs if run.seconds]
     dice = random.Random(seed)
 
@@ -129,7 +130,8 @@ def splits(
 def held_out(run: Run) -> bool:
     """Return whether a run belongs to the test split: two whole sources, and a quarter of the models by a hash.
 
-    It was set aside after the model's form was settled: docs/planner.md says what had seen it.
+    The split was set aside after the form of the step model was settled. docs/planner.md says which choices were made
+    with it in sight.
     """
     digest = hashlib.sha256("x".join(map(str, _model(run))).encode()).digest()
     return run.group.split()[0] in _TEST_SOURCES or digest[0] % 4 == 0
@@ -151,13 +153,13 @@ def _predictions(
 
 def band(found: Fit, run: Run) -> float:
     """Return the relative error that nine of ten runs like this one should stay within."""
-    # The quantile of Student's t, by Cornish and Fisher: the scatter itself is known from a few runs only.
+    # The quantile of Student's t (Cornish and Fisher), since the scatter itself is estimated from few runs.
     return (1.645 + 1.52 / found.freedom) * found.deviation(run)
 
 
 def _score(group: str, members: Sequence[Run], predictions: Sequence[_Prediction]) -> Score:
     errors = [p.seconds / (p.run.seconds or 1.0) - 1 for p in predictions]
-    # As it is printed: from the estimate divided by 1 + band to the estimate times 1 + band.
+    # The band is printed as the estimate divided by 1 + band to the estimate times 1 + band.
     inside = [abs(math.log1p(error)) <= math.log1p(p.band) for error, p in zip(errors, predictions, strict=True)]
     memory = [
         peak_memory(run.shape, run.plan, run.job).total / run.memory - 1
@@ -182,7 +184,7 @@ def _score(group: str, members: Sequence[Run], predictions: Sequence[_Prediction
 
 
 def choices(predictions: Sequence[_Prediction]) -> tuple[list[float], list[bool]]:
-    """Return, for each set of three or more competing runs, the pick's regret and whether the best was in its top 3."""
+    """Return the regret of the pick and whether the best is in the top 3, per set of three or more competing runs."""
     sets: dict[object, list[_Prediction]] = {}
     for prediction in predictions:
         sets.setdefault(prediction.run.choice, []).append(prediction)

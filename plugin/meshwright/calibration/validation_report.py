@@ -1,4 +1,4 @@
-"""Show how the estimator fared against measured runs."""
+"""The scores of the estimator against measured runs, as a table and as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.planner.explain import grid
 
 
 def validation_table(scores: Sequence[Score]) -> str:
-    """Return one line for each group, and their mean."""
+    """Return a table with one line per group, and their mean."""
     rows: list[tuple[str, ...]] = [
         (
             "source",

@@ -1,1 +1,1 @@
-"""Getting whole tensors out of a distributed model."""
+"""Save and load a distributed model and its optimizer as whole tensors."""

@@ -1,7 +1,8 @@
-"""One tensor of which every rank holds a part, made whole on the first rank, a few megabytes at a time.
+"""Gather one sharded tensor on the first rank, a few megabytes at a time.
 
-A parameter is cut twice: into tensor-parallel shards (a ``ShardRecord`` says how), and a shard, flattened, into one
-stretch a data-parallel rank (a ``RowLayout`` of its elements; replicated where each holds the whole shard).
+A parameter is cut twice: into tensor-parallel shards (described by a ``ShardRecord``), and each flattened shard into
+one span per data-parallel rank (described by a ``RowLayout`` of its elements; replicated if each rank holds the whole
+shard).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
-_CHUNK = 4 * 2**20  # bytes in flight: the first rank holds so much beside the full tensor
+_CHUNK = 4 * 2**20  # bytes in flight, which the first rank holds beside the full tensor
 
 
 def is_first(runtime: Runtime) -> bool:
@@ -26,14 +27,14 @@ def is_first(runtime: Runtime) -> bool:
 
 
 def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
-    """The whole tensor on the first rank, None elsewhere; every rank calls it.
+    """Return the whole tensor on the first rank, None elsewhere; every rank must make the call.
 
-    On the CPU and in memory of its own, unless this rank's part is all of it.
+    The tensor is on the CPU in its own memory, unless this rank's part is all of it.
 
     Args:
         part: this rank's elements of its flattened shard, ``cut.spans[dp rank]``.
-        record: how the tensor is sharded over tp.
-        cut: how a shard is cut over dp.
+        record: the record of how the tensor is sharded over tp.
+        cut: the layout of a flattened shard over dp.
     """
     tp, dp, layout = runtime.tp, runtime.dp, record.layout
     if not record.is_sharded and cut.is_replicated:
@@ -56,9 +57,9 @@ def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime
 
 
 def _pieces(layout: RowLayout, cut: RowLayout, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """(tp rank, dp rank, first and last element of the tp rank's flattened shard), so many elements at a time.
+    """(tp rank, dp rank, start and stop in the tp rank's flattened shard) of each piece of at most ``most`` elements.
 
-    What several ranks hold comes from the first of them.
+    Elements that several ranks hold come from the first of them.
     """
     covered: set[Span] = set()
     for column, rows in enumerate(layout.spans):
@@ -75,7 +76,7 @@ def _pieces(layout: RowLayout, cut: RowLayout, most: int) -> Iterator[tuple[int,
 
 @own_collectives()
 def _hop(piece: Tensor, source: int, axis: Axis) -> None:
-    """Bring a piece from one rank of an axis to its first."""
+    """Send a piece from one rank of an axis to the first."""
     if source == 0 or axis.rank not in (0, source):
         return
     assert axis.group is not None
@@ -86,11 +87,11 @@ def _hop(piece: Tensor, source: int, axis: Axis) -> None:
 
 
 def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int) -> None:
-    """Write the elements of a rank's flattened shard from ``start`` on to where they belong, padding left out."""
+    """Write the elements of a rank's flattened shard from ``start`` on into the full tensor, without padding."""
     shape = full.shape or torch.Size([1])
     inner = shape[layout.dim + 1 :].numel()
     table = full.view(-1, shape[layout.dim] * inner)
-    width = layout.local_size * inner  # the shard is as high as the table, and so wide
+    width = layout.local_size * inner  # the shard has as many rows as the table, of this width
     for rows, columns, block in _rectangles(piece, start, width):
         offset = 0
         for first, last in layout.spans[rank]:
@@ -102,7 +103,7 @@ def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int
 
 
 def _rectangles(piece: Tensor, start: int, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """A run of a flattened table as at most three rectangles: the end of a row, whole rows, the start of one."""
+    """Split a run of a flattened table into at most three rectangles: the end of a row, whole rows, a row's start."""
     taken = 0
     while taken < len(piece):
         row, column = divmod(start + taken, width)

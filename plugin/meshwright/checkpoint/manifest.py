@@ -1,4 +1,4 @@
-"""What a saved optimizer is, beside its tensors: ``optimizer.json``."""
+"""The manifest of a saved optimizer, ``optimizer.json``: all of it but the tensors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Manifest:
 
     Args:
         optimizer: the name of its class.
-        shapes: one-device shape of each parameter.
-        groups: of each group, its parameters' names and its (encoded) options.
-        tensors: of each parameter, which of its state are tensors.
-        values: of each parameter, the (encoded) state that is not.
+        shapes: the one-device shape of each parameter.
+        groups: the parameter names and the (encoded) options of each group.
+        tensors: the keys of each parameter's state that is a tensor.
+        values: each parameter's (encoded) state that is not a tensor.
         masters: the parameters whose float32 master weights were saved.
-        weight_map: tensor -> its file, as in an index of safetensors files.
-        format: of this file.
+        weight_map: the file of each tensor, as in an index of safetensors files.
+        format: the format of this file.
     """
 
     optimizer: str
@@ -42,7 +42,7 @@ class Manifest:
     format: str = _FORMAT
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of a folder in one step; what it names is on disk already."""
+        """Replace the manifest of a folder in one step; the files that it names are on disk already."""
         staged = folder / f".{NAME}.saving"
         with staged.open("w", encoding="utf-8") as file:
             json.dump(asdict(self), file, indent=1)
@@ -53,7 +53,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """The manifest of a folder.
+        """Read the manifest of a folder.
 
         Raises:
             CheckpointError: if there is none, or it is damaged.
@@ -87,7 +87,7 @@ def master_key(name: str) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on disk."""
+    """Flush the file names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -96,10 +96,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def encode(value: Any, what: str) -> Any:
-    """A number, text, tuple or the like as JSON.
+    """Encode a number, text, tuple or the like as JSON.
 
     Raises:
-        CheckpointError: naming ``what`` cannot be saved.
+        CheckpointError: if the value cannot be saved; it names ``what``.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}

@@ -1,7 +1,8 @@
-"""Write the optimizer's state in one-device form, to be read under any plan (see restore.py).
+"""Write the optimizer's state in one-device form, which restore.py reads under any plan.
 
-The folder has safetensors files with whole tensors, and ``optimizer.json`` with all else. The files have a new name in
-each save, and the manifest, which names them, is replaced in one step: a crash at any time leaves the last whole save.
+The folder has safetensors files with whole tensors, and ``optimizer.json`` with all else. The files get new names in
+each save, and then the manifest, which names them, is replaced in one step: a crash at any time leaves the last
+complete save.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ State = dict[str, dict[str, Any]]  # by parameter, then by key: ("cut" | "whole"
 def save_optimizer(
     model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB"
 ) -> None:
-    """Write an optimizer's state as one device would have it; every rank makes the call.
+    """Write an optimizer's state in one-device form; every rank must make the call.
 
-    Saved are the state of each parameter by its one-device name, the options of the groups and, where ZeRO keeps them,
-    float32 master weights. Rank 0 writes, and never holds more than one full tensor above its own shard. The model's
-    weights are another matter: ``model.save_pretrained``.
+    It saves the state of each parameter by its one-device name, the options of the groups and, if ZeRO keeps them,
+    float32 master weights. Rank 0 writes, and never holds more than one full tensor beside its own shard. To save the
+    model's weights, call ``model.save_pretrained``.
 
     Args:
         model: the optimizer's model, distributed or not.
-        optimizer: as ``to_distributed`` or ``shard_optimizer`` returned it.
-        directory: made if it is not there; an earlier save in it is replaced when this one is complete.
-        max_shard_size: of one file: bytes, or with a unit.
+        optimizer: the optimizer, as ``to_distributed`` or ``shard_optimizer`` returned it.
+        directory: the folder, created if it does not exist; this save replaces an earlier one when it is complete.
+        max_shard_size: maximum size of one file, as a number of bytes or as text with a unit.
 
     Raises:
-        OptimizerMismatchError: for an optimizer of another model.
-        CheckpointError: for state that is neither a tensor nor a number.
+        OptimizerMismatchError: if the optimizer belongs to another model.
+        CheckpointError: if state is neither a tensor nor a number.
         OSError: what failed on rank 0, there; CheckpointError elsewhere. The folder then holds what it held.
 
     Example::
@@ -76,13 +77,13 @@ def _parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     found = parts_of(model, optimizer)
     if dist.is_initialized() and dist.get_rank() == 0 and not is_first(found.runtime):
         raise PlanError(
-            f"rank 0 writes, but comes as {found.runtime.dp.rank} on the axis 'dp'; let the mesh start with 0"
+            f"rank 0 writes, but has place {found.runtime.dp.rank} on the axis 'dp'; use a mesh that starts with rank 0"
         )
     return found
 
 
 def _own_state(found: OptimizerParts) -> State:
-    """What this rank has of the state, without its tensors."""
+    """Describe this rank's part of the state, without its tensors."""
     return {
         name: {key: _described(name, key, value, part) for key, value in found.optimizer.state[part.key].items()}
         for name, part in found.parts.items()
@@ -93,7 +94,7 @@ def _own_state(found: OptimizerParts) -> State:
 def _described(name: str, key: str, value: Any, part: Part) -> Any:
     what = f"the optimizer's state {key!r} of {name}"
     assert part.key is not None
-    # Adam's count is a tensor as a scalar parameter's moments are, but not one value an element.
+    # Adam's step count is a 0-d tensor like a scalar parameter's moments, but it is not one value per element.
     if not isinstance(value, Tensor) or (not value.ndim and (part.key.ndim or key == "step")):
         return encode(value, what)
     if value.shape == part.key.shape:
@@ -101,13 +102,13 @@ def _described(name: str, key: str, value: Any, part: Part) -> Any:
     if part.is_whole:
         return "whole", value.dtype, tuple(value.shape)
     raise CheckpointError(
-        f"{what} has the shape {list(value.shape)}, not that of the parameter, so nothing says how the shards of "
-        f"{list(part.key.shape)} make one; save it under a plan with tp=1 and zero_stage=0"
+        f"{what} has the shape {list(value.shape)}, not that of the parameter, so the shards of "
+        f"{list(part.key.shape)} cannot be joined; save it under a plan with tp=1 and zero_stage=0"
     )
 
 
 def _merged(own: State) -> State:
-    """What all ranks have together: under ZeRO, a rank has the state of its slices only."""
+    """Merge the state of all ranks: under ZeRO, a rank has the state of its slices only."""
     everyone: list[State] = [own]
     if dist.is_initialized():
         everyone = [{} for _ in range(dist.get_world_size())]
@@ -117,7 +118,7 @@ def _merged(own: State) -> State:
         for name, values in state.items():
             known = merged.setdefault(name, {})
             for key, value in values.items():
-                # A slice that was without a gradient at first counts fewer steps than one device would.
+                # A slice that had no gradient at first counts fewer steps than one device would.
                 known[key] = max(known.get(key, value), value, key=_count)
     return merged
 
@@ -128,7 +129,7 @@ def _count(value: Any) -> float:
 
 
 def _tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, str | None]]:
-    """Each tensor to save -> its parameter and its key, None for a master."""
+    """The parameter and the state key of each tensor to save; the key of a master weight is None."""
     masters = {master_key(name): (name, None) for name, part in found.parts.items() if part.has_master}
     return masters | {
         state_key(name, key): (name, key)

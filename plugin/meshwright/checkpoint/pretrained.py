@@ -28,18 +28,18 @@ from meshwright.roles.adapters import wrapped
 
 
 def export_with_full_weights(model: nn.Module) -> None:
-    """Make ``model.save_pretrained`` write one-device weights, from rank 0; every rank calls it.
+    """Make ``model.save_pretrained`` write one-device weights from rank 0; every rank must then call it.
 
-    A plain save of transformers' model streams: rank 0 never holds more than one full tensor above
-    its own shard. With ``state_dict``, that is what is written. With ``push_to_hub``, or a model whose
-    names on disk are not its own, rank 0 collects the whole model first; of PEFT's, the adapters alone.
+    A plain save of a transformers model streams: rank 0 never holds more than one full tensor beside
+    its own shard. If ``state_dict`` is passed, that is written. With ``push_to_hub``, or for a model whose
+    names on disk are not its own, rank 0 gathers the whole model first; for PEFT's, only the adapters.
     """
     if (save_pretrained := getattr(model, "save_pretrained", None)) is not None:
         object.__setattr__(model, "save_pretrained", _FullSave(save_pretrained, model))
 
 
 class _FullSave(MethodOverride):
-    """A model's ``save_pretrained`` with whole weights."""
+    """A model's ``save_pretrained``, which writes whole weights."""
 
     def __init__(self, method: Callable[..., Any], model: nn.Module):
         super().__init__(method)
@@ -63,7 +63,7 @@ class _FullSave(MethodOverride):
 
 
 def _save_given(runtime: Runtime, save: Callable[[], object]) -> None:
-    """Let rank 0 run a stock save that was given the weights; it may still ask the model's modules for their names."""
+    """Run a stock save that was given the weights on rank 0; it may still read names from the modules' state dicts."""
     with runtime.reading_names():
         on_first_rank(save)
 
@@ -77,7 +77,7 @@ def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, 
 
 
 def _saved_by(model: Any) -> dict[str, Tensor]:
-    """The tensors that ``save_pretrained`` may write: of a model with adapters, those and the vocabulary's."""
+    """The tensors that ``save_pretrained`` may write; for a model with adapters, only those and the vocabulary's."""
     state = model.state_dict(keep_vars=True)
     if wrapped(model) is None:
         return state
@@ -91,7 +91,7 @@ def _saved_by(model: Any) -> dict[str, Tensor]:
 
 
 def _can_stream(model: nn.Module) -> bool:
-    """Whether this is a plain model of transformers, whose files we know."""
+    """Whether this is a plain transformers model, whose files are known."""
     kinds = {kind.__name__: kind for kind in type(model).__mro__}
     stock = getattr(kinds.get("PreTrainedModel"), "save_pretrained", None)
     if stock is None or type(model).save_pretrained is not stock:  # type: ignore[attr-defined]
@@ -102,14 +102,14 @@ def _can_stream(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Save:
-    """What rank 0 found out: where to, and which tensors in which file.
+    """Where rank 0 saves, and which tensors go into which file.
 
     Args:
         target: the user's folder.
-        staging: a folder in it, with everything but the weights; moved out when all is written.
+        staging: a folder in it, with everything but the weights; its files are moved out when all is written.
         stem: the start of the weight files' names, e.g. "model".
-        index_name: of the index, where there are several files.
-        files: file name -> the names of its tensors, in order.
+        index_name: the file name of the index, which is written if there are several files.
+        files: the names of each file's tensors, in order.
         index: the content of the index, if there is to be one.
     """
 
@@ -122,7 +122,7 @@ class _Save:
 
 
 def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> _Save | None:
-    """Let the stock method write everything else, and learn from it which names it would save; None: cannot stream."""
+    """Let the stock method write all else, and see which names it saves; None if the save cannot be streamed."""
     if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
         return None
     most = parse_bytes(call["max_shard_size"])
@@ -155,12 +155,12 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any])
 def _save_stand_ins(
     state: dict[str, Tensor], save_pretrained: Callable[..., Any], call: dict[str, Any]
 ) -> tuple[str, set[str]] | None:
-    """Save a few numbers for each tensor: the stem of the file that the stock method makes, and the names in it.
+    """Let the stock method save a few numbers for each tensor; return its file's stem and the names in it.
 
-    It drops ties and what the model keeps out of its files, as ``from_pretrained`` expects. None if it
-    does more than that: where a tensor comes out under another name, or in another form.
+    It drops ties and what the model keeps out of its files, as ``from_pretrained`` expects. Returns None if it
+    does more than that: if a tensor comes out under another name or in another form.
     """
-    # With as many dims as the tensor, all of different sizes, and a value of its own, so that any conversion shows.
+    # Each has the tensor's number of dims, all of different sizes, and its own value, so that any conversion shows.
     numbers = {id(x): number for number, x in enumerate(state.values())}
     stand_ins = {
         id(x): torch.full(tuple(range(1, len(global_shape(x)) + 1)), float(numbers[id(x)])) for x in state.values()
@@ -169,7 +169,7 @@ def _save_stand_ins(
     try:
         save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})
     except (RuntimeError, ValueError, TypeError):
-        return None  # a conversion of whole tensors; if it is anything else, the stock save raises it again
+        return None  # a conversion of whole tensors; any other error is raised again by the stock save
     written = list(call["save_directory"].glob("*.safetensors"))
     if len(written) != 1:
         return None
@@ -193,10 +193,10 @@ def _stream(model: nn.Module, runtime: Runtime, plan: _Save) -> None:
 
 
 def _finish(plan: _Save, written: StreamedFiles) -> None:
-    """Put everything in the user's folder, in place of what an earlier save left there.
+    """Move everything into the user's folder, in place of what an earlier save left there.
 
     Raises:
-        OSError: the first of any step; the folder then holds what it held.
+        OSError: the first error of any step; the folder then holds what it held before.
     """
     try:
         written.close()

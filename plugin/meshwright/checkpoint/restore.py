@@ -1,4 +1,4 @@
-"""Read weights and optimizer state into what is distributed already, each rank its part."""
+"""Read weights and optimizer state into a model and an optimizer that are distributed already."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.parallel.shard_reads import reading_shards
 
-# How a step is computed, not what: these options stay those of the optimizer that is loaded into.
+# How a step is computed, not what it computes: the optimizer that is loaded into keeps its own values of these.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Read a checkpoint's weights into a model in place, each rank its shard; every rank makes the call.
+    """Read a checkpoint's weights into a model in place; every rank must make the call, and reads its shard only.
 
-    They are converted to the model's dtype. The float32 master weights that ZeRO keeps of half-precision ones are made
+    The weights are converted to the model's dtype. ZeRO's float32 master weights of half-precision parameters are made
     anew from them; ``load_optimizer`` reads the saved ones.
 
     Args:
-        model: distributed or not.
+        model: the model, distributed or not.
         path: a .safetensors file, a .safetensors.index.json, or a directory with either.
 
     Raises:
-        CheckpointError: for a checkpoint that is unsound or not this model's; the model is then as it was. If a file
-            turns out unreadable half-way, tensors before it have been read.
+        CheckpointError: if the checkpoint is damaged or of another model; the model is then unchanged. If a file
+            turns out to be unreadable half-way, the tensors before it have been read.
 
     Example::
 
@@ -47,7 +47,9 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     runtime = find_runtime(model)
     if runtime is not None:
-        runtime.check_own("load_weights", "load a checkpoint of its own, or the weights before it takes the model")
+        runtime.check_own(
+            "load_weights", "load one of its own checkpoints, or load the weights before it takes the model"
+        )
     weights = None if runtime is None else runtime.weights
     files = succeed_together(lambda: WeightFiles.open(path))
     names = succeed_together(lambda: files.names_for(model))
@@ -78,20 +80,19 @@ def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: b
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
-    """Read what ``save_optimizer`` wrote, under this plan, each rank its part; every rank makes the call.
+    """Read what ``save_optimizer`` wrote, under any plan; every rank must make the call, and reads its part only.
 
-    The plan may be another than the one it was saved under: other sizes, other ZeRO stages, one process. Read the
-    weights first (``ToDistributedConfig.weights`` or ``load_weights``). The options of the groups are those that were
-    saved, but for how a step is computed (foreach, fused, capturable, differentiable). If the call raises, the
-    optimizer is as it was.
+    The plan may differ from the one of the save: other sizes, other ZeRO stages, one process. Read the weights first
+    (``ToDistributedConfig.weights`` or ``load_weights``). The groups get the saved options, except for how a step is
+    computed (foreach, fused, capturable, differentiable). If the call raises, the optimizer is unchanged.
 
     Args:
-        model, optimizer: as for ``save_optimizer``.
-        directory: the one it wrote.
+        model, optimizer: the model and its optimizer, as for ``save_optimizer``.
+        directory: the folder that ``save_optimizer`` wrote.
 
     Raises:
-        CheckpointError: for a folder that is unreadable, of another model, or of another optimizer.
-        OptimizerMismatchError: for an optimizer of another model.
+        CheckpointError: if the folder is unreadable, of another model, or of another optimizer.
+        OptimizerMismatchError: if the optimizer belongs to another model.
 
     Example::
 
@@ -134,13 +135,13 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
 
 
 def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:
-    """The manifest and the files, checked against the optimizer."""
+    """Open the manifest and the files, and check them against the optimizer."""
     manifest = Manifest.read(folder)
     kind = type(found.optimizer).__name__
     if manifest.optimizer != kind:
         raise CheckpointError(
-            f"{folder} has the state of {manifest.optimizer}, and the optimizer is {kind}: their states differ in "
-            f"kind; pass a {manifest.optimizer}, or start with a new {kind} without loading"
+            f"{folder} has the state of {manifest.optimizer}, but the optimizer is {kind}, which has other "
+            f"state. Pass a {manifest.optimizer}, or start with a new {kind} without loading"
         )
     shapes = {name: list(part.record.global_shape) for name, part in found.parts.items()}
     problems = [f"{name} is not in it" for name in shapes if name not in manifest.shapes]
@@ -183,7 +184,7 @@ def _check_tensors(folder: Path, manifest: Manifest, files: WeightFiles, found: 
 
 
 def _check_same_everywhere(folder: Path) -> None:
-    """Hosts without a shared disk may have saves of different times in a folder of one name."""
+    """Check that all ranks see the same save: hosts without a shared disk may have different ones at one path."""
     if not dist.is_initialized():
         return
     digest = succeed_together(lambda: hashlib.sha256((folder / NAME).read_bytes()).hexdigest())
@@ -204,7 +205,7 @@ def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
 
 
 def _read_part(name: str, part: Part, manifest: Manifest, files: WeightFiles) -> tuple[dict[str, Any], Tensor | None]:
-    """This rank's state of one parameter, on the CPU, and its master."""
+    """This rank's state of one parameter, on the CPU, and its master weight, if any."""
     if part.key is None:
         return {}, None
     state: dict[str, Any] = {key: decode(value) for key, value in manifest.values.get(name, {}).items()}
@@ -217,7 +218,7 @@ def _read_part(name: str, part: Part, manifest: Manifest, files: WeightFiles) ->
 def _read_tensor(tensor: str, part: Part, files: WeightFiles) -> Tensor:
     key, entry = part.key, files.entries[tensor][1]
     assert key is not None
-    # As torch's own load_state_dict: state is of its parameter's dtype.
+    # State takes its parameter's dtype, as in torch's own load_state_dict.
     dtype = key.dtype if entry.dtype.is_floating_point else entry.dtype
     read: Callable[..., Tensor] = functools.partial(files.read, tensor, part.record.layout, part.record.rank, dtype)
     if entry.shape != tuple(part.record.global_shape):

@@ -1,6 +1,6 @@
 """The safetensors format: read the rows that a rank owns, and write a file tensor by tensor.
 
-Not by the safetensors package: it maps the file, so that pages of other ranks' rows count as this
+The safetensors package is not used: it maps the file, so pages of other ranks' rows count as this
 process's memory, and it writes only what is in memory all at once.
 """
 
@@ -36,15 +36,15 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the format's own bound
-_SYNC = 256 * 2**20  # bytes written between two waits for the disk
-_STAGING = 4 * 2**20  # bytes of a dtype conversion at a time
+_SYNC = 256 * 2**20  # bytes written between two syncs to the disk
+_STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
 
 Run = tuple[int, int, int]  # first element in the file, first element in the shard, number of elements
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: ``start`` is its first byte in the file."""
+    """One tensor of a file, which begins at byte ``start``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,10 +56,10 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """What a safetensors file holds, by name.
+    """Read the header of a safetensors file: its tensors by name.
 
     Raises:
-        CheckpointError: for a file that is truncated, inconsistent, or of another format.
+        CheckpointError: if the file is truncated, inconsistent, or of another format.
     """
     try:
         with path.open("rb") as file:
@@ -90,7 +90,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
     if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
         return (
-            f"{path} is a pickle file, which could run code when loaded, and is not read; load it where you trust "
+            f"{path} is a pickle file, which is not read because loading it could run code. Load it where you trust "
             "it and write it again with model.save_pretrained(...), which writes safetensors"
         )
     return f"{path} ({size} bytes) is not a safetensors file, or was truncated in its header"
@@ -105,7 +105,9 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
     if not is_sound:
         raise CheckpointError(f"{path} is damaged: its header describes {name!r} as {value!r}")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name!r} has the dtype {dtype}; those that can be read are {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"{path}: {name!r} has the dtype {dtype}; the dtypes that can be read are {', '.join(DTYPES)}"
+        )
     entry = Entry(DTYPES[dtype], shape, data_start + start)
     if stop - start != entry.num_bytes:
         raise CheckpointError(
@@ -124,14 +126,14 @@ def read_rows(
     on_read: Callable[[int], None],
     part: Span | None = None,
 ) -> Tensor:
-    """This rank's shard of a tensor, converted to ``dtype``; no other byte is read.
+    """Read this rank's shard of a tensor, and no other byte, and convert it to ``dtype``.
 
     Args:
-        file: open for reading, unbuffered.
+        file: the file, open for reading, unbuffered.
         entry: the tensor's place in it.
-        rows, rank: which rows; padding rows are zeros.
-        on_read: told the number of bytes after each read.
-        part: only these elements of the flattened shard, which then is 1-d.
+        rows, rank: the rows of each rank, and this rank; padding rows are zeros.
+        on_read: function that is called with the number of bytes after each read.
+        part: the span of the flattened shard to read; the result is then 1-d. None for all of it.
 
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
@@ -195,7 +197,7 @@ def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
 
 
 def _inside(runs: Iterator[Run], start: int, stop: int) -> Iterator[Run]:
-    """What lies in a part of the shard, seen from its start."""
+    """The runs from ``start`` to ``stop`` of the shard, with positions relative to ``start``."""
     for source, target, count in runs:
         low, high = max(start, target), min(stop, target + count)
         if low < high:
@@ -203,7 +205,7 @@ def _inside(runs: Iterator[Run], start: int, stop: int) -> Iterator[Run]:
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which the caller keeps alive."""
+    """The memory of a contiguous CPU tensor, which the caller must keep alive."""
     num_bytes = x.numel() * x.element_size()
     return (
         memoryview((ctypes.c_char * num_bytes).from_address(x.data_ptr())).cast("B") if num_bytes else memoryview(b"")
@@ -214,7 +216,7 @@ def _read_exactly(file: BinaryIO, part: memoryview, offset: int) -> None:
     while len(part):
         count = os.preadv(file.fileno(), [part], offset)
         if count == 0:
-            raise CheckpointError(f"{file.name} ended at byte {offset}, though its header promised more")
+            raise CheckpointError(f"{file.name} ended at byte {offset}, but its header describes more")
         part, offset = part[count:], offset + count
 
 
@@ -255,13 +257,13 @@ class SafetensorsWriter:
         self._file.write(memory_of(tensor))
         self._unsynced += tensor.nbytes
         if self._unsynced >= _SYNC:
-            # Bit by bit: at the end alone, a slow disk would keep the other ranks waiting for minutes.
+            # Syncs bit by bit: on a slow disk, one sync at the end would keep the other ranks waiting for minutes.
             self._file.flush()
             os.fsync(self._file.fileno())
             self._unsynced = 0
 
     def close(self) -> None:
-        """Put the file on disk."""
+        """Sync the file to disk and close it."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -1,4 +1,4 @@
-"""The weights of a model in training, written whole under the model's own names."""
+"""Write the whole weights of a model in training under the model's own names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ FILE = "model.safetensors"
 
 
 def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Write the one-device weights of a model, for ``load_weights``; every rank makes the call.
+    """Write the one-device weights of a model, for ``load_weights``; every rank must make the call.
 
-    Rank 0 writes one file, and never holds more than one full tensor above its own shard. Unlike
-    ``model.save_pretrained`` it takes any model, adapters included: the names are the model's own. A tied weight is
+    Rank 0 writes one file, and never holds more than one full tensor beside its own shard. Unlike
+    ``model.save_pretrained`` it takes any model, adapters included, and writes the model's own names. A tied weight is
     written once.
 
     Args:
-        model: what ``to_distributed`` returned.
-        directory: made if it is not there; an earlier save in it is replaced when this one is complete.
+        model: the model that ``to_distributed`` returned.
+        directory: the folder, created if it does not exist; this save replaces an earlier one when it is complete.
 
     Raises:
         OSError: what failed on rank 0, there; CheckpointError elsewhere.

@@ -1,4 +1,4 @@
-"""Write more than fits in memory: safetensors files, one gathered tensor after the other."""
+"""Write safetensors files that do not fit in memory, one gathered tensor after the other."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(size: int | str) -> int:
-    """The number of bytes that ``max_shard_size`` says.
+    """Convert ``max_shard_size``, such as 500 or "5GB", to a number of bytes.
 
     Raises:
-        ValueError: for another form than 500 or "5GB".
+        ValueError: if it has another form.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found[2].upper() not in _UNITS:
@@ -33,7 +33,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:
-    """Fill files in order, each up to ``most`` bytes; a larger tensor has one to itself."""
+    """Assign tensors to files in order, each of at most ``most`` bytes; a larger tensor gets its own file."""
     parts: list[list[str]] = [[]]
     room = most
     for name, size in sizes.items():
@@ -48,12 +48,12 @@ def split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 class StreamedFiles:
-    """The files, on the rank that writes. A failure is kept until the end, since the other ranks are still sending.
+    """The files on the rank that writes. A failure is raised at the end, since the other ranks are still sending.
 
     Args:
-        folder: of the files; it exists.
-        files: what is to be in them.
-        title: of the progress bar.
+        folder: the existing folder of the files.
+        files: the tensors to be written in each file.
+        title: the title of the progress bar.
     """
 
     def __init__(self, folder: Path, files: Files, title: str):
@@ -65,7 +65,7 @@ class StreamedFiles:
         self._progress.start(sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in forms))
 
     def open(self, file: str) -> None:
-        """Begin the next file."""
+        """Start the next file."""
         self._close()
         if self._failure is None:
             try:
@@ -83,10 +83,10 @@ class StreamedFiles:
             self._progress.add(full.nbytes)
 
     def close(self) -> None:
-        """End the last file.
+        """Close the last file.
 
         Raises:
-            OSError: the first of any step.
+            OSError: the first error of any step.
         """
         self._close()
         self._progress.close()
@@ -103,20 +103,20 @@ class StreamedFiles:
 
 
 def stream(files: Files, gather: Callable[[str], Tensor | None], written: StreamedFiles | None) -> None:
-    """Gather every tensor and write it; every rank calls it.
+    """Gather every tensor and write it; every rank must make the call.
 
     Args:
-        files: the same on every rank.
-        gather: a collective that makes a tensor whole where it is written.
-        written: None on ranks that write nothing.
+        files: the tensors of each file, the same on every rank.
+        gather: a collective that returns the whole tensor on the rank that writes.
+        written: the files to write; None on ranks that write nothing.
     """
     for file, names in files.items():
         if written is not None:
             written.open(file)
         for name in names:
-            # In one expression: a name for the full tensor would keep it while the next one is gathered.
+            # In one expression, since a variable would keep the full tensor while the next one is gathered.
             _hand_over(gather(name), written)
-            # Ranks that have nothing to send would wait for the end in one collective, beyond its timeout.
+            # Otherwise ranks with nothing to send would wait for the end in one collective, beyond its timeout.
             wait_for_first_rank()
 
 

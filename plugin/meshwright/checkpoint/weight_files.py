@@ -29,12 +29,12 @@ _INDEX = ".safetensors.index.json"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Which file holds which tensor.
+    """The files of a checkpoint, and which of them holds which tensor.
 
     Args:
-        source: what the user named.
-        entries: name -> the file and the tensor's place in it.
-        progress: told of every byte read.
+        source: the path that the user named.
+        entries: the file of each tensor, by name, and the tensor's place in it.
+        progress: the progress bar, which counts the bytes read.
     """
 
     source: Path
@@ -49,7 +49,7 @@ class WeightFiles:
             source: a .safetensors file, an index of several, a directory with either, or the files themselves.
 
         Raises:
-            CheckpointError: naming what is missing, damaged, or of another format.
+            CheckpointError: if a file or tensor is missing, damaged, or of another format; it names what is wrong.
         """
         if not isinstance(source, str | os.PathLike):
             return _of_files([WeightFiles.open(file) for file in source])
@@ -58,7 +58,7 @@ class WeightFiles:
             path = _in_directory(path)
         if path.suffix in _PICKLES:
             raise CheckpointError(
-                f"{path} is a pickle file, which could run code when loaded, and is not read; load it where you "
+                f"{path} is a pickle file, which is not read because loading it could run code. Load it where you "
                 "trust it and write it again with model.save_pretrained(...), which writes safetensors"
             )
         if not path.is_file():
@@ -70,12 +70,12 @@ class WeightFiles:
         return WeightFiles(Path(source), entries, Progress(f"reading {path.name}"))
 
     def names_for(self, model: nn.Module) -> dict[int, str]:
-        """Check the checkpoint against a model: ``id`` of each of its tensors -> its name in the checkpoint.
+        """Check the checkpoint against a model; return the checkpoint's name of each model tensor, by ``id``.
 
         A tied parameter may have any of its names. Buffers that the checkpoint lacks are left out.
 
         Raises:
-            CheckpointError: naming every missing parameter and every tensor of another shape.
+            CheckpointError: if parameters are missing or tensors have another shape; it names all of them.
         """
         found: dict[int, str] = {}
         missing: dict[int, str] = {}
@@ -99,7 +99,7 @@ class WeightFiles:
         return found
 
     def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype, part: Span | None = None) -> Tensor:
-        """This rank's shard of a tensor (or a part of it, see ``read_rows``), on the CPU; only its bytes are read."""
+        """Read this rank's shard of a tensor (or a part of it, see ``read_rows``) to the CPU, and no other bytes."""
         path, entry = self.entries[name]
         with path.open("rb", buffering=0) as file:
             return read_rows(file, entry, rows, rank, dtype, self.progress.add, part)
@@ -115,7 +115,7 @@ class WeightFiles:
         }
         if lacking and (prefix := next(iter(prefixes), "")):
             parts.append(
-                f"its names lack the prefix {prefix!r}: it is of the bare decoder; load it with its own class, and "
+                f"its names lack the prefix {prefix!r}, so it holds the bare decoder: load it with its own class, and "
                 "save the whole model with save_pretrained(...)"
             )
         return "\n".join(parts)
@@ -148,8 +148,8 @@ def _in_directory(directory: Path) -> Path:
             raise CheckpointError(f"{directory} has several checkpoints: {', '.join(found)}; name one of the files")
     pickles = [name for name in names if Path(name).suffix in _PICKLES]
     hint = (
-        f"; {', '.join(pickles)} would be a pickle file, which could run code when loaded, and is not read: write it "
-        "again with model.save_pretrained(...), which writes safetensors"
+        f"; {', '.join(pickles)} looks like a pickle file, which is not read because loading it could run code: write "
+        "it again with model.save_pretrained(...), which writes safetensors"
         if pickles
         else ""
     )
@@ -161,7 +161,7 @@ def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: it has no sound 'weight_map'") from error
+        raise CheckpointError(f"{index} is not an index of safetensors files: it has no valid 'weight_map'") from error
     if outside := sorted({file for file in files.values() if Path(file).name != file}):
         raise CheckpointError(f"{index} names files outside its own folder: {_some(outside, ', ')}")
     if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):

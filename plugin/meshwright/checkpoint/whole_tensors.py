@@ -1,4 +1,4 @@
-"""Whole tensors out of shards: one-device names and shapes, on rank 0."""
+"""Gather whole tensors on rank 0, under one-device names and in one-device shapes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshwright.parallel.shard_reads import reading_shards
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The one-device state dict of a distributed model, on the CPU of rank 0; empty elsewhere.
+    """Return the one-device state dict of a distributed model, on the CPU of rank 0; it is empty elsewhere.
 
-    A collective call: every rank makes it. A tied weight appears under each of its names. The dict
-    holds the whole model in rank 0's memory; ``model.save_pretrained`` writes it without.
+    Every rank must make the call. A tied weight appears under each of its names. The dict holds the whole
+    model in rank 0's memory; ``model.save_pretrained`` writes the model without holding it whole.
 
     Example::
 
@@ -32,7 +32,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As :func:`full_state_dict`, of some of a model's tensors."""
+    """Like :func:`full_state_dict`, for some of a model's tensors."""
     runtime = find_runtime(model)
     if runtime is None:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
@@ -49,10 +49,10 @@ def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The one-device gradients of a distributed model, on the CPU of rank 0; empty elsewhere.
+    """Return the one-device gradients of a distributed model, on the CPU of rank 0; the dict is empty elsewhere.
 
-    A collective call: every rank makes it. Parameters without a gradient are left out; a tied one
-    appears under its first name.
+    Every rank must make the call. Parameters without a gradient are left out; a tied one appears under its
+    first name.
 
     Raises:
         ValueError: if the model is not distributed, or the last backward pass ran under ``no_sync``.
@@ -70,7 +70,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The gradients of this rank's TP shards, on every data-parallel rank; those of one bucket at a time."""
+    """The gradients of this rank's TP shards, on every data-parallel rank, gathered one bucket at a time."""
     sharded_ones: set[int] = set()
     if runtime.zero is not None:
         runtime.zero.settle()
@@ -90,9 +90,9 @@ def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
 
 
 def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
-    """The whole of a distributed model's parameter or buffer on rank 0, None elsewhere; every rank calls it.
+    """Return a distributed model's whole parameter or buffer on rank 0, None elsewhere; every rank must make the call.
 
-    On the CPU, and in memory of its own, if it is sharded; else the tensor itself.
+    A sharded tensor is returned on the CPU in its own memory, any other as it is.
     """
     with reading_shards():
         return _gather_full(value, runtime)
@@ -112,6 +112,6 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 
 
 def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
-    """The whole of a tensor shaped like a parameter's shard."""
+    """Gather the whole of a tensor that is shaped like a parameter's shard."""
     cut = RowLayout.replicated(local.numel(), runtime.dp.size)
     return assemble(local.reshape(-1), record_of(parameter), cut, runtime)

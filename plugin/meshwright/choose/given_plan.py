@@ -1,4 +1,4 @@
-"""The plan that a user gave: in the config, to the launcher, or in the model's own config."""
+"""The plan that a user gave in the config, to the launcher, or in the model's own config."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from meshwright.foreign_names import PLAN_NAMES
 from meshwright.mesh.process_group import world_size
 from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
 
-_AHEAD = {"context", "interleave", "replicate", "recomputed_layers"}  # what only the planner has a word for
+_AHEAD = {"context", "interleave", "replicate", "recomputed_layers"}  # fields that only the planner has
 
 
 def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
-    """Return the plan that the user gave, in the config or to the launcher; None where the planner shall pick.
+    """Return the plan that the user gave in the config or to the launcher; None if they gave none.
 
     Raises:
-        PlanError: neither a plan nor the path of one, one that this version cannot run, or a plan in the config
-            that is not the launcher's.
+        PlanError: the value is neither a plan nor the path of one, this version cannot run the plan, or the config's
+            plan differs from the launcher's.
     """
     fields = launched_plan()
     launched = None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
@@ -43,12 +43,12 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
 
 
 def config_with(config: ToDistributedConfig | None, plan: PlanLike | None) -> ToDistributedConfig:
-    """Return the config that a call's ``config=`` and ``plan=`` mean together.
+    """Combine a call's ``config=`` and ``plan=`` into one config.
 
-    The config is a copy, so that what the user assigns to theirs later changes nothing.
+    The result is a copy, so that later assignments to the user's config change nothing.
 
     Raises:
-        PlanError: something else than a config, or two plans.
+        PlanError: ``config`` is not a config, or both arguments give a plan.
     """
     if config is not None and not isinstance(config, ToDistributedConfig):
         if isinstance(config, ParallelPlan | str | os.PathLike | Mapping):
@@ -65,21 +65,21 @@ def config_with(config: ToDistributedConfig | None, plan: PlanLike | None) -> To
         return dataclasses.replace(config) if config is not None else ToDistributedConfig()
     if config is not None and config.plan is not None:
         raise PlanError(
-            f"plan={_shown(plan)} and config=ToDistributedConfig(plan={_shown(config.plan)}) both say the plan; "
+            f"plan={_shown(plan)} and config=ToDistributedConfig(plan={_shown(config.plan)}) both give a plan; "
             "leave one of them out"
         )
     return dataclasses.replace(config or ToDistributedConfig(), plan=plan)
 
 
 def resolve_plan(plan: PlanLike, source: str = "plan") -> ParallelPlan:
-    """Return the plan that a user wrote in any of the forms that ``to_distributed(plan=...)`` takes, but "auto".
+    """Return a plan from any of the forms that ``to_distributed(plan=...)`` accepts, except "auto".
 
     Args:
         plan: a ParallelPlan, its words, a dict of its fields, or the path of a plan file.
         source: where it comes from, for messages.
 
     Raises:
-        PlanError: none of them, a field that does not exist, or a plan that this version cannot run.
+        PlanError: the value has none of these forms, a field does not exist, or this version cannot run the plan.
 
     Example:
         >>> resolve_plan("dp2 tp2+sp zero1") == ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
@@ -100,14 +100,14 @@ def resolve_plan(plan: PlanLike, source: str = "plan") -> ParallelPlan:
 
 
 def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
-    """Return the plan of a file's or a launcher's fields.
+    """Return the plan with the fields of a file, a dict or a launcher.
 
     Args:
         fields: the arguments of ``ParallelPlan``.
         source: where they come from, for messages.
 
     Raises:
-        PlanError: what this version has no word for, or cannot run.
+        PlanError: a field does not exist in this version, or this version cannot run the plan.
     """
     if planned := sorted(set(fields) & _AHEAD):
         raise PlanError(
@@ -127,10 +127,10 @@ def _shown(plan: PlanLike) -> str:
 
 
 def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan | None:
-    """Return the plan that came with the model, under "meshwright" in its config.json; None without one.
+    """Return the plan under "meshwright" in the model's config.json; None without one, or if the plan is "auto".
 
     Raises:
-        PlanError: one that this version cannot run, or for another number of processes; it says where it is.
+        PlanError: this version cannot run the plan, or it needs another number of processes.
     """
     saved = getattr(getattr(model, "config", None), CONFIG_KEY, None)
     if saved is None or config.plan == "auto":
@@ -145,13 +145,13 @@ def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan
     if plan.world_size != world_size():
         raise PlanError(
             f"{source} plans dp={plan.dp} x tp={plan.tp} x cp={plan.cp} x pp={plan.pp} = {plan.world_size} processes, "
-            f"but {world_size()} were launched; pass another: ToDistributedConfig(plan=ParallelPlan(...)), or launch "
-            f"with: torchrun --nproc-per-node {plan.world_size} SCRIPT"
+            f"but {world_size()} were launched; pass another plan, ToDistributedConfig(plan=ParallelPlan(...)), or "
+            f"launch with torchrun --nproc-per-node {plan.world_size} SCRIPT"
         )
     return with_sequence_parallel(plan, config)
 
 
 def with_sequence_parallel(plan: ParallelPlan, config: ToDistributedConfig) -> ParallelPlan:
-    """Return the plan with what the config says of sequence parallelism, which one rank has none of."""
+    """Return the plan with the config's ``sequence_parallel``, if it is set; off for tp=1."""
     wanted = plan.sequence_parallel if config.sequence_parallel is None else config.sequence_parallel
     return dataclasses.replace(plan, sequence_parallel=wanted and plan.tp > 1)

@@ -1,4 +1,4 @@
-"""The plan that the planner picks for ``to_distributed``: the best for this model, batch and machine."""
+"""Pick the plan for ``to_distributed``: the fastest for this model, batch and machine."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from meshwright.roles.adapters import without_wrappers
 
 logger = logging.getLogger(__name__)
 
-_ROWS_TO_MEASURE = 8  # samples that say how long a row is
-_TOLERANCE = 0.1  # of the parameters that a model may have more or fewer than the planner thinks
-_CHOICES = 64  # plans to try on the model, which may have its own reasons against some
+_ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
+_TOLERANCE = 0.1  # share of a model's parameters by which the planner's count may be off without a warning
+_CHOICES = 64  # plans to try on the model, which may be unable to run some
 
 
 def choose_plan(
@@ -54,19 +54,19 @@ def choose_plan(
     node_num: int | None,
     device: torch.device,
 ) -> ParallelPlan:
-    """Return the plan that the planner thinks best, the same on every rank: rank 0's.
+    """Return the plan that the planner picks on rank 0, the same on every rank.
 
     Args:
-        model: with a transformers config, or a decoder's structure.
-        optimizer: decides whether its state may be sharded.
-        dataloader: says the batch, unless ``config.input_spec`` does.
-        config: ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec``.
-        node_num: the number of nodes; None for what was launched.
+        model: a model with a transformers config, or with a decoder's structure.
+        optimizer: the optimizer, whose class decides whether its state may be sharded.
+        dataloader: the loader whose batch size and row length count, unless ``config.input_spec`` gives them.
+        config: options, of which ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec`` matter most.
+        node_num: number of nodes; None for the launched number.
         device: the device of this process.
 
     Raises:
-        PlanError: a model that the planner cannot describe, a batch that nothing tells the size of, or no
-            plan that fits; the same on every rank.
+        PlanError: the planner cannot describe the model, the size of a batch is unknown, or no plan fits; the same
+            error on every rank.
     """
 
     def pick() -> str:
@@ -94,17 +94,17 @@ def _search(
     parameters = sum(p.numel() for p in model.parameters())
     if abs(shape.parameters - parameters) > _TOLERANCE * parameters:
         logger.warning(
-            "the planner takes %s for one of %.1f M parameters, and it has %.1f M: its sizes are not what its config "
-            "usually means, and the estimates are off as much; a plan of your own: ToDistributedConfig(plan=...)",
+            "the planner expects %s to have %.1f M parameters, but it has %.1f M. Time and memory estimates may be off "
+            "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
     found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget, most_zero=2)
     if config.prefer == "memory" and found.choices:
-        # With no budget at all every plan is weighed with the most recompute.
+        # Nothing fits into one byte, so each plan is tried with the most recompute.
         leanest = search(shape, cluster, job, profile, budget=1, most_zero=2).smallest[1].total
         found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest, most_zero=2)
     if not found.choices:
-        # Stage 3's memory is known as well as the others'; its time was never measured, so it is the last resort.
+        # ZeRO stage 3 comes last: its time was never measured, though its memory is as well known as the others'.
         found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
     if not found.choices:
         raise explain.no_fit(found)
@@ -112,22 +112,22 @@ def _search(
 
 
 def _shape(model: Any, config: ToDistributedConfig) -> ModelShape:
-    """What the model's transformers config says, else what its structure shows."""
+    """Describe the model by its transformers config or, without one, by its structure."""
     if hasattr(getattr(model, "config", None), "to_dict"):
         return describe(model.config, name=type(model).__name__)
     try:
         return shape_of(model, config.sharding_plan or plan_for(model))
     except PlanError as error:
         raise PlanError(
-            f"a plan is picked by the model's transformers config or by a decoder's structure, and "
-            f"{type(model).__name__} has none; pass a plan: plan='dp{world_size()}' ({error})"
+            f"picking a plan needs a transformers config or a decoder's structure, and "
+            f"{type(model).__name__} has neither; pass a plan: plan='dp{world_size()}' ({error})"
         ) from error
 
 
 def _first_runnable(
     found: Search, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
 ) -> Choice:
-    """The fastest plan that this model and this optimizer have nothing against."""
+    """Return the fastest plan that the model and the optimizer can run."""
     refusals: dict[str, str] = {}
     for choice in found.choices:
         refusal = next(_refusals(choice.plan, model, optimizer, config), None)
@@ -135,7 +135,7 @@ def _first_runnable(
             return choice
         refusals[choice.plan.label] = refusal
     reasons = "; ".join(f"{label}: {reason}" for label, reason in list(refusals.items())[:3])
-    raise PlanError(f"none of the plans that fit can run {type(model).__name__}: {reasons}")
+    raise PlanError(f"none of the plans that fit works for {type(model).__name__}: {reasons}")
 
 
 def _refusals(
@@ -145,7 +145,7 @@ def _refusals(
     if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
         yield "the model has a loss of its own, so a batch cannot be split into micro-batches"
     if plan.recompute == "full" and not can_recompute(decoder):
-        yield "the model cannot compute its layers again"
+        yield "the model's layers cannot be recomputed"
     try:
         if optimizer is not None and (plan.tp > 1 or plan.zero_stage):
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
@@ -157,7 +157,7 @@ def _refusals(
 
 
 def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tuple[int, int]:
-    """Rows and tokens a row of one device's batch."""
+    """Return the rows of the global batch, and the tokens per row."""
     if config.input_spec is not None:
         shapes = [tuple(spec[0]) for spec in config.input_spec.values()]
         for shape in shapes:
@@ -169,20 +169,20 @@ def _batch(dataloader: Iterable[Any] | None, config: ToDistributedConfig) -> tup
         if rows and len(dataloader.dataset):  # type: ignore[arg-type]
             return rows, _length(dataloader)
     raise PlanError(
-        "picking a plan needs the size of a batch, which this dataloader does not tell; say it, e.g. "
+        "picking a plan needs the size of a batch, which this dataloader does not show; write "
         'ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)}), or pass a plan'
     )
 
 
 def _is_mapped(dataset: Any) -> bool:
-    """Whether a row can be read without taking it from whoever reads next."""
+    """Return whether a dataset is map-style, so that reading a row does not consume it."""
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
 def _length(dataloader: DataLoader[Any]) -> int:
-    """Tokens of the longest of the first rows, as they are collated."""
+    """Return the tokens per row of a batch of the first rows."""
     state, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):  # rank 0 alone reads: it must stay where the others are
+    with torch.random.fork_rng(devices=[]):  # only rank 0 reads, and its random state must stay that of the others
         count = min(_ROWS_TO_MEASURE, len(dataloader.dataset))  # type: ignore[arg-type]
         batch = dataloader.collate_fn([dataloader.dataset[index] for index in range(count)])
     random.setstate(state)
@@ -192,8 +192,8 @@ def _length(dataloader: DataLoader[Any]) -> int:
         if isinstance(tensor, Tensor) and tensor.ndim == 2:
             return tensor.shape[1]
     raise PlanError(
-        "picking a plan needs the length of a row, and the dataloader's batches have no tensor of shape (rows, "
-        'tokens); say it, e.g. ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)})'
+        "picking a plan needs the length of a row, but the dataloader's batches have no tensor of shape (rows, "
+        'tokens); write ToDistributedConfig(input_spec={"input_ids": ((8, 2048), torch.int64)})'
     )
 
 
@@ -204,7 +204,7 @@ def _leaves(batch: Any) -> Iterable[Any]:
 
 
 def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
-    """What was launched, with the memory that is really there."""
+    """Return the launched devices, with the memory that they really have."""
     world = world_size()
     per_node = max(1, world // nodes)
     if device.type == "cpu":
@@ -221,7 +221,7 @@ def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) 
 
 
 def _nearest(name: str, memory: float) -> str:
-    """The catalogue's name of a GPU; for one it lacks, the A100, whose ratios are usual."""
+    """Return a GPU's name in the catalogue; for a GPU that is not in it the A100's, whose ratios are typical."""
     name = name.lower()
     for part, entry in (("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"), ("4090", "rtx-4090"),
                         ("mi300x", "mi300x")):  # fmt: skip
@@ -236,7 +236,7 @@ def _nearest(name: str, memory: float) -> str:
 
 
 def _lines(found: Search, choice: Choice, name: str) -> list[str]:
-    """What was picked, what it costs, and why not another."""
+    """Return the lines that say which plan was picked, its estimates, and why no other was."""
     job, cluster = found.job, found.cluster
     slower = ""
     for other in found.choices:
@@ -246,28 +246,28 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
     against = "; ".join(f"{axis} {reason}" for axis, reason in explain.reasons(found) if reason != FUTURE)
     return [
         f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "
-        f"{job.global_batch} x {job.seq_len} tokens a step on {cluster.gpus} x {cluster.device.name}",
-        f"  estimated {seconds(choice.time.total)} a step (±{found.profile.band:.0%}), "
-        f"{gib(choice.memory.total)} of {gib(found.budget)} a device; {found.fitting} of "
+        f"{job.global_batch} x {job.seq_len} tokens per step on {cluster.gpus} x {cluster.device.name}",
+        f"  estimated {seconds(choice.time.total)} per step (±{found.profile.band:.0%}), "
+        f"{gib(choice.memory.total)} of {gib(found.budget)} per device; {found.fitting} of "
         f"{found.considered} plans fit",
-        f"  {slower}{against or 'nothing was ruled out'}. Your own: ToDistributedConfig(plan=ParallelPlan(...))",
+        f"  {slower}{against or 'nothing was ruled out'}. To choose: ToDistributedConfig(plan=ParallelPlan(...))",
     ]
 
 
 def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device: torch.device) -> str:
-    """What the planner would pick for a model on what was launched, and what it expects; communicates nothing.
+    """Return the plan that the planner would pick for the launched devices and its estimates; communicates nothing.
 
     Args:
-        model: with a transformers config.
-        dataloader: tells the length of a row.
-        rows: of one device's batch, in one optimizer step.
-        device: this process's.
+        model: a model with a transformers config.
+        dataloader: the loader, whose rows give the length of a row.
+        rows: rows of the global batch of one optimizer step.
+        device: the device of this process.
 
     Raises:
-        PlanError: a model that the planner cannot describe, rows whose length nothing tells, or where no plan fits.
+        PlanError: the planner cannot describe the model, the length of a row is unknown, or no plan fits.
     """
     if not _is_mapped(getattr(dataloader, "dataset", None)):
-        raise PlanError("the dataset is a stream, which does not tell how long a row is")
+        raise PlanError("the dataset is a stream, which does not show the length of a row")
     found = _search(model, rows, _length(dataloader), 1, ToDistributedConfig(), device)  # type: ignore[arg-type]
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
@@ -275,5 +275,5 @@ def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device:
 
 
 def device_at_hand(device: torch.device) -> Device:
-    """The catalogue's figures of this process's device, or of the nearest one that it has."""
+    """Return the catalogue's figures for this process's device, or for the nearest one in the catalogue."""
     return _cluster(device, 1, None).device

@@ -1,4 +1,4 @@
-"""A plan as a small YAML file that people can read and change, and as the line that launchers hand to programs."""
+"""A plan as a YAML file that people can edit, and as the line of JSON that launchers pass to programs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from meshwright.planner.candidate import Candidate
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = (
-    "MESHWRIGHT_PLAN"  # of the environment: a launcher's plan: its words, a line of JSON or the path of a file
+    "MESHWRIGHT_PLAN"  # environment variable with the launcher's plan: words, a line of JSON or the path of a file
 )
 
 _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 
 
 def plan_fields(plan: Candidate) -> dict[str, Any]:
-    """Return the keyword arguments that make the runtime's ``ParallelPlan`` of a candidate.
+    """Return a candidate's fields as keyword arguments of the runtime's ``ParallelPlan``.
 
-    What the runtime has no word for yet is named too, so that a plan made ahead is refused, not run as another.
+    Fields that the runtime does not have yet are included, so that it refuses such a plan and does not run another.
 
     Example:
         >>> plan_fields(Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2))["dp"]
@@ -53,7 +53,7 @@ def plan_fields(plan: Candidate) -> dict[str, Any]:
 
 
 def runnable_fields(plan: Candidate) -> dict[str, Any]:
-    """Return the arguments of ``ParallelPlan`` for a candidate that this version runs.
+    """Return the arguments of ``ParallelPlan`` for a candidate that this version can run.
 
     Example:
         >>> runnable_fields(Candidate(replicate=2, micro_batch=4))["micro_batch_size"] is None
@@ -64,15 +64,15 @@ def runnable_fields(plan: Candidate) -> dict[str, Any]:
 
 
 def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
-    """Write a plan.
+    """Write a plan to a YAML file.
 
     Args:
         plan: the plan.
         path: the file to write.
-        comment: lines that say where it comes from.
+        comment: lines to put at the head of the file as comments.
 
     Raises:
-        PlanError: a directory that is not there, or a file that cannot be written.
+        PlanError: the file cannot be written.
     """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines.append(f"version: {PLAN_VERSION}")
@@ -84,10 +84,10 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a plan file, its version checked and left out.
+    """Return the fields of a plan file without its version, which is checked.
 
     Raises:
-        PlanError: no such file, one that is not YAML's ``key: value``, or another version.
+        PlanError: the file does not exist, is not a YAML mapping, or has another version.
     """
     try:
         content = Path(path).read_text()
@@ -104,14 +104,14 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def fields_of_text(text: str, source: str) -> dict[str, Any]:
-    """Return the fields that a string gives: a plan's words, a dict in JSON or YAML, or the path of a plan file.
+    """Return the fields of a plan from a string: its words, a dict in JSON or YAML, or the path of a plan file.
 
     Args:
         text: the string.
         source: where it comes from, for messages.
 
     Raises:
-        PlanError: none of them.
+        PlanError: the string is none of these.
 
     Example:
         >>> fields_of_text("dp2 zero1", "plan"), fields_of_text('{"tp":2}', "plan")
@@ -125,10 +125,10 @@ def fields_of_text(text: str, source: str) -> dict[str, Any]:
 
 
 def plan_line(fields: Mapping[str, Any]) -> str:
-    """Return a plan as one line of JSON, which reaches every process of every machine without a shared file.
+    """Return a plan as one line of JSON, which reaches every process on every machine without a shared file.
 
     Args:
-        fields: those of ``ParallelPlan``.
+        fields: the fields of ``ParallelPlan``.
 
     Example:
         >>> plan_line({"dp": 2, "tp": 2})
@@ -138,17 +138,18 @@ def plan_line(fields: Mapping[str, Any]) -> str:
 
 
 def launched_plan() -> dict[str, Any] | None:
-    """Return the fields of the plan in the environment (``MESHWRIGHT_PLAN``); None where there is none.
+    """Return the fields of the plan in the environment (``MESHWRIGHT_PLAN``); None without one.
 
     Raises:
-        PlanError: neither a plan's words, a line of JSON nor the path of a plan file, or of another version.
+        PlanError: the variable holds no plan in words, no line of JSON and no path of a plan file, or the plan has
+            another version.
     """
     text = os.environ.get(PLAN_VARIABLE, "").strip()
     return fields_of_text(text, PLAN_VARIABLE) if text else None
 
 
 def _fields_in(content: str, source: str) -> dict[str, Any]:
-    """The fields of a YAML mapping, of which JSON is a part."""
+    """Return the fields of a YAML or JSON mapping, without its version."""
     try:
         fields = yaml.safe_load(content)
     except yaml.YAMLError as error:
@@ -157,7 +158,10 @@ def _fields_in(content: str, source: str) -> dict[str, Any]:
         raise PlanError(f"{source}: {line}{getattr(error, 'problem', None) or error}; {_FORM}") from None
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise PlanError(f"{source}: {fields!r} is not 'key: value'; {_FORM}")
-    version = fields.pop("version", PLAN_VERSION)  # by hand one need not write it
+    version = fields.pop("version", PLAN_VERSION)  # optional in a file written by hand
     if version != PLAN_VERSION:
-        raise PlanError(f"{source}: a plan of version {version}, and this is version {PLAN_VERSION}; plan again")
+        raise PlanError(
+            f"{source}: the plan has version {version}, but this version of meshwright reads version {PLAN_VERSION}; "
+            "write it again with meshwright plan --save"
+        )
     return fields

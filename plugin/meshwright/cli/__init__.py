@@ -1,4 +1,4 @@
-"""The command line: a module a command. None imports torch before its command runs, so that --help does not wait."""
+"""The command line, one module per command. None imports torch before its command runs, so --help is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(
     help="Train stock Hugging Face models in parallel with one call.",
 )
 app.command()(plan.plan)
-# What follows the script's name is the script's, also what looks like an option of ours.
+# Everything after the script's name goes to the script, even what looks like an option of launch.
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command()(verify.verify)
 app.command()(doctor.doctor)

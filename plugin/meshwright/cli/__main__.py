@@ -1,4 +1,4 @@
-"""``python -m meshwright.cli``, where the ``meshwright`` command is not on the path."""
+"""``python -m meshwright.cli``, for when the ``meshwright`` command is not on the path."""
 
 from meshwright.cli import main
 

@@ -1,4 +1,4 @@
-"""``meshwright calibrate``: what this machine really does."""
+"""``meshwright calibrate``: measures this machine for the planner."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ import typer
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option(help="The profile to write.")] = Path("profile.json"),
+    output: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.json"),
     processes: Annotated[
-        int | None, typer.Option(help="To measure with at once; one for each GPU by default, or 2 on CPU.")
+        int | None, typer.Option(help="Number of processes to measure on (default: one per GPU, or 2 on CPU).")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="To compute in: float32, bfloat16 or float16; bfloat16 on GPUs, float32 on CPU.")
+        str | None,
+        typer.Option(
+            help="Dtype to compute in: float32, bfloat16 or float16 (default: bfloat16 on GPUs, float32 on CPU)."
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="To spend measuring, about.")] = 100.0,
+    seconds: Annotated[float, typer.Option(help="Approximate time to spend measuring, in seconds.")] = 100.0,
 ) -> None:
-    """Measure this machine, so that plan's estimates are its own rather than the catalogue's.
+    """Measure this machine and write a profile for meshwright plan.
 
-    Measured are matmuls, attention and elementwise work by size, whole layers, the optimizer, collectives by size and
-    group, and copies, on all processes at once, as in training. Train nothing else meanwhile: what runs beside it is
-    measured too. On CPU each process has as many threads as OMP_NUM_THREADS says, one if it says nothing.
+    Without a profile, meshwright plan uses data sheets and typical efficiencies. This command measures matrix
+    multiplications, attention and elementwise work by size, whole layers, the optimizer, collectives by size and group,
+    and copies. All processes run at once, as in training. Run nothing else meanwhile: it would be measured too. On CPU
+    each process has OMP_NUM_THREADS threads (default: 1, or torch's default with --processes 1).
 
     For example:
 
+    \b
       meshwright calibrate --output profile.json
-
       torchrun --nproc-per-node 8 --nnodes 2 ... -m meshwright.cli calibrate --output profile.json
-
       meshwright plan --model config.json --profile profile.json
     """
     try:
@@ -38,7 +41,7 @@ def calibrate(
         from meshwright.calibration.profile_report import report
 
         if not output.parent.is_dir():
-            raise ValueError(f"--output {output}: there is no directory {output.parent}")
+            raise ValueError(f"--output {output}: there is no directory {output.parent}; create it")
         profile = measure(processes=processes, dtype=dtype, seconds=seconds)
         if profile is not None:
             profile.save(output)
@@ -47,5 +50,5 @@ def calibrate(
         typer.echo(f"meshwright calibrate: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        typer.echo("meshwright calibrate: interrupted, nothing was written", err=True)
+        typer.echo("meshwright calibrate: interrupted; nothing was written", err=True)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""``meshwright doctor``: what is installed, and what works on this machine."""
+"""``meshwright doctor``: checks what is installed and what works on this machine."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import typer
 
 
 def doctor(json: Annotated[bool, typer.Option(help="Print the findings as JSON.")] = False) -> None:
-    """Look at what is installed and what works on this machine; exit code 1 if training would fail.
+    """Check what is installed and what works on this machine.
 
-    Versions of torch, transformers, accelerate, datasets, DeepSpeed, PEFT and TRL beside those that are tested, GPUs
-    and NCCL, gloo (tried), the network, cores and memory. Changes nothing.
+    Prints the versions of torch, transformers, accelerate, datasets, DeepSpeed, PEFT and TRL beside the tested ones,
+    GPUs and NCCL, whether gloo connects (it tries), the network, cores and memory. Changes nothing. The exit code is 1
+    if training would fail on this machine, otherwise 0.
 
     For example:
 
+    \b
       meshwright doctor
-
       meshwright doctor --json | jq .problem
     """
-    # By name: the core works without the Hugging Face stack, which this asks after.
+    # Imported by name, since the core works without the Hugging Face stack.
     examiner = importlib.import_module("meshwright_hf.doctor")
     findings = examiner.examine()
     if json:

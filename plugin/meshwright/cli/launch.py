@@ -1,4 +1,4 @@
-"""``meshwright launch``: accelerate's launcher, with a plan."""
+"""``meshwright launch``: accelerate's launcher with a parallel plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import typer
 
 
 class Recompute(StrEnum):
-    """What backward computes again."""
+    """Which layers backward recomputes."""
 
     none = "none"
     full = "full"
 
 
 class MixedPrecision(StrEnum):
-    """Of accelerate's autocast."""
+    """The precision of accelerate's autocast."""
 
     no = "no"
     fp16 = "fp16"
@@ -27,61 +27,105 @@ class MixedPrecision(StrEnum):
 
 
 def launch(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The program, or with -m the name of a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file to run, or with -m a module's name.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")] = None,
     plan: Annotated[
         str | None,
-        typer.Option(help='Plan in words, as in "dp2 tp2+sp zero1", or the file that meshwright plan --save wrote.'),
+        typer.Option(
+            help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote '
+            "(default: the plan of --dp, --tp and the sizes below)."
+        ),
     ] = None,
-    dp: Annotated[int | None, typer.Option(help="Data parallel; by default what the others leave.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor parallel.")] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option(help="Data-parallel size (default: --num_processes / --tp, or 1 without --num_processes)."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).")] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="With --tp.")
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="With --tp, also shard the activations between blocks over tp (default: no).",
+        ),
     ] = None,
-    zero_stage: Annotated[int | None, typer.Option(help="Of ZeRO, over dp.")] = None,
-    micro_batch_size: Annotated[int | None, typer.Option(help="Rows of a process that run at once.")] = None,
-    recompute: Annotated[Recompute | None, typer.Option(help="Layers in backward.")] = None,
+    zero_stage: Annotated[
+        int | None,
+        typer.Option(
+            help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0)."
+        ),
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(help="Rows of a rank's batch that run at once (default: all of them).")
+    ] = None,
+    recompute: Annotated[
+        Recompute | None, typer.Option(help="Recompute no layers or all layers in backward (default: none).")
+    ] = None,
     num_processes: Annotated[
         int | None,
-        typer.Option("--num_processes", "--num-processes", help="Over all machines; the plan's, or one for each GPU."),
+        typer.Option(
+            "--num_processes",
+            "--num-processes",
+            help="Number of processes over all machines (default: what the plan needs; without a plan, one per GPU).",
+        ),
     ] = None,
-    num_machines: Annotated[int, typer.Option("--num_machines", "--num-machines", help="This one included.")] = 1,
-    machine_rank: Annotated[int, typer.Option("--machine_rank", "--machine-rank", help="Of this one, from 0.")] = 0,
+    num_machines: Annotated[
+        int, typer.Option("--num_machines", "--num-machines", help="Number of machines, this one included.")
+    ] = 1,
+    machine_rank: Annotated[
+        int, typer.Option("--machine_rank", "--machine-rank", help="Number of this machine, from 0.")
+    ] = 0,
     main_process_ip: Annotated[
-        str | None, typer.Option("--main_process_ip", "--main-process-ip", help="Of machine 0, as the others reach it.")
+        str | None,
+        typer.Option(
+            "--main_process_ip",
+            "--main-process-ip",
+            help="Address at which all machines reach machine 0; required with several machines.",
+        ),
     ] = None,
     main_process_port: Annotated[
         int | None,
         typer.Option(
-            "--main_process_port", "--main-process-port", help="Of machine 0; any free one, or 29500 for many machines."
+            "--main_process_port",
+            "--main-process-port",
+            help="Port of machine 0 (default: a free one, or 29500 with several machines).",
         ),
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Run on CPU, also where there are GPUs.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on CPU even if there are GPUs.")] = False,
     mixed_precision: Annotated[
-        MixedPrecision | None, typer.Option("--mixed_precision", "--mixed-precision", help="Of accelerate's autocast.")
+        MixedPrecision | None,
+        typer.Option(
+            "--mixed_precision",
+            "--mixed-precision",
+            help="Precision of accelerate's autocast (default: what accelerate config wrote, otherwise no).",
+        ),
     ] = None,
     start_timeout: Annotated[
-        int, typer.Option("--start_timeout", "--start-timeout", help="Seconds that machines wait for each other.")
+        int, typer.Option("--start_timeout", "--start-timeout", help="Seconds that the machines wait for each other.")
     ] = 300,
     oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Start more processes than the CPU's cores can serve.")
+        bool,
+        typer.Option(
+            "--oversubscribe",
+            help="Allow more CPU processes on this machine than 8, or than two per core if that is more.",
+        ),
     ] = False,
-    module: Annotated[bool, typer.Option("-m", "--module", help="Run the script as python -m does.")] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as python -m does.")] = False,
 ) -> None:
-    """Start a script as many processes, as accelerate launch does, and give its to_distributed the plan.
+    """Launch a script on several processes under a parallel plan.
 
-    The plan is a file's, or the sizes; without either to_distributed picks one. The script may use accelerate, the
-    Trainer, or torch.distributed alone, and needs no plan of its own. When a process fails all are ended, and its exit
-    code is the launcher's. Ctrl-C ends them too.
+    Starts the processes as accelerate launch does. to_distributed in the script takes the plan from --plan, or from
+    --dp, --tp and the other sizes, or from the environment variable MESHWRIGHT_PLAN; otherwise it picks a plan. The
+    script may use accelerate, the Trainer, or torch.distributed alone, and needs no plan of its own.
+
+    If a process fails, the launcher ends all processes and exits with the exit code of the failed one. Ctrl-C ends all
+    processes too.
 
     For example:
 
+    \b
       meshwright launch --tp 2 --dp 2 -- train.py --lr 1e-4
-
       meshwright plan --model config.json --gpus 8 --save plan.yaml && meshwright launch --plan plan.yaml train.py
-
       meshwright launch --cpu --num_processes 2 -m my_package.train
-
       meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """
     sizes: dict[str, Any] = {
@@ -90,7 +134,7 @@ def launch(
     }  # fmt: skip
     sizes = {name: value for name, value in sizes.items() if value is not None}
     try:
-        # By name: the core works without accelerate, and no import of it may creep in.
+        # Imported by name, since the core works without accelerate and must not import it.
         launch_job = importlib.import_module("meshwright_hf.launch_job")
         launcher = importlib.import_module("meshwright_hf.launcher")
         chosen = launch_job.find_plan(plan, sizes, num_processes)

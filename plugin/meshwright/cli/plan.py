@@ -1,4 +1,4 @@
-"""``meshwright plan``: the fastest plans that fit a cluster, why, and what they cost."""
+"""``meshwright plan``: finds the fastest plans that fit a cluster and explains them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Emit(StrEnum):
-    """For whom the best plan is printed."""
+    """The launcher whose configuration file is printed."""
 
     accelerate = "accelerate"
 
 
 class LeaveOut(StrEnum):
-    """Which measured runs are scored after calibration."""
+    """The measured runs that are scored after calibration."""
 
     rows = "rows"
     model = "model"
@@ -31,7 +31,7 @@ class LeaveOut(StrEnum):
 
 
 class Precision(StrEnum):
-    """Of the layers' matmuls."""
+    """The dtype of the layers' matrix multiplications."""
 
     bf16 = "bf16"
     fp8 = "fp8"
@@ -40,65 +40,90 @@ class Precision(StrEnum):
 def plan(
     model: Annotated[
         Path | None,
-        typer.Option(help="A transformers config.json, or a directory that holds one. No weights are read."),
+        typer.Option(
+            help="transformers config.json, or a directory that holds one; no weights are read. Required unless "
+            "--validate is given."
+        ),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="Devices in all; 8, or those that --profile measured.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Number of devices in the cluster (default: 8, or as many as --profile measured)."),
+    ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="Devices in one node; 8, or those that --profile measured.")
+        int | None, typer.Option(help="Number of devices per node (default: 8, or as many as --profile measured).")
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Their name, e.g. a100-80, h100-sxm, h200, b200, rtx-4090, cpu; h100-sxm, or what --profile measured."
+            help="Device model, for example a100-80, h100-sxm, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the "
+            "device that --profile measured)."
         ),
     ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 4096,
-    global_batch: Annotated[int, typer.Option(help="Sequences of one optimizer step, over all devices.")] = 64,
-    precision: Annotated[Precision, typer.Option(help="Of the layers' matmuls.")] = Precision.bf16,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step, over all devices.")] = 64,
+    precision: Annotated[Precision, typer.Option(help="Dtype of the layers' matrix multiplications.")] = Precision.bf16,
     interconnect: Annotated[
-        float | None, typer.Option(help="Gb/s that one device has to other nodes; the usual system's by default.")
+        float | None,
+        typer.Option(
+            help="Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device "
+            "is usually sold, or what --profile measured)."
+        ),
     ] = None,
-    memory: Annotated[float, typer.Option(help="Share of the device's memory that a plan may fill.")] = 0.9,
+    memory: Annotated[float, typer.Option(help="Share of the device memory that a plan may fill, up to 1.")] = 0.9,
     profile: Annotated[
-        Path | None, typer.Option(help="What meshwright calibrate wrote; the catalogue's figures by default.")
+        Path | None,
+        typer.Option(help="Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies)."),
     ] = None,
-    top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
-    allow_future: Annotated[bool, typer.Option(help="Also plan what this version cannot run yet.")] = False,
+    top: Annotated[int, typer.Option(help="Number of plans to show.")] = 5,
+    allow_future: Annotated[
+        bool, typer.Option(help="Also show plans that this version cannot run yet, such as pipeline parallelism.")
+    ] = False,
     json: Annotated[bool, typer.Option(help="Print the whole answer as JSON.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the best plan to this YAML file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the answer as pictures to this HTML file.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the best plan to this YAML file, for meshwright launch --plan.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the answer as diagrams to this HTML file.")] = None,
     emit: Annotated[
         Emit | None, typer.Option(help="Print a configuration file for accelerate launch instead of the answer.")
     ] = None,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="Run the best plan on fake tensors and ranks, and set what it needs beside this."),
+        typer.Option(
+            "--trace",
+            help="Also run a step of the best plan on fake tensors and ranks, and compare its memory and collectives "
+            "with the estimates.",
+        ),
     ] = False,
     validate: Annotated[
-        Path | None, typer.Option(help="Instead of planning: compare the estimator with the measured runs of this CSV.")
+        Path | None, typer.Option(help="Compare the estimator with the measured runs of this CSV file; plan nothing.")
     ] = None,
-    calibrate_rows: Annotated[int, typer.Option(help="With --validate: fit to so many runs of each source first.")] = 0,
-    seed: Annotated[int, typer.Option(help="With --validate: of the draw of those runs.")] = 0,
+    calibrate_rows: Annotated[
+        int, typer.Option(help="With --validate, number of runs of each source to fit the coefficients to first.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="With --validate, seed of the draw of those runs.")] = 0,
     leave_out: Annotated[
         LeaveOut,
         typer.Option(
-            help="With --validate: score all other rows, one model at a time, the larger GPU counts, or the test split."
+            help="With --validate, runs to score: rows (all that were not fitted), model (one model at a time, fitted "
+            "on the others), gpus (the larger GPU counts, fitted on the smaller) or test (the test split)."
         ),
     ] = LeaveOut.rows,
 ) -> None:
-    """Choose how to train a model on a cluster: the fastest plans that fit, why, and what they cost.
+    """Find the fastest plans to train a model on a cluster.
 
-    Needs no GPU, no cluster and no weights. A plan is a split of the devices over data (dp), tensor (tp) and
-    later context (cp) and pipeline (pp) parallelism, a ZeRO stage, a micro-batch and what backward recomputes.
+    Prints their time and memory, and why other plans were not chosen. Needs no GPU, no cluster and no weights.
+
+    A plan is a split of the devices over data (dp), tensor (tp) and later context (cp) and pipeline (pp) parallelism,
+    a ZeRO stage, a micro-batch size, and a choice of layers that backward recomputes. It is printed in words:
+    "dp32 tp2+sp zero1 mb1x16" means 32 data-parallel x 2 tensor-parallel ranks with sequence parallelism (sp), ZeRO
+    stage 1, and 16 micro-batches of 1 sequence per step.
 
     For example:
 
+    \b
       meshwright plan --model config.json --gpus 64 --gpu h100-sxm --seq-len 8192 --global-batch 512
-
       meshwright plan --model config.json --gpus 64 --html plan.html
-
       meshwright plan --model config.json --gpus 8 --save plan.yaml --emit accelerate > accelerate.yaml
-
       meshwright plan --validate runs.csv --calibrate-rows 8 --leave-out model
     """
     try:
@@ -106,7 +131,7 @@ def plan(
             _validate(validate, calibrate_rows, seed, leave_out, profile, json)
             return
         if model is None:
-            raise ValueError("give --model a config.json or a directory that holds one (or --validate a CSV file)")
+            raise ValueError("--model is missing; write --model config.json, or --validate runs.csv to plan nothing")
         found = _search(
             model, gpus, gpus_per_node, gpu, seq_len, global_batch, precision, interconnect, memory, profile, top,
             allow_future,
@@ -126,14 +151,14 @@ def _search(
     precision: Precision, interconnect: float | None, memory: float, profile: Path | None, top: int,
     allow_future: bool,
 ) -> Search:  # fmt: skip
-    # Imported here: --help need not wait for them.
+    # Imported here so that --help is fast.
     from meshwright.planner.candidate import Job
     from meshwright.planner.hardware import Cluster, HardwareProfile, device
     from meshwright.planner.search import search
     from meshwright.planner.shapes import describe
 
     if not 0 < memory <= 1:
-        raise ValueError(f"--memory={memory} must be above 0 and at most 1: a share of the device's memory")
+        raise ValueError(f"--memory={memory} must be a share of the device's memory, above 0 and at most 1")
     if top < 1:
         raise ValueError(f"--top={top} must be at least 1")
     if interconnect is not None and not interconnect > 0:
@@ -143,7 +168,10 @@ def _search(
     job = Job(seq_len=seq_len, global_batch=global_batch, precision=precision.value, own_runtime=True)
     if measured is not None and measured.device is not None:
         if gpu is not None:
-            raise ValueError(f"--gpu {gpu}, but {profile} measured {measured.device.name!r}; leave out one of them")
+            raise ValueError(
+                f"--gpu {gpu} cannot be combined with {profile}, which measured {measured.device.name!r}; leave out "
+                "one of them"
+            )
         cluster = measured.cluster(gpus=gpus, gpus_per_node=gpus_per_node, slow_link=slow_link)
     else:
         cluster = Cluster(
@@ -186,7 +214,7 @@ def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit:
         best = found.choices[0]
         comment = (
             f"{found.shape.name} on {found.cluster.gpus} x {found.cluster.device.name}: {best.plan.label}, "
-            f"{best.time.total:.3g} s a step estimated"
+            f"{best.time.total:.3g} s per step estimated"
         )
         save_plan(best.plan, save, comment=comment)
 
@@ -198,7 +226,7 @@ def _accelerate_config(found: Search, save: Path | None) -> str:
     plan, cluster = found.choices[0].plan, found.cluster
     if not plan.runs_today:
         raise PlanError(f"--emit: {plan.label} cannot run in this version; leave out --allow-future")
-    # By name: the core works without accelerate, and no import of it may creep in.
+    # Imported by name, since the core works without accelerate and must not import it.
     config = importlib.import_module("meshwright_hf.accelerate_config")
     return str(
         config.accelerate_config(

@@ -1,4 +1,4 @@
-"""``meshwright verify``: does a model train under a plan as it does on one device?"""
+"""``meshwright verify``: checks that a model trains under a plan as it does on one device."""
 
 from __future__ import annotations
 
@@ -22,40 +22,45 @@ _LEAST_PROCESSES = 4
 
 def verify(
     model: Annotated[
-        Path, typer.Option(help="A transformers config.json, or a directory that holds one. No weights are read.")
+        Path, typer.Option(help="transformers config.json, or a directory that holds one; no weights are read.")
     ],
-    plan: Annotated[str, typer.Option(help='The plan in words, "dp2 tp2+sp zero1", or the path of a plan file.')],
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
+    plan: Annotated[
+        str,
+        typer.Option(
+            help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'
+        ),
+    ],
+    steps: Annotated[int, typer.Option(help="Number of optimizer steps to compare.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the random weights and tokens.")] = 0,
     full_width: Annotated[
-        bool, typer.Option("--full-width", help="Keep all sizes of the config, and shorten the stack of layers only.")
+        bool, typer.Option("--full-width", help="Keep all sizes of the config, and only reduce the number of layers.")
     ] = False,
     processes: Annotated[
         int | None,
         typer.Option(help="Largest number of processes to start (default: one for each core, and at least 4)."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each of the two programs.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit for each of the two programs, in seconds.")] = 600.0,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that lies beside the config.json.")
+        bool, typer.Option("--trust-remote-code", help="Run the Python code beside the config.json.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check on this machine that a model trains under a plan as it does on one device.
+    """Check that a model trains under a plan as on one device.
 
-    Shortens the model to a stack that has each kind of its layers, reduces its widths, and trains it for a few steps
-    in float64: under the plan, on processes of this machine, and in one process with stock torch. Compares the outputs
-    of modules, the logits, the loss, each parameter's gradient and the weights, and prints a table with the largest
-    difference of each kind. A plan with more ranks than --processes is replaced by a smaller one of the same kind.
+    Keeps the fewest layers that include each kind of the model's layers, reduces the widths, and trains this short
+    model for a few steps in float64 on this machine: under the plan on several CPU processes, and in one process with
+    stock torch. Compares the outputs of modules, the logits, the loss, each parameter's gradient and the weights, and
+    prints a table with the largest difference of each kind. A plan with more ranks than --processes is replaced by a
+    smaller one of the same kind.
 
-    The exit code is 0 if everything is equal, 1 if anything differs or a process fails, and 2 for a plan that the model
-    cannot run and for wrong arguments.
+    The exit code is 0 if everything is equal, 1 if anything differs or a process fails, and 2 if the model cannot run
+    the plan or an argument is wrong.
 
     For example:
 
+    \b
       meshwright verify --model Llama-3-8B --plan "dp2 tp2+sp zero1"
-
       meshwright verify --model Llama-3-8B --plan plan.yaml
-
       meshwright verify --model config.json --plan "tp4+sp" --json | jq .suspect
 
     For a model of your own, call mw.verify(model_factory, plan) in a script.
@@ -81,7 +86,7 @@ def _verify(
     model: Path, plan: str, steps: int, seed: int, full_width: bool, processes: int | None, timeout: float,
     trust_remote_code: bool, tell: Callable[[str], None],
 ) -> Report:  # fmt: skip
-    # Imported here: --help need not wait for them.
+    # Imported here so that --help is fast.
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
     from meshwright.verification.smaller_plan import smaller_plan
@@ -101,7 +106,7 @@ def _verify(
     start_server(_modules(model))
     from meshwright.verification.verify import verify as verify_model
 
-    # By name: the core works without transformers, and no import of it may creep in.
+    # Imported by name, since the core works without transformers and must not import it.
     short_models = importlib.import_module("meshwright_hf.short_model")
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         factory, changes = short_models.short_model(
@@ -114,7 +119,7 @@ def _verify(
 
 
 def _modules(model: Path) -> list[str]:
-    """What the processes import, so that they can begin before the config is understood."""
+    """Return the modules that the processes can import already, before the config is read in full."""
     try:
         file = model / "config.json" if model.is_dir() else model
         name = str(json_format.loads(file.read_text())["model_type"]).replace("-", "_")

@@ -1,1 +1,1 @@
-"""Initial weights without waste: deferred initialisation, and what a rank builds of it."""
+"""Deferred initialisation: each rank computes its shards of the initial weights only."""

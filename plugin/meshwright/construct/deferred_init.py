@@ -1,4 +1,4 @@
-"""``deferred_init``: build a module whose parameters' memory is not allocated, and remember how to fill it."""
+"""``deferred_init``: build a module without allocating its parameters, and record how to compute them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Recipe:
     """How to compute one deferred tensor.
 
     Args:
-        tape: what was recorded.
-        window: where on the tape the tensor lies.
-        version: of the tensor when recording ended; a later in-place change would be lost.
+        tape: the recording.
+        window: the tensor's place among the recorded storages.
+        version: the tensor's version when recording ended; a later in-place change would be lost.
     """
 
     tape: Tape
@@ -54,7 +54,7 @@ def recipe_of(tensor: Tensor) -> Recipe | None:
 
 
 def forget_recipe(tensor: Tensor) -> None:
-    """Let go of a parameter's recipe: it has its values."""
+    """Remove the recipe of a parameter that has its values."""
     vars(tensor).pop(_ATTRIBUTE, None)
 
 
@@ -62,12 +62,12 @@ def forget_recipe(tensor: Tensor) -> None:
 def deferred_init() -> Iterator[None]:
     """Build a model without allocating its weights; ``to_distributed`` then allocates each rank's shard only.
 
-    Inside, random numbers are drawn as they would be without it, and thrown away: afterwards the
-    generators stand where they would, and the weights that ``to_distributed`` makes equal to the bit
-    those of a model built in one process with the same seed. After the block the parameters are on the
-    meta device. Buffers, and parameters made from values (``torch.ones(n)``), are real throughout.
+    Inside, random numbers are drawn as usual and thrown away. So the generators advance as usual, and the
+    weights that ``to_distributed`` makes are bitwise equal to those of a model built in one process with
+    the same seed. After the block the parameters are on the meta device. Buffers, and parameters made from
+    values (``torch.ones(n)``), are real throughout.
 
-    Initialise inside the block: a change of the weights after it is an error in ``to_distributed``.
+    Initialise inside the block: ``to_distributed`` raises if the weights were changed after it.
     ``parameter.data = values`` after the block, and weights drawn on another device than the CPU,
     are not deferred.
 
@@ -84,7 +84,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextlib.contextmanager
 def record(tape: Tape) -> Iterator[Recorder]:
-    """Record on a tape inside; at the end the deferred parameters get their recipes."""
+    """Record initialisation inside; at the end the deferred parameters get their recipes."""
     recorder = Recorder(tape)
     hook = register_module_parameter_registration_hook(recorder.register)
     try:
@@ -96,38 +96,40 @@ def record(tape: Tape) -> Iterator[Recorder]:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the operations on deferred tensors from running, and records them.
+    """Records operations on deferred tensors instead of running them.
 
-    A deferred tensor is an ordinary CPU tensor over memory that is reserved and never touched, rather
-    than one on the meta device, on which torch's and users' initialisers return without a draw.
+    A deferred tensor is an ordinary CPU tensor on memory that is reserved and never touched. On the meta
+    device, torch's and users' initialisers would return without a draw.
     """
 
     def __init__(self, tape: Tape):
         super().__init__()
         self.tape = tape
         self._parameters: dict[int, nn.Parameter] = {}
-        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # address -> number on the tape
-        # Weak references keep the addresses from being used again, but not the memory.
+        self._storages: dict[
+            int, tuple[int, torch.UntypedStorage]
+        ] = {}  # address -> number of the storage in the recording
+        # Weak references keep the addresses from being used again, without keeping the memory.
         self._untouched: dict[int, StorageWeakRef] = {}
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Defer a parameter that is being registered, if nobody has given it values."""
+        """Defer a parameter that is being registered, if it has no values yet."""
         if type(parameter) is not nn.Parameter or (address := _address(parameter)) is None:
-            return  # a subclass may hold more than a tensor on the meta device would
+            return  # a subclass may hold more than a meta tensor would
         if self._untouched.pop(address, None) is not None:
             self._defer(parameter.untyped_storage())
         if address in self._storages:
             self._parameters[id(parameter)] = parameter
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """A deferred tensor of the same form."""
+        """A new deferred tensor of the same shape, strides and dtype."""
         window = _window(tensor, -1)
         storage = reserve(window.num_bytes)
         self._defer(storage)
         return window.on(storage)
 
     def is_written(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor has values, or a record of how to compute them."""
+        """Whether a tensor has values or a recording of how to compute them."""
         return not self._is_deferred(tensor) or self.tape.is_written(self._window(tensor))  # type: ignore[arg-type]
 
     def finish(self) -> None:
@@ -137,7 +139,7 @@ class Recorder(TorchDispatchMode):
                 window = self._window(parameter)
                 meta = nn.Parameter(_on_meta(parameter.detach()), requires_grad=parameter.requires_grad)
                 meta.__dict__.update(parameter.__dict__)
-                # Where something holds on to its tensor (an LSTM's flat weights) it stays real, and is filled below.
+                # A tensor that something else refers to (an LSTM's flat weights) stays real, and is filled below.
                 with contextlib.suppress(RuntimeError):
                     torch.utils.swap_tensors(parameter, meta)
                     setattr(parameter, _ATTRIBUTE, Recipe(self.tape, window, parameter._version))
@@ -167,7 +169,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _empty(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """A new tensor without values; deferred if it is made like one that is."""
+        """A new tensor without values; it is deferred if its template is."""
         is_like_deferred = bool(args) and self._is_deferred(args[0])
         form = func(*args, **{**kwargs, "device": torch.device("meta")})
         if kwargs.get("pin_memory") or form.layout is not torch.strided:
@@ -189,7 +191,7 @@ class Recorder(TorchDispatchMode):
             args_, kwargs_ = tree_map_only(Tensor, _on_meta, tree_map_only(Generator, lambda _: None, (args, kwargs)))
             form = func(*args_, **({**kwargs_, "device": torch.device("meta")} if "device" in kwargs_ else kwargs_))
         except (NotImplementedError, RuntimeError):
-            # No rule for the result's shape, or it depends on values. If the call is wrong, it fails here.
+            # The result's shape depends on values or has no rule. A wrong call fails again here.
             return self._compute(func, args, kwargs, written)
         arguments = tree_map_only(Tensor, self._window_or_value, (args, kwargs))
         if written:
@@ -200,7 +202,7 @@ class Recorder(TorchDispatchMode):
         return tree_map(lambda x: made.get(id(x), x), form)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
-        """Run an operation now, on values that are computed for it and then forgotten."""
+        """Run an operation now, on values that are computed for it and then dropped."""
         deferred = {id(x): x for x in tree_iter((args, kwargs)) if self._is_deferred(x)}
         values = {key: self.tape.replay(self._window(x)) for key, x in deferred.items()}
         args_, kwargs_ = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
@@ -226,19 +228,19 @@ class Recorder(TorchDispatchMode):
 
 
 def _address(x: Tensor) -> int | None:
-    """What tells a CPU tensor's storage from all others that are alive."""
+    """The address of a CPU tensor's storage, unique among storages that are alive; None for other tensors."""
     return x.untyped_storage()._cdata if x.device.type == "cpu" and x.layout is torch.strided else None
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
-    """Where an operation's result goes."""
+    """The device of an operation's result."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     return args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
 
 
 def _only_looks(func: Any) -> bool:
-    """Whether an operator makes views of its arguments, and touches no values."""
+    """Whether an operator only makes views of its arguments, without touching values."""
     if torch.Tag.inplace_view in func.tags:
         return True
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]

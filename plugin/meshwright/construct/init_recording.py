@@ -1,8 +1,8 @@
-"""What was done to tensors whose memory does not exist yet, so that any one of them can be computed later.
+"""Record operations on tensors whose memory does not exist yet, so that any one of them can be computed later.
 
-A tensor is known by its window on a storage, so views need no record. An operation that draws random
-numbers keeps the generator's state from before it: any storage can be replayed alone, in any order,
-and equals to the bit what running everything in order would have given.
+A tensor is identified by its window on a storage, so views need no record. An operation that draws random
+numbers keeps the generator's state from before it. So any storage can be replayed alone, in any order, and is
+bitwise equal to the result of running everything in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-# These replace what their first argument held. Replay skips what a later one of them hides.
+# These overwrite their first argument. Replay skips earlier operations whose result is overwritten.
 _OVERWRITING = frozenset(
     f"aten::{name}_"
     for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random")
@@ -37,13 +37,13 @@ class Window:
 
     @property
     def num_bytes(self) -> int:
-        """From its first element to its last."""
+        """The number of bytes from the first element to the last."""
         if 0 in self.size:
             return 0
         return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
 
     def alone(self) -> Window:
-        """The same form at the start of a storage of its own."""
+        """The same window at the start of a storage of its own."""
         return dataclasses.replace(self, offset=0)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Draw:
-    """Which saved generator state an operation starts from; in its arguments, the generator itself."""
+    """The saved generator state that an operation starts from; stands for the generator in its arguments."""
 
     state: int
 
@@ -66,7 +66,7 @@ class Operation:
         arguments: its args and kwargs, with windows for recorded tensors and copies of all others.
         written: the windows that it changes in place.
         created: the windows of its new tensors, in order of return.
-        draw: where it draws random numbers from, if it does.
+        draw: the generator state from which it draws random numbers, if it does.
     """
 
     function: Any
@@ -81,7 +81,7 @@ class Operation:
 
     @property
     def hidden(self) -> Window | None:
-        """The window whose earlier content does not matter to this operation."""
+        """The window that this operation overwrites without reading it, if any."""
         first = self.arguments[0][0] if self.arguments[0] else None
         return first if self.function._schema.name in _OVERWRITING and isinstance(first, Window) else None
 
@@ -103,18 +103,18 @@ class Tape:
     draws: bool = True
     sizes: list[int] = field(default_factory=list)  # bytes of each storage
     operations: list[Operation] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)  # of generators
+    states: list[Tensor] = field(default_factory=list)  # generator states
 
     def add_storage(self, num_bytes: int) -> int:
         self.sizes.append(num_bytes)
         return len(self.sizes) - 1
 
     def is_written(self, window: Window) -> bool:
-        """Whether anything was recorded about the storage at all."""
+        """Whether any recorded operation writes to the window's storage."""
         return any(window.storage == w.storage for op in self.operations for w in (*op.written, *op.created))
 
     def record(self, function: Any, arguments: Any, written: Sequence[Window], created: Sequence[Window] = ()) -> None:
-        """Add an operation, and let it draw its random numbers."""
+        """Add an operation; if it draws random numbers, advance the generator as it would."""
         draw = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             given = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, Generator)]
@@ -123,7 +123,7 @@ class Tape:
         recorded = tree_map_only(Generator, lambda _: draw, tree_map_only(Tensor, _copy, arguments))
         operation = Operation(function, recorded, tuple(written), tuple(created), draw)
         if draw is not None and self.draws:
-            # The numbers are thrown away, but how many are drawn may depend on the values that the operation reads.
+            # The operation runs on the values that it reads, since they may decide how many numbers are drawn.
             args, kwargs = tree_map_only(Window, lambda w: self._scratch(w, operation), arguments)
             function(*args, **kwargs)
         self.operations.append(operation)
@@ -133,7 +133,7 @@ class Tape:
 
     @torch.no_grad()
     def replay(self, window: Window) -> Tensor:
-        """The values that the recorded operations leave in a window, in memory of their own."""
+        """Compute the values that the recorded operations leave in a window, in new memory."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def tensor(leaf: Any) -> Any:
@@ -154,7 +154,7 @@ class Tape:
                 if operation.created:
                     fresh = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
                     for target, value in zip(operation.created, fresh, strict=True):
-                        # Copied: a real operator may lay its result out in another way than the recorded form.
+                        # Copied, since a real operator may return other strides than the recorded ones.
                         tensor(target).copy_(value)
         return tensor(window)
 
@@ -178,7 +178,7 @@ class Tape:
         return span == num_elements and num_elements * window.dtype.itemsize == self.sizes[window.storage]
 
     def constants(self) -> list[Tensor]:
-        """The tensors that the operations read and did not compute."""
+        """The tensors that the operations read but did not compute."""
         return [leaf for op in self.operations for leaf in tree_iter(op.arguments) if isinstance(leaf, Tensor)]
 
     def form(self) -> str:
@@ -191,13 +191,13 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-_MAPPED_BYTES = 2**16  # smaller memory is not worth one of the few thousand mappings of a process
+_MAPPED_BYTES = 2**16  # less memory is not worth one of a process's few thousand mappings
 
 
 def reserve(num_bytes: int) -> torch.UntypedStorage:
-    """Memory of which no page is there until somebody writes, and none stays when it is freed.
+    """Memory whose pages become resident when they are written, and are returned when it is freed.
 
-    Mapped: an allocator would hand out pages that are resident already, and keep them when they are freed.
+    It is mapped, since an allocator would hand out resident pages and keep them when they are freed.
     """
     if num_bytes < _MAPPED_BYTES:
         return torch.UntypedStorage(num_bytes)

@@ -26,13 +26,13 @@ from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, mak
 
 @dataclass(frozen=True)
 class NewTensors:
-    """What this rank is to hold of a model: shards, and (dict, key, values) of the tensors beside the parameters."""
+    """A model's tensors on this rank: the parameters' shards, and (dict, key, values) of all other tensors."""
 
     shards: Shards
     buffers: list[tuple[dict[str, Any], str, Tensor]]
 
     def attach(self, model: nn.Module) -> None:
-        """Put everything in its place; see ``attach_shards``."""
+        """Put all tensors into the model; see ``attach_shards``."""
         for owner, name, values in self.buffers:
             owner[name] = values
         attach_shards(model, self.shards)
@@ -42,13 +42,13 @@ class NewTensors:
 
 @dataclass
 class InitialWeights:
-    """The sources of the tensors whose values are not, or not to stay, in the model; keyed by ``id``.
+    """The sources of tensors that have no values in the model, or are to get others; keyed by ``id``.
 
     Args:
         files: the checkpoint, if any.
-        names: tensors to read from the checkpoint -> their name there.
-        recipes: deferred parameters -> how to compute them.
-        values: tensors on the meta device -> their values, where those are small enough to be there.
+        names: the name in the checkpoint of each tensor to read from it.
+        recipes: the recipe of each deferred parameter.
+        values: the values of each meta tensor that is small enough to have them already.
     """
 
     files: WeightFiles | None = None
@@ -58,16 +58,16 @@ class InitialWeights:
 
     @staticmethod
     def find(model: nn.Module, source: WeightSource | None) -> InitialWeights:
-        """Find a source for everything that has no values; the model is not changed.
+        """Find a source for every tensor without values; the model is not changed.
 
         Args:
-            model: materialised, deferred, or on the meta device.
-            source: a checkpoint (see ``WeightFiles.open``), from which all parameters are then read.
+            model: the model, which may be materialised, deferred, or on the meta device.
+            source: the checkpoint from which all parameters are read (see ``WeightFiles.open``), if any.
 
         Raises:
-            CheckpointError: for a checkpoint that is unsound or not this model's.
-            UninitialisedParameterError: naming every tensor that nothing initialises.
-            PlanError: for a model on the meta device that its config does not describe.
+            CheckpointError: if the checkpoint is damaged or of another model.
+            UninitialisedParameterError: if nothing initialises some tensors; it names all of them.
+            PlanError: if the model is on the meta device and its config describes another one.
         """
         weights = InitialWeights()
         if source is not None:
@@ -100,7 +100,7 @@ class InitialWeights:
         device: torch.device,
         keep: Keep = lambda _, shard: shard,
     ) -> NewTensors:
-        """Compute and read everything that this rank is to hold; the model is not changed."""
+        """Compute and read all tensors that this rank is to hold; the model is not changed."""
         source = functools.partial(self._shard, rank=axis.rank)
         if self.files is None:
             return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
@@ -148,13 +148,13 @@ class InitialWeights:
         return [*found, *self.values.values()]
 
     def equalise(self, model: nn.Module, tp: Axis, dp: Axis, device: torch.device) -> bool:
-        """Give every rank the first rank's weights where they differ, for example for want of a seed.
+        """Give every rank the first rank's weights if they differ, for example because no seed was set.
 
         Returns:
-            Whether any rank's differed.
+            Whether any rank's weights differed.
 
         Raises:
-            PlanError: where the ranks did not build the same model.
+            PlanError: if the ranks did not build the same model.
         """
         if tp.size * dp.size == 1:
             return False
@@ -169,10 +169,10 @@ class InitialWeights:
         return differ
 
     def _equalise_draws(self, device: torch.device) -> bool:
-        """Make the recipes of all ranks those of rank 0; whether any rank's differed.
+        """Give every rank the recipes of rank 0; return whether any rank's differed.
 
         Raises:
-            PlanError: where the ranks did not build the same model.
+            PlanError: if the ranks did not build the same model.
         """
         tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
         form = [len(self.recipes), len(self.values), sorted(self.names.values()), *(tape.form() for tape in tapes)]
@@ -180,8 +180,9 @@ class InitialWeights:
         dist.all_gather_object(digests, (form, _digest(tapes)))
         if others := [rank for rank, (other, _) in enumerate(digests) if other != digests[0][0]]:
             raise PlanError(
-                f"rank(s) {', '.join(map(str, others))} built another model than rank 0, or pass another "
-                "ToDistributedConfig.weights: the weights are initialised in other ways, or come from other places"
+                f"rank(s) {', '.join(map(str, others))} built another model than rank 0, or passed another "
+                "ToDistributedConfig.weights, so weights would be initialised differently or come from other sources. "
+                "Build the same model and pass the same weights on every rank"
             )
         if all(digest == digests[0][1] for _, digest in digests):
             return False
@@ -212,8 +213,8 @@ class InitialWeights:
 def _check_current(name: str, parameter: Tensor, recipe: Recipe) -> None:
     if not recipe.is_current(parameter):
         raise PlanError(
-            f"{name} was changed after meshwright.deferred_init() ended, where its values do not exist yet; "
-            "move the change into the block"
+            f"{name} was changed after meshwright.deferred_init() ended, when it has no values yet. "
+            "Move the change into the block"
         )
 
 

@@ -1,4 +1,4 @@
-"""Recipes for a model that torch's own meta context built: a second one, recorded while it initialises itself."""
+"""Recipes for a model from torch's own meta context: a second model is recorded while it initialises itself."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from meshwright.errors import PlanError
 
 
 def build_twin(model: nn.Module, *, draws: bool) -> nn.Module:
-    """A module with the names of ``model``, its weights deferred and its buffers real.
+    """Build a second module with the names of ``model``, deferred weights and real buffers.
 
     A model that is built from its ``.config`` (as transformers' are) is built again, so the weights are
-    those that one process would have drawn from the present seed. Any other is copied, and the
+    those that one process would have drawn from the present seed. Any other model is copied, and the
     ``reset_parameters`` of its modules run in the order of ``modules()``.
 
     Args:
-        model: built on the meta device.
-        draws: False where no weight will be drawn, so that the generators need not move.
+        model: a model built on the meta device.
+        draws: whether weights will be drawn; if False, the generators do not advance.
 
     Raises:
-        PlanError: where the configuration builds something else.
+        PlanError: if the configuration builds another model.
     """
     if _is_built_from_config(model):
         twin = _from_config(model, draws)
@@ -65,7 +65,7 @@ def _check_same_form(model: nn.Module, twin: nn.Module) -> None:
     if differing := sorted(name for name in ours.keys() | built.keys() if ours.get(name) != built.get(name)):
         shown = "\n  ".join(f"{n}: {ours.get(n)} in the model, {built.get(n)} from its config" for n in differing[:20])
         raise PlanError(
-            f"{type(model).__name__} is on the meta device, and its config builds another model; {len(differing)} "
+            f"{type(model).__name__} is on the meta device, but its config builds another model: {len(differing)} "
             f"parameter(s) differ:\n  {shown}\nBuild and change it under meshwright.deferred_init() instead"
         )
 
@@ -107,6 +107,6 @@ def _own(tensors: dict[str, Any]) -> list[Tensor]:
 
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a module keeps on the meta device beside its parameters, by attribute."""
+    """The meta tensors of a module that are not parameters, by attribute."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return {name: x for name, x in {**module._buffers, **plain}.items() if x is not None and x.is_meta}

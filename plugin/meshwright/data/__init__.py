@@ -1,1 +1,1 @@
-"""Loaders that know the mesh."""
+"""Loaders that read each rank's rows on a mesh."""

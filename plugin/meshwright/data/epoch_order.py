@@ -1,4 +1,4 @@
-"""The order in which an epoch goes through a dataset: which sample is the k-th, without walking there."""
+"""The order in which an epoch goes through a dataset; sample k is found without iterating up to it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
-IN_MEMORY = 2**20  # samples up to which an order is kept as a list: 8 MB
+IN_MEMORY = 2**20  # the most samples whose order is kept in memory: 8 MB
 BLOCK = 4096  # samples that a permutation computes at a time
 ROUNDS = 8
 
 
 class Order(Protocol):
-    """Gives any run of an epoch's samples."""
+    """Gives any contiguous range of an epoch's samples."""
 
     def take(self, start: int, stop: int) -> list[Any]:
-        """The indices of the epoch's samples ``start`` to ``stop``."""
+        """Return the dataset indices of the epoch's samples ``start`` to ``stop - 1``."""
 
 
 class InOrder:
-    """Sample k is index k."""
+    """The dataset's own order: sample k has index k."""
 
     def take(self, start: int, stop: int) -> list[int]:
         return list(range(start, stop))
 
 
 class Listed:
-    """An order that some sampler has drawn."""
+    """An order that a sampler has drawn, as a sequence of indices."""
 
     def __init__(self, indices: Sequence[Any]):
         self._indices = indices
@@ -39,7 +39,7 @@ class Listed:
 
 
 class Permuted:
-    """An order that a tensor of indices holds."""
+    """An order held as a tensor of indices."""
 
     def __init__(self, indices: Tensor):
         self._indices = indices
@@ -49,13 +49,13 @@ class Permuted:
 
 
 class Permutation:
-    """A seeded permutation of ``0 .. size - 1`` in constant memory, of which any part costs the same.
+    """A seeded permutation of ``0 .. size - 1`` in constant memory; any part of it costs the same to compute.
 
-    A Feistel network over the next power of four, applied again to what falls outside (cycle-walking; Black and
-    Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    It is a Feistel network over the next power of four, applied again to values that fall outside (cycle-walking;
+    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
     Args:
-        size: of the dataset.
+        size: the number of samples in the dataset.
         seed: any text.
 
     Example:
@@ -67,7 +67,7 @@ class Permutation:
         self._size = size
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits of each half of an index
         digest = hashlib.blake2b(seed.encode(), digest_size=8 * ROUNDS).digest()
-        # Positive and odd, so that they can multiply without losing bits.
+        # Positive and odd, so that multiplying by them loses no bits.
         self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8]) >> 1 | 1 for i in range(ROUNDS)]
         self._block = (-1, torch.empty(0, dtype=torch.int64))
 
@@ -90,11 +90,11 @@ class Permutation:
         return self._block[1]
 
     def _permute(self, x: Tensor) -> Tensor:
-        """A permutation of the power of four that holds ``size``."""
+        """Permute the numbers below the power of four that holds ``size``."""
         mask = (1 << self._half) - 1
         left, right = x >> self._half, x & mask
         for key in self._keys:
-            # int64 products wrap; the high bits, which all lower ones have changed, are the mixed ones.
+            # int64 products wrap; the high bits are well mixed, since all lower bits have changed them.
             mixed = (right + (key & mask)) * key
             mixed = (mixed ^ (mixed >> 29)) * key
             left, right = right, left ^ ((mixed >> 31) & mask)
@@ -102,10 +102,10 @@ class Permutation:
 
 
 def shuffled(size: int, seed: int) -> Order:
-    """The order of one epoch.
+    """Return the shuffled order of one epoch.
 
-    Up to a million samples it is the one that torch's RandomSampler draws from this seed, so that a program keeps
-    its batches when it is made distributed. Beyond that it takes no memory.
+    Up to ``IN_MEMORY`` samples it is the order that torch's RandomSampler draws from this seed, so that a program
+    keeps its batches when it becomes distributed. A larger order takes no memory.
     """
     if size <= IN_MEMORY:
         return Permuted(torch.randperm(size, generator=Generator().manual_seed(seed)))

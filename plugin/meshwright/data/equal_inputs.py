@@ -1,4 +1,4 @@
-"""What the inputs of a DTensor must have in common on all ranks."""
+"""Checks of what the inputs of a DTensor must have in common on all ranks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from meshwright.parallel.collectives import Axis
 
 
 def check_sizes(own: str, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis alike unless their inputs look the same.
+    """Raise on all ranks of the axis unless their inputs have the same dtypes and sizes.
 
     Raises:
-        ValueError: with what each rank has.
+        ValueError: the inputs differ; shows what each rank has.
     """
     if len(set(map(tuple, Peers((dp,)).gather(zlib.crc32(own.encode()))))) > 1:
         signatures = gather_objects(own, dp)
         said = "; ".join(f"{{{text}}} on rank {rank} of {dp.name}" for rank, text in enumerate(signatures))
         raise ValueError(
-            f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must be equally "
-            "long: pad all batches to one length, or use output='local'"
+            f"{where}: the inputs differ in dtype or size between ranks: {said}. The rows of a DTensor must have the "
+            "same length on all ranks: pad all batches to one length, or use output='local'"
         )
 
 
 def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis alike unless tensors that are not cut by rows are the same on all of them.
+    """Raise on all ranks of the axis unless tensors that are not sharded by rows are the same on all of them.
 
     Raises:
-        ValueError: naming such tensors.
+        ValueError: such tensors differ; names them.
     """
     if portion.is_whole:
         return
@@ -40,7 +40,7 @@ def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
     kept = {name: x for name, x in kept.items() if not x.ndim or x.shape[0] != portion.held}
     if len(set(map(tuple, Peers((dp,)).gather(digest(kept))))) > 1:
         raise ValueError(
-            f"{where}: the ranks have other values of {', '.join(kept)}, which cannot be sharded by rows since the "
-            f"first dim is not the number of rows ({portion.held} on this rank), and as a DTensor must be the same on "
-            "all ranks; leave them out of the batch, or use output='local'"
+            f"{where}: the ranks have different values of {', '.join(kept)}. These cannot be sharded by rows, since "
+            f"their first dim is not the number of rows ({portion.held} on this rank), so as DTensors they must be the "
+            "same on all ranks; leave them out of the batch, or use output='local'"
         )

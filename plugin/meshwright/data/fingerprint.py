@@ -1,4 +1,4 @@
-"""A short text by which a dataset is known again: on another rank, or when training goes on."""
+"""A short text that identifies a dataset, on another rank or in a resumed run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from meshwright.data.nested import digest, is_plain
 
 ROWS_READ = 16
 
-_first_seen = WeakIdKeyDictionary()  # what each dataset held
+_first_seen = WeakIdKeyDictionary()  # what each dataset held when it was first seen
 
 
 def outline(dataset: Any) -> str:
-    """The class of a dataset and, if it has one, its length."""
+    """Return the class of a dataset and, if it has one, its length."""
     try:
         return f"{type(dataset).__name__} of {len(dataset)}"
-    except Exception:  # it has none, or none yet
+    except Exception:  # it has no length, or none yet
         return type(dataset).__name__
 
 
 def fingerprint(dataset: Any, *, has_numbers: bool = False) -> str:
-    """What tells a dataset from others, from as little of it as can be had without running the user's code.
+    """Return a text that tells a dataset from others, made from a little of it and without running the user's code.
 
-    A dataset with a ``fingerprint`` of its own says it itself. Of one of Hugging Face the columns and some rows
-    are read: its own fingerprint changes with the files' dates and, after some transforms, at random. Of a subset
-    the indices count, of a list some items. Of any other class the attributes count that hold data (tensors, arrays,
-    lists, data frames, other datasets and dicts of them), by some of their rows. No sample is asked for.
+    - A dataset with a ``fingerprint`` attribute: that text.
+    - A Hugging Face dataset: its columns and some rows. Its own fingerprint changes with the files' dates and, after
+      some transforms, at random.
+    - A subset: its indices, and the dataset. A list: some items.
+    - Any other class: some rows of each attribute that holds data (tensors, arrays, lists, data frames, other datasets
+      and dicts of them). No sample is requested.
 
     Args:
-        dataset: of any class.
-        has_numbers: the attributes that are whole numbers count as well. The ranks of a run have the same, unless each
-            has a part of the data; another run may have others, such as an epoch.
+        dataset: a dataset of any class.
+        has_numbers: whether attributes that are whole numbers count too. The ranks of a run have the same ones, unless
+            each has a part of the data. In another run they may differ, as an epoch does.
 
     Example:
         >>> fingerprint(range(3)) == fingerprint(range(3)) != fingerprint(range(1, 4))
@@ -62,18 +64,18 @@ def fingerprint(dataset: Any, *, has_numbers: bool = False) -> str:
 
 
 def _held(dataset: Any) -> dict[str, Any]:
-    """The attributes that hold data, as digests, and those that are whole numbers.
+    """Return the attributes that hold data, as digests, and those that are whole numbers.
 
-    They are those of the first time that the dataset is seen: it may keep what is read, and count it.
+    The result is that of the first call for a dataset, since a dataset may cache and count what is read.
     """
     try:
         if dataset in _first_seen:
             return _first_seen[dataset]
-        held = _first_seen[dataset] = {}  # already now: a dataset may hold one that holds it
-    except TypeError:  # an object without weak references
+        held = _first_seen[dataset] = {}  # stored now, since a dataset may hold one that holds it
+    except TypeError:  # the object allows no weak references
         held = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, int) and not isinstance(value, bool):  # a flag is no place in a split
+        if isinstance(value, int) and not isinstance(value, bool):  # a flag does not number a part of a split
             held[name] = value
         elif (data := _data_of(value)) is not None:
             held[name] = _code(data)
@@ -81,7 +83,7 @@ def _held(dataset: Any) -> dict[str, Any]:
 
 
 def _data_of(value: Any) -> Any:
-    """An attribute that is data; of a dict the columns, without what else it holds, such as settings; or None."""
+    """Return an attribute if it is data, of a dict only the columns of data (without settings), or else None."""
     if isinstance(value, Mapping):
         columns = {key: _data_of(column) for key, column in value.items()}
         return {key: column for key, column in columns.items() if column is not None} or None
@@ -104,7 +106,7 @@ def _code(value: Any) -> str:
 
 
 def _sampled(value: Any) -> Any:
-    """The size and some rows of a value, and so on for what these hold."""
+    """Return the size and some rows of a value, recursively."""
     if isinstance(value, Tensor) and (not is_plain(value) or value.is_meta):
         return str(value.layout), str(value.dtype)
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
@@ -119,12 +121,12 @@ def _sampled(value: Any) -> Any:
         keys = list(value)
         return len(keys), {keys[index]: _sampled(value[keys[index]]) for index in _some(len(keys))}
     if isinstance(value, str | os.PathLike):
-        return os.path.basename(value)  # files lie in another directory on another machine
+        return os.path.basename(value)  # the directory may differ between machines
     return fingerprint(value) if _is_data(value) else value
 
 
 def _some(size: int) -> list[int]:
-    """Some indices, the first and the last among them."""
+    """Return up to ROWS_READ indices, including the first and the last."""
     return sorted({round(i * (size - 1) / (ROWS_READ - 1)) for i in range(ROWS_READ)}) if size else []
 
 

@@ -19,12 +19,12 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class EqualBatches:
-    """Batches of one size, but for the last.
+    """Batches of one size, except perhaps the last.
 
     Args:
-        num_samples: of the epoch.
-        batch_size: rows of a batch.
-        drop_last: leave out a last batch that is not full.
+        num_samples: the number of samples in the epoch.
+        batch_size: the number of rows per batch.
+        drop_last: whether to leave out a last batch that is not full.
     """
 
     num_samples: int
@@ -33,40 +33,40 @@ class EqualBatches:
 
     @property
     def most(self) -> int:
-        """Rows of a full batch."""
+        """The number of rows of a full batch."""
         return self.batch_size
 
     def __len__(self) -> int:
         return (self.num_samples + (0 if self.drop_last else self.batch_size - 1)) // self.batch_size
 
     def after(self, samples: int) -> Iterator[Batch]:
-        """The batches that follow the first ``samples`` samples."""
+        """Return the batches after the first ``samples`` samples."""
         last = self.num_samples - self.dropped(samples)
         return (Batch(start, min(self.batch_size, last - start)) for start in range(samples, last, self.batch_size))
 
     def least(self, samples: int) -> int:
-        """Rows of the smallest of them."""
+        """Return the number of rows of the smallest batch after the first ``samples`` samples."""
         rest = self.num_samples - samples - self.dropped(samples)
         return rest % self.batch_size or self.batch_size
 
     def dropped(self, samples: int = 0) -> int:
-        """How many samples are left out at the end, if batches begin after ``samples``."""
+        """Return how many samples are left out at the end, if batches begin after ``samples``."""
         return (self.num_samples - samples) % self.batch_size if self.drop_last else 0
 
 
 class ListedBatches:
-    """Batches of the sizes that the user's batch sampler drew."""
+    """Batches with the sizes that the user's batch sampler drew."""
 
     def __init__(self, sizes: Sequence[int]):
         self._sizes = sizes
         self._starts = list(accumulate(sizes, initial=0))
-        self.most = 0  # rows of a full batch: none is called so
+        self.most = 0  # the rows of a full batch, of which there is none here
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def after(self, samples: int) -> Iterator[Batch]:
-        """The batches that follow the first ``samples`` samples.
+        """Return the batches after the first ``samples`` samples.
 
         Raises:
             ValueError: a batch would be cut.
@@ -77,7 +77,7 @@ class ListedBatches:
         return (Batch(start, rows) for start, rows in zip(self._starts[first:], self._sizes[first:], strict=False))
 
     def least(self, samples: int) -> int:
-        """Rows of the smallest of them."""
+        """Return the number of rows of the smallest batch after the first ``samples`` samples."""
         return min((batch.rows for batch in self.after(samples)), default=0)
 
     def dropped(self, samples: int = 0) -> int:
@@ -88,9 +88,9 @@ class Share(NamedTuple):
     """A rank's rows of a batch: ``low`` to ``high``.
 
     Args:
-        low, high: never the same.
-        counted: those that count: all of them, or none where the batch has too few for all ranks.
-        is_replicated: every rank has all rows.
+        low, high: the first row, and the one after the last; a share has at least one row.
+        counted: the number of rows that count: all, or none if the batch has too few for all ranks.
+        is_replicated: whether every rank has all rows.
     """
 
     low: int
@@ -103,7 +103,7 @@ Sharing = Callable[[int, Axis], Share]
 
 
 def even_share(rows: int, axis: Axis) -> Share:
-    """Shares that differ by one row at most; a rank that would have none gets a row that does not count.
+    """Return a rank's share; shares differ by one row at most, and a rank without rows gets one that does not count.
 
     Example:
         >>> [even_share(5, Axis("dp", size=2, rank=rank))[:3] for rank in (0, 1)]
@@ -117,7 +117,9 @@ def even_share(rows: int, axis: Axis) -> Share:
 
 
 def chunk_share(rows: int, axis: Axis) -> Share:
-    """The rows of DTensor's ``Shard(0)``: all ranks but the last have as many; all rows, if that left one with none.
+    """Return a rank's rows under DTensor's ``Shard(0)``, or all rows if some rank would have none.
+
+    All ranks but the last have the same number of rows.
 
     Example:
         >>> [chunk_share(5, Axis("dp", size=2, rank=rank))[:2] for rank in (0, 1)]
@@ -133,14 +135,14 @@ def chunk_share(rows: int, axis: Axis) -> Share:
 
 @dataclass(frozen=True)
 class Portion:
-    """What a rank has read of a global batch.
+    """The rows that a rank has read of a global batch.
 
     Args:
         batch: the collated rows.
-        total: rows of the global batch.
-        held: rows of ``batch``.
-        counted: those of them that count; none of a copy that only keeps the rank in step.
-        is_whole: they are all rows of the global batch.
+        total: the number of rows of the global batch.
+        held: the number of rows of ``batch``.
+        counted: the number of these that count; none of a copy that only keeps the rank in step.
+        is_whole: whether ``batch`` has all rows of the global batch.
     """
 
     batch: Any
@@ -151,7 +153,7 @@ class Portion:
 
     @classmethod
     def of(cls, share: Share, batch: Any, total: int) -> Portion:
-        """A share of a batch that was read as one."""
+        """Make the portion of a share of a batch."""
         held = share.high - share.low
         return cls(batch, total, held, share.counted, is_whole=held == total)
 

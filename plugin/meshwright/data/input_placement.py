@@ -26,7 +26,7 @@ class Target:
     """Where one input goes.
 
     Args:
-        mesh: its ranks.
+        mesh: the mesh that the input is placed on.
         axis: the name of the axis that shards its rows; None to replicate it.
     """
 
@@ -38,11 +38,11 @@ class Target:
         return 1 if self.axis is None else self.mesh.axis_size(self.axis)
 
 
-Targets = Target | list[Any]  # of Targets, for an input that is a list itself
+Targets = Target | list[Any]  # a list of Targets for an input that is a list itself
 
 
 def match_targets(meshes: Any, shard_dims: Any, *, is_dataset_splitted: bool = False) -> list[Targets]:
-    """The target of every input, or one for all of them.
+    """Return the target of every input, or one for all of them.
 
     Args:
         meshes: a mesh, or a list of them, whose entries may be lists for inputs that are lists.
@@ -62,8 +62,8 @@ def match_targets(meshes: Any, shard_dims: Any, *, is_dataset_splitted: bool = F
         raise ValueError("meshes is empty; pass a ProcessMesh, or one for each input")
     if is_dataset_splitted and shard_dims is None:
         raise ValueError(
-            "is_dataset_splitted=True says that the ranks hold different rows, and shard_dims=None that they hold the "
-            "same; set shard_dims to the axis along which the dataset was split"
+            "is_dataset_splitted=True means that the ranks hold different rows, but shard_dims=None means that they "
+            "hold the same rows; set shard_dims to the axis along which the dataset was split"
         )
     targets = _match(entries, shard_dims)
     distinct = list(dict.fromkeys(target.mesh for target in flat(targets)))
@@ -78,7 +78,7 @@ def match_targets(meshes: Any, shard_dims: Any, *, is_dataset_splitted: bool = F
 
 
 def flat(targets: Targets) -> list[Target]:
-    """The targets without their nesting."""
+    """Return the targets without their nesting."""
     if isinstance(targets, Target):
         return [targets]
     return [target for entry in targets for target in flat(entry)]
@@ -111,14 +111,14 @@ def _axis_name(mesh: ProcessMesh, dim: Any) -> str | None:
 
 
 class Placer:
-    """Turns what a rank has read into a batch whose every input is on its mesh.
+    """Turns the rows that a rank has read into a batch with every input on its mesh.
 
     Args:
-        targets: of the inputs; a single one goes for all.
-        input_keys: of a dict batch, the inputs that ``targets`` speak of; None for all of its keys.
-        share: which rows of a batch a rank takes.
-        as_dtensors: give DTensors; else this rank's tensors, and None for an input on other ranks.
-        device_type: of the DTensors.
+        targets: the targets of the inputs; a single one applies to all.
+        input_keys: the keys of a dict batch that ``targets`` apply to; None for all of its keys.
+        share: the function that chooses a rank's rows of a batch.
+        as_dtensors: whether to return DTensors; else this rank's tensors, with None for inputs on other ranks.
+        device_type: the device type of the DTensors.
     """
 
     def __init__(
@@ -139,23 +139,23 @@ class Placer:
         self._device_meshes: dict[ProcessMesh, DeviceMesh] = {}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.as_dtensors = as_dtensors
-        # What was read for one and the same layout of all inputs is this rank's part of each already.
+        # If all inputs have the same layout, the rows that were read are already this rank's part of each.
         here = [target for target in flat(targets) if self._rank in target.mesh]
         self._leaves_as_read = len(here) == len(flat(targets)) and len({target.axis for target in here}) == 1
         if as_dtensors:
-            # Creating groups is collective, so that every rank does it here, in the order of the inputs.
+            # Creating groups is collective, so every rank does it here, in the order of the inputs.
             for target in flat(targets):
                 self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
 
     def place(self, batch: Any, portion: Portion) -> Any:
-        """The batch with its inputs on their meshes.
+        """Return the batch with its inputs on their meshes.
 
         Args:
             batch: this rank's rows.
-            portion: which of the global batch's they are.
+            portion: the portion that says which rows of the global batch these are.
 
         Raises:
-            ValueError: its inputs do not fit the meshes, or it is of an unsupported type.
+            ValueError: the batch's inputs do not fit the meshes, or it is of an unsupported type.
         """
         if isinstance(batch, Mapping):
             keys = list(batch) if self._input_keys is None else list(self._input_keys)
@@ -175,7 +175,7 @@ class Placer:
         raise AssertionError(f"no batch: {type(batch).__name__}")
 
     def inputs_of(self, batch: Any) -> Any:
-        """What of a batch the meshes speak of."""
+        """Return the part of a batch that the meshes apply to."""
         if self._input_keys is None or not isinstance(batch, Mapping):
             return batch
         return {key: batch[key] for key in self._input_keys if key in batch}
@@ -184,7 +184,7 @@ class Placer:
         if len(self._targets) == 1:
             return self._targets * count
         if len(self._targets) != count:
-            raise ValueError(f"the batch has {what}, and there are {len(self._targets)} meshes; pass one for each")
+            raise ValueError(f"the batch has {what}, but there are {len(self._targets)} meshes; pass one for each")
         return self._targets
 
     def _place(self, value: Any, targets: Targets, portion: Portion) -> Any:
@@ -194,7 +194,7 @@ class Placer:
             return map_tensors(value, self._on(targets, portion))
         if not isinstance(value, list | tuple) or len(value) != len(targets):
             got = f"{len(value)} values" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-            raise ValueError(f"an input has a list of {len(targets)} meshes and must be a list as long, got {got}")
+            raise ValueError(f"an input with a list of {len(targets)} meshes must be a list of that length, got {got}")
         return type(value)(self._place(item, target, portion) for item, target in zip(value, targets, strict=True))
 
     def _on(self, target: Target, portion: Portion) -> Callable[[Tensor], Any]:
@@ -202,8 +202,8 @@ class Placer:
             if self.as_dtensors and not is_dense(x):
                 raise ValueError(
                     f"an input of the batch is a {kind_of(x)} tensor, which cannot be the rows of a DTensor; return "
-                    "x.to_dense() from collate_fn, set output='local', or name the other inputs in input_keys, which "
-                    "leaves this one as it is"
+                    "x.to_dense() from collate_fn, set output='local', or list only the other inputs in input_keys, "
+                    "which leaves this one as it is"
                 )
             has_rows = x.ndim > 0 and x.shape[0] == portion.held
             is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_replicated
@@ -212,8 +212,8 @@ class Placer:
                 if not self.as_dtensors and portion.total % target.axis_size:
                     raise ValueError(
                         f"a batch of {portion.total} rows does not divide over axis {target.axis!r} of size "
-                        f"{target.axis_size}, and other inputs are laid out in another way, so that no weight makes up "
-                        "for it; use output='dtensor', or set drop_last=True"
+                        f"{target.axis_size}, and other inputs have another layout, so no loader.weight can correct "
+                        "it; use output='dtensor', or set drop_last=True"
                     )
                 share = self._share(portion.total, self._axis_of(target))
                 x = take_rows(x, slice(share.low, share.high))

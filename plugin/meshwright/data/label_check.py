@@ -1,4 +1,4 @@
-"""Whether the batches that a causal LM is trained on have what its loss is made of."""
+"""Warns when the batches that a causal LM is trained on have no labels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_
 
 
 def warn_without_labels(batch: Any) -> None:
-    """Say that a batch has inputs and nothing that a loss could compare them with."""
+    """Log a warning if a batch has a causal LM's inputs but no labels."""
     if isinstance(batch, Mapping) and "input_ids" in batch and _INPUTS.issuperset(batch):
         logger.warning(
-            "the loader's batches have %s and no labels, so that model(**batch).loss is None, which has no backward(); "
-            "let the collate function add them, e.g. batch['labels'] = batch['input_ids'].clone(), or use "
-            "transformers' DataCollatorForLanguageModeling(tokenizer, mlm=False). A loss of your own needs none.",
+            "the loader's batches have %s but no labels, so model(**batch).loss is None and has no backward(). Add "
+            "them in the collate function, for example batch['labels'] = batch['input_ids'].clone(), or use "
+            "transformers' DataCollatorForLanguageModeling(tokenizer, mlm=False). A loss of your own needs no labels.",
             ", ".join(map(str, batch)),
         )

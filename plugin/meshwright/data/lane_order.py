@@ -1,7 +1,7 @@
 """The order of a stream: which lane gives each row of a batch, and which rank takes it.
 
-The next sample is that of the lane with the fewest taken, of those the lowest: round robin over the lanes that
-still have samples. Nothing here depends on who reads a lane, so the batches are the same on every mesh.
+The next sample comes from the lane with the fewest samples taken, the lowest lane among equals: round robin over the
+lanes that still have samples. Batches do not depend on which rank reads a lane, so they are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Lane:
-    """What all ranks know of one lane.
+    """What all ranks know about one lane.
 
     Args:
-        taken: samples that went into batches.
-        known: samples after those which its reader has at hand.
-        ended: whether there are none after these.
-        starts: of the shards read so far, the place in the lane and the lane's samples before it.
+        taken: the number of samples that went into batches.
+        known: the number of samples after these that its reader holds.
+        ended: whether the lane ends after these.
+        starts: for each shard read so far, its place in the lane and the number of the lane's samples before it.
     """
 
     taken: int = 0
@@ -29,20 +29,20 @@ class Lane:
 
     @property
     def is_dry(self) -> bool:
-        """Whether all its samples went into batches."""
+        """Whether all samples of the lane went into batches."""
         return self.ended and not self.known
 
 
 def next_batches(lanes: Sequence[Lane], batch_size: int, limit: int) -> list[list[int]]:
-    """The lane of each row of the next batches, as far as they are certain; ``lanes`` stay as they are.
+    """Return the lane of each row of the next batches, as far as they are certain; ``lanes`` is not changed.
 
-    All have ``batch_size`` rows but the last of the stream. There may be none while a lane's end is near: then
-    its end is known, and the question is worth asking again once the other lanes know of more samples.
+    All batches have ``batch_size`` rows, except the last of the stream. Near the end of a lane the result may be
+    empty: the end is then known, and a call succeeds once more samples of the other lanes are known.
 
     Args:
         lanes: all lanes.
-        batch_size: rows of a batch.
-        limit: the most batches to return.
+        batch_size: the number of rows per batch.
+        limit: the maximum number of batches to return.
 
     Example:
         >>> next_batches([Lane(known=1, ended=True), Lane(known=9), Lane(known=9)], batch_size=4, limit=2)
@@ -69,11 +69,11 @@ def next_batches(lanes: Sequence[Lane], batch_size: int, limit: int) -> list[lis
 
 
 def deal(owners: Sequence[int], ranks: int) -> list[list[int]]:
-    """The rows of a batch that each rank takes, in order; equal shares, of which as many as can be are its own.
+    """Return the rows of a batch that each rank takes, in order: equal shares, with as many of its own as possible.
 
     Args:
         owners: the rank that has read each row.
-        ranks: how many there are.
+        ranks: the number of ranks.
 
     Example:
         >>> deal([0, 1, 0, 0], ranks=2)

@@ -1,7 +1,7 @@
 """The user's loader on a mesh: ranks along the sharded axis get different rows, the others the same.
 
-The user's batch is the global batch. A loader reads by one of four readers, checks that peers have the same rows, and
-hands over what it has read on its device or, by a Placer, as DTensors on their meshes.
+The user's batch is the global batch. A loader reads through one of four readers, checks that peers have the same rows,
+and returns its rows on its device or, through a Placer, as DTensors on their meshes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 logger = logging.getLogger(__name__)
 
-PLACES = 2**31  # more than there are ranks
+PLACES = 2**31  # larger than any number of ranks
 DATASET = (
     "dataset (if each rank has a part of it, set shard_dataloader(..., is_dataset_splitted=True); if not, name it by "
     "LoaderOptions(fingerprint='a name'))"
@@ -42,25 +42,25 @@ DATASET = (
 
 
 class DistributedLoader:
-    """Iterates this rank's rows of the user's batches; each ``iter`` is an epoch, and so is each call.
+    """Iterates this rank's rows of the user's batches; each ``iter`` or call is an epoch.
 
-    In an epoch every sample is in one batch, all ranks take the same number of steps, and nobody gets an empty batch.
-    What one device would read in a step, the ranks read together. Everything else that the user's loader has, such
-    as ``dataset`` or ``batch_size``, is found here too.
+    In an epoch every sample is in one batch, all ranks take the same number of steps, and every batch has rows on
+    every rank. In each step the ranks together read what one device would read. The other attributes of the user's
+    loader, such as ``dataset`` or ``batch_size``, are available here too.
 
     Args:
         loader: a DataLoader, or any iterable of batches.
-        dp: this rank's place among those that take different rows.
-        peers: the ranks that take the same.
-        everyone: all of them; by default dp and peers.
-        device: where tensors go.
-        share: which rows of a batch a rank takes.
-        placer: puts each input on its mesh.
-        is_dataset_splitted: whether the user's loader reads this rank's part only.
-        masks_blanks: whether a row that only keeps a rank in step gets labels that no loss counts; else its ``weight``
-            says so.
-        may_hold_blanks: a batch without labels may have such a row too: whoever reads looks at ``weight``.
-        options: how it reads.
+        dp: this rank's place among the ranks that take different rows.
+        peers: the ranks that take the same rows as this one.
+        everyone: all of these ranks; by default ``dp`` and ``peers``.
+        device: the device that tensors are moved to.
+        share: the function that chooses a rank's rows of a batch.
+        placer: the Placer that puts each input on its mesh, if any.
+        is_dataset_splitted: whether the user's loader reads only this rank's part.
+        masks_blanks: whether a row that only keeps a rank in step gets labels that no loss counts; if not, only
+            ``weight`` marks it.
+        may_hold_blanks: whether a batch without labels may hold such a row too; its user must then apply ``weight``.
+        options: the options of reading.
 
     Raises:
         ValueError: an empty dataset, or one that is split already.
@@ -101,15 +101,15 @@ class DistributedLoader:
             options=self._options,
         )
         self._steps = self._iterations = self._dropped = 0
-        self._sizes: str | None = None  # what the ranks of dp have agreed the inputs look like
+        self._sizes: str | None = None  # the inputs' sizes and dtypes, as the ranks of dp have agreed
         self._weight = 1.0
         self._counted = 0
-        self._state: dict[str, Any] | None = None  # as the leader said, where it reads for this rank
+        self._state: dict[str, Any] | None = None  # the leader's state, if it reads for this rank
         self._has_warned = False
-        self.feeds_causal_lm = False  # whose loss is None without labels
+        self.feeds_causal_lm = False  # a causal LM's loss is None without labels
 
     def agree(self) -> DistributedLoader:
-        """Take over the first rank's generator; a collective call, once the loaders of all ranks are made."""
+        """Copy the first rank's generator state; a collective call, made once all ranks have their loaders."""
         generator = self._reader.generator if isinstance(self._reader, MapReader) else None
         if generator is not None:
             state = first_ranks(generator.get_state().view(torch.int64).tolist(), self._everyone)
@@ -124,8 +124,8 @@ class DistributedLoader:
         for portion in self._portions():
             if iteration != self._iterations:
                 raise RuntimeError(
-                    "this loader was started anew, or sent to another place, while an older iteration was going on; it "
-                    "has one position only, so end a loop before the next one begins"
+                    "this loader was restarted, or moved to another position, during an older iteration. It has only "
+                    "one position, so end a loop before the next one begins"
                 )
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
             self._counted = portion.counted
@@ -153,48 +153,50 @@ class DistributedLoader:
 
     @property
     def weight(self) -> float:
-        """By what to multiply a mean over the rows of the batch last given, before gradients are averaged over ranks.
+        """The factor for a mean over the last batch's rows, to apply before gradients are averaged over ranks.
 
-        It is 1 but for batches whose rows do not divide: then it makes the average that of all rows alike. A loss
-        that is a sum over tokens divided by their global count, as ``to_distributed`` has it, needs no weight.
+        It is 1 unless the batch's rows do not divide over the ranks; then it gives all rows the same weight in the
+        average. A loss that is a sum over tokens divided by their global count, as under ``to_distributed``, needs no
+        weight.
         """
         return self._weight
 
     @property
     def counted(self) -> int:
-        """Rows of the batch last given that count: all of them, or none where the row only keeps this rank in step."""
+        """The number of the last batch's rows that count: all, or none if they only keep this rank in step."""
         return self._counted
 
     @property
     def dropped(self) -> int:
-        """Samples at the end of this epoch that ``drop_last`` leaves out."""
+        """The number of samples at the end of this epoch that ``drop_last`` leaves out."""
         return self._dropped or self._reader.dropped
 
     @property
     def position(self) -> Position:
-        """Where reading is; what was left in the middle of an epoch is not fresh, and the next ``iter`` is past it."""
+        """The current position; after a loop that left an epoch early, the next ``iter`` starts the next epoch."""
         return self._reader.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose what the next ``iter`` reads; without it, epochs follow each other."""
+        """Choose the epoch that the next ``iter`` reads; by default it is the following one."""
         self._reader.set_epoch(epoch)
         self._state = None
         self._iterations += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batch last given out ends: small, JSON, the same on all ranks; talks to nobody.
+        """Return where the last batch ends: small, JSON, the same on all ranks, without communication.
 
-        Where torch's random state says the orders of later epochs, the state holds this rank's: save that of rank 0.
+        If torch's random state decides the orders of later epochs, the state holds this rank's random state: save the
+        state of rank 0.
         """
         torch_state = {"torch": encoded(torch.get_rng_state())} if self._reader.follows_torch else {}
         return {**self.place(), **torch_state}
 
     def place(self) -> dict[str, Any]:
-        """The state without torch's random state, for a caller that saves this itself."""
+        """Return the state without torch's random state, for a caller that saves that itself."""
         return self._reader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next ``iter`` go on from a state, which any mesh with any batch size or workers may have saved.
+        """Make the next ``iter`` resume from a state, which any mesh with any batch size or workers may have saved.
 
         A state that holds torch's random state restores it, so that later epochs are those of the run that saved it.
 
@@ -209,7 +211,7 @@ class DistributedLoader:
         self._iterations += 1
 
     def skip(self, samples: int) -> bool:
-        """Have the next ``iter`` begin after the first samples of its epoch; False where only reading gets there."""
+        """Start the next ``iter`` after this many samples of its epoch; False if that requires reading them."""
         if not isinstance(self._reader, MapReader):
             return False
         self._reader.skip(samples)
@@ -218,11 +220,11 @@ class DistributedLoader:
         return True
 
     def describe(self) -> dict[str, str]:
-        """What must be the same on all ranks, by name."""
+        """Return what must be equal on all ranks, by name."""
         return self._reader.describe()
 
     def claim(self) -> Claim[DistributedLoader]:
-        """What must be the same on all ranks, and of the dataset on those that read it by index."""
+        """Return what must be equal on all ranks, and the dataset's identity on ranks that read it by index."""
         reads = not self._is_led or self._peers.is_leader
         if not reads or not isinstance(self._reader, MapReader):
             return Claim(self, self.describe())
@@ -230,7 +232,7 @@ class DistributedLoader:
         return Claim(self, self.describe(), {DATASET: identity}, number=zlib.crc32(identity.encode()))
 
     def _portions(self) -> Iterator[Portion]:
-        """What there is to read, by this rank or by its leader."""
+        """Yield the rest of the epoch, as read by this rank or by its leader."""
         draws = self._agreed_draws()
         if not self._is_led:
             yield from self._reader.read(draws)
@@ -240,7 +242,7 @@ class DistributedLoader:
             yield from self._receive()
 
     def _agreed_draws(self) -> list[Any]:
-        """The first rank's random numbers, for ranks that are all at the same place."""
+        """Return the first rank's random numbers, after checking that all ranks are at the same position."""
         position = self._reader.position
         own = self._reader.draw()
         if self._everyone.count == 1:
@@ -249,8 +251,8 @@ class DistributedLoader:
         if len({(epoch, samples) for _, epoch, samples in places}) > 1:
             said = "; ".join(f"epoch {epoch}, sample {samples} on rank {rank}" for rank, epoch, samples in places)
             raise ValueError(
-                f"the ranks are at different places of the dataset: {said}. Call load_state_dict and set_epoch alike "
-                "on every rank, and iterate alike"
+                f"the ranks are at different positions in the dataset: {said}. Make the same calls of load_state_dict "
+                "and set_epoch on every rank, and iterate equally far on every rank"
             )
         return own if isinstance(self._reader, SplitReader) else first_ranks(own, self._everyone)
 
@@ -289,7 +291,7 @@ class DistributedLoader:
         return f"epoch {self._reader.position.epoch}, step {self._steps}"
 
     def _check_rows(self, portion: Portion) -> None:
-        """Compare the rows of ranks that must have the same, those of other meshes included."""
+        """Compare the rows of ranks that must have the same rows, including ranks of other meshes."""
         has_twins = self._everyone.count > (self._peers.count if self._is_led else 1) * self._dp.size
         if has_twins and self._is_time_to_check():
             place = self._dp.rank * PLACES + self._dp.size
@@ -308,13 +310,13 @@ class DistributedLoader:
             self._sizes = own
         elif own != self._sizes:
             raise ValueError(
-                f"{self._where()}: the inputs were {{{self._sizes}}} and are {{{own}}} now. The rows of a DTensor must "
-                "be equally long on all ranks: pad all batches to one length, set check_every=1 if the lengths of all "
-                "ranks change alike, or use output='local'"
+                f"{self._where()}: the inputs were {{{self._sizes}}} before and are {{{own}}} now. The rows of a "
+                "DTensor must have the same length on all ranks: pad all batches to one length, set check_every=1 if "
+                "the lengths change in the same way on all ranks, or use output='local'"
             )
 
     def _delivered(self, portion: Portion) -> Any:
-        """The batch that the user gets."""
+        """Return the batch as the user gets it."""
         batch = portion.batch
         if not is_batch(batch):
             raise ValueError(
@@ -331,18 +333,18 @@ class DistributedLoader:
         return self._placer.place(batch, portion) if self._placer else batch
 
     def _in_step(self, portion: Portion) -> Any:
-        """The rows of a batch that does not divide over the ranks.
+        """Return this rank's rows of a batch that does not divide over the ranks.
 
         Raises:
-            ValueError: on all ranks, where one of them would get a row that nothing can take out of the loss.
+            ValueError: on all ranks, if one of them would get a row that cannot be excluded from the loss.
         """
         if self._cannot_share(portion.batch, portion.total):
             raise ValueError(self._too_few(portion.total))
         if not self._has_warned and not (self._masks_blanks and _has_labels(portion.batch)):
             self._has_warned = True
             logger.warning(
-                "a batch of %d rows is spread unevenly over %d ranks: multiply a mean over a rank's rows by "
-                "loader.weight, or set drop_last=True",
+                "a batch of %d rows is spread unevenly over %d ranks, so an average of their means would weight rows "
+                "differently. Multiply each rank's mean by loader.weight, or set drop_last=True",
                 portion.total,
                 self._dp.size,
             )
@@ -355,12 +357,12 @@ class DistributedLoader:
 
     def _too_few(self, rows: int) -> str:
         return (
-            f"the last batch has {rows} rows, fewer than the {self._dp.size} data-parallel ranks, and a batch without "
-            "'labels' cannot be padded with a row that does not count; set drop_last=True on the loader"
+            f"the last batch has {rows} rows, fewer than the {self._dp.size} data-parallel ranks. A batch without "
+            "'labels' cannot be padded with a row that the loss ignores; set drop_last=True on the loader"
         )
 
     def _warn_of_the_last_batch(self, batch: Any) -> None:
-        """Say at an epoch's first step what will be an error at its last one."""
+        """Warn in an epoch's first step about an error that its last step will raise."""
         least = getattr(self._reader, "least", None)
         if self._steps == 0 and least is not None and self._cannot_share(batch, least):
             logger.warning("this epoch will end in an error: %s", self._too_few(least))
@@ -371,12 +373,12 @@ def _has_labels(batch: Any) -> bool:
 
 
 def without_labels(batch: Any) -> Any:
-    """The same rows, which no loss counts; other batches than mappings stay as they are."""
+    """Return the rows with labels that no loss counts; a batch that is not a mapping is returned as it is."""
     return without_targets(batch) if isinstance(batch, Mapping) else batch
 
 
 def made_together(make: Callable[[], DistributedLoader]) -> DistributedLoader:
-    """Make a loader on every rank; an error on all of them where it fails on one, or where their datasets differ."""
+    """Make a loader on every rank; if it fails on one, or their datasets differ, all ranks raise."""
 
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     return make() if is_alone else agreed(lambda: make().claim())[0].agree()

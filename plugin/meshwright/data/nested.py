@@ -17,7 +17,7 @@ SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr
 
 
 def fill(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure, of the same types, with ``function`` applied to all that is no container."""
+    """Return the same structure, of the same types, with ``function`` applied to everything but containers."""
     if isinstance(value, Mapping):
         return _like(value, {key: fill(item, function) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -28,12 +28,12 @@ def fill(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The same structure with ``function`` applied to its tensors; other values stay as they are."""
+    """Return the same structure with ``function`` applied to its tensors; other values stay as they are."""
     return fill(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """The items in a mapping of the same type, since ``BatchEncoding`` and others have methods that users call."""
+    """Return the items in a mapping of the same type, since users call methods of ``BatchEncoding`` and others."""
     if type(value) is dict:
         return items
     try:
@@ -45,12 +45,12 @@ def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def is_batch(value: Any) -> bool:
-    """Whether a collate function may return it."""
+    """Whether a collate function may return this value."""
     return isinstance(value, Tensor | Mapping | list | tuple)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a structure that is no container, and where it is."""
+    """Yield everything in a structure but containers, with the path to it."""
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
@@ -60,20 +60,20 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of a structure."""
+    """Return the tensors of a structure."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The structure with its tensors on ``device``."""
+    """Return the structure with its tensors on ``device``."""
     return map_tensors(value, lambda x: x.to(device, non_blocking=True))
 
 
 def take_rows(x: Tensor, own: slice) -> Tensor:
-    """Some rows of a tensor, also of a sparse one, which has no slices.
+    """Return some rows of a tensor, including a sparse one, which cannot be sliced.
 
     Raises:
-        ValueError: a layout whose rows cannot be taken.
+        ValueError: the tensor has a layout whose rows cannot be taken.
     """
     if is_dense(x):
         return x[own]
@@ -88,17 +88,17 @@ def take_rows(x: Tensor, own: slice) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor has rows in memory, as slices need them."""
+    """Whether a tensor has rows in memory, so that it can be sliced."""
     return x.layout is torch.strided and not x.is_nested
 
 
 def kind_of(x: Tensor) -> str:
-    """How a tensor is stored, in one word."""
+    """Return how a tensor is stored, in one word."""
     return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
 
 
 def digest(value: Any) -> int:
-    """A number from 0 to 2**32 - 1 that two structures with other contents do not share, but by chance."""
+    """Return a number from 0 to 2**32 - 1 that structures with different contents share only by chance."""
     code = 0
     for name, leaf in leaves(value):
         what: Any = type(leaf).__name__
@@ -117,7 +117,7 @@ def digest(value: Any) -> int:
 
 
 def _stored(x: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that hold a tensor's values; none for kinds that are not known."""
+    """Return the strided tensors that hold a tensor's values; none for unknown kinds."""
     if is_plain(x):
         return (x,)
     if x.is_nested or x.layout not in SPARSE:
@@ -127,7 +127,7 @@ def _stored(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def signature(value: Any) -> str:
-    """The tensors of a structure: where they are in it, their dtypes and their sizes beyond the first dim."""
+    """Return the tensors of a structure as text: their paths, dtypes and sizes beyond the first dim."""
     found = []
     for name, leaf in leaves(value):
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""Packed rows as tensors: a dataset of them, shards of them, and what attention needs to know of them."""
+"""Packed rows as tensors: a dataset, shards and an iterator of them, and the masks that attention needs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     """A map-style dataset of rows packed from a map-style dataset of documents.
 
     Args:
-        documents: sequences of tokens, or mappings with ``input_ids`` and perhaps ``labels``.
-        packing: how.
-        lengths: of the documents, where they are known; else every document is read once.
+        documents: sequences of tokens, or mappings with ``input_ids`` and optionally ``labels``.
+        packing: how documents become rows.
+        lengths: the number of tokens of each document; if omitted, every document is read once.
 
     Example:
         >>> PackedDataset([[5, 6, 7], [8, 9]], Packing(length=5))[0]["position_ids"]
@@ -43,7 +43,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """The documents' and how they are packed: a loader's state holds it."""
+        """The documents' fingerprint and the packing; a loader's state holds it."""
         return f"{fingerprint(self.documents)}, {self.packing}"
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+            raise IndexError(f"row {row} is out of range for {len(self)} rows")
         row %= len(self)
         numbers = self._pieces[self._ends[row] : self._ends[row + 1]]
         pieces = [Piece(*numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
@@ -59,13 +59,13 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 class PackedShards(IterableDataset[dict[str, Tensor]]):
-    """Shards of rows packed from shards of documents, each shard for itself.
+    """Shards of rows packed from shards of documents; each shard is packed by itself.
 
-    An iterable dataset, which one device reads shard by shard, and a ``ShardedSource``, which a mesh reads as a stream.
+    One device reads it shard by shard, as an iterable dataset. A mesh reads it as a stream, as a ``ShardedSource``.
 
     Args:
-        source: shards of documents.
-        packing: how.
+        source: the shards of documents.
+        packing: how documents become rows.
     """
 
     def __init__(self, source: ShardedSource, packing: Packing):
@@ -77,7 +77,7 @@ class PackedShards(IterableDataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """What makes row k of a shard another one: a stream's state holds it."""
+        """The source's fingerprint and the packing, which determine row k of a shard; a stream's state holds it."""
         inner = getattr(self._source, "fingerprint", "")
         return f"{inner} {self._packing}".strip()
 
@@ -88,17 +88,17 @@ class PackedShards(IterableDataset[dict[str, Tensor]]):
         return chain.from_iterable(self.open(shard, 0) for shard in own)
 
     def open(self, shard: int, start: int) -> Iterator[dict[str, Tensor]]:
-        """The rows of one shard from row ``start`` on; those before are planned, but not made."""
+        """Yield the rows of one shard from row ``start`` on; earlier rows are planned, but not made."""
         rows = self._packing.packed(self._source.open(shard, 0))
         return (make_row(row, self._packing) for row, _ in islice(rows, start, None))
 
 
 class PackedRows:
-    """Iterates rows packed from documents that are read in order, from where a state says.
+    """Iterates rows packed from documents that are read in order, and resumes from a state.
 
     Args:
         documents: an iterable that can be read again, or a function that returns one.
-        packing: how.
+        packing: how documents become rows.
 
     Example:
         >>> next(iter(PackedRows([[5, 6, 7], [8, 9]], Packing(length=5))))["input_ids"]
@@ -117,28 +117,29 @@ class PackedRows:
         self._place = Place()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row begins, and how rows are made: numbers of documents, no tokens."""
+        """Return where the next row begins and the packing; the state holds positions, no tokens."""
         return {**asdict(self._place), "packing": asdict(self._packing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Resume from a state.
 
         Raises:
-            ValueError: its rows were made in another way.
+            ValueError: the state's rows were packed in another way.
         """
         for name, value in asdict(self._packing).items():
             if state["packing"][name] != value:
                 raise ValueError(
-                    f"the state is of rows packed with {name}={state['packing'][name]}, and these have {name}={value}"
+                    f"the state is of rows packed with {name}={state['packing'][name]}, but this Packing has "
+                    f"{name}={value}; to resume, pass the Packing of the state"
                 )
         self._place = Place(state["document"], state["token"], state["rows"])
 
 
 def make_row(pieces: Sequence[tuple[Piece, Any]], packing: Packing) -> dict[str, Tensor]:
-    """A row's ``input_ids``, ``labels`` and ``position_ids``, padded.
+    """Return a row's ``input_ids``, ``labels`` and ``position_ids``, padded.
 
-    Positions begin anew with each document, by which attention knows the borders. A document's first token has no
-    label: the token before it is another document's last.
+    Positions restart with each document, which shows attention the borders. A document's first token has no label,
+    since the token before it is another document's last.
     """
     input_ids = torch.full((packing.padded_length,), packing.pad_token_id)
     labels = torch.full((packing.padded_length,), IGNORE_INDEX)
@@ -157,7 +158,7 @@ def make_row(pieces: Sequence[tuple[Piece, Any]], packing: Packing) -> dict[str,
 
 
 def _shown(lengths: Iterable[int], count: int) -> Iterator[int]:
-    """The lengths, with a bar that shows how many have been read."""
+    """Yield the lengths, and show on a bar how many have been read."""
     with Progress("reading the lengths of documents", "documents") as progress:
         progress.start(count)
         for length in lengths:
@@ -174,7 +175,7 @@ def _columns(document: Any) -> tuple[Any, Any]:
 
 
 def cu_seqlens(position_ids: Tensor) -> tuple[Tensor, int]:
-    """The borders of the documents in rows laid end to end, and the longest document, for attention kernels.
+    """Return the document borders in concatenated rows, and the longest document's length, for attention kernels.
 
     Example:
         >>> cu_seqlens(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]))
@@ -186,11 +187,11 @@ def cu_seqlens(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def block_diagonal_mask(position_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Causal attention within each document, rows x 1 x length x length: True where a token attends.
+    """Return the mask of causal attention within each document, rows x 1 x length x length: True where a token attends.
 
     Args:
-        position_ids: rows x length.
-        dtype: give 0 and the lowest number of this type instead, to be added to the scores.
+        position_ids: the positions, rows x length.
+        dtype: the dtype of a mask to add to the scores instead: 0 where a token attends, else its lowest number.
     """
     documents = (position_ids == 0).cumsum(-1)
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]

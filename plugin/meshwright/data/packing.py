@@ -1,7 +1,7 @@
-"""Documents of tokens packed into rows of one length, without losing a token.
+"""Packs documents of tokens into rows of one length, without losing a token.
 
-Documents are packed a window at a time, and nothing is carried from one window to the next but where it begins. So
-a row is a function of its window's lengths, and a state is a place among the documents: no token needs saving.
+Documents are packed one window at a time, and a window depends on the one before it only through where it begins. So a
+row is a function of its window's lengths, and a state is a position among the documents; no token needs saving.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Packing:
     """How documents become rows.
 
     Args:
-        length: the most tokens of a row.
+        length: the maximum number of tokens per row.
         strategy: "best_fit" splits only documents longer than a row; "concatenate" fills every row and splits where
             it ends.
-        window: documents that best_fit looks at together.
-        multiple_of: rows are padded to a multiple of it, for sequence and context parallelism.
-        pad_token_id: of the padding, which nothing attends to and no label counts.
+        window: the number of documents that best_fit packs together.
+        multiple_of: the divisor of the padded row length, for sequence and context parallelism.
+        pad_token_id: the token id of the padding, which no document attends to and no label counts.
 
     Raises:
         ValueError: a size below 1, or an unknown strategy.
@@ -60,18 +60,18 @@ class Packing:
 
     @property
     def padded_length(self) -> int:
-        """The tokens of a row with its padding."""
+        """The number of tokens per row, padding included."""
         return math.ceil(self.length / self.multiple_of) * self.multiple_of
 
     def rows(self, lengths: Iterable[int]) -> list[list[Piece]]:
-        """The pieces of every row, for documents of these lengths."""
-        documents = map(range, lengths)  # of which only the lengths matter
+        """Return the pieces of every row, for documents of these lengths."""
+        documents = map(range, lengths)  # only their lengths matter
         return [[piece for piece, _ in row] for row, _ in self.packed(documents)]
 
     def packed(
         self, documents: Iterator[Any], at: Place | None = None
     ) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
-        """The pieces of every row with their documents, and the place after it; ``documents`` begin at ``at``."""
+        """Yield each row's pieces with their documents, and the place after the row; ``documents`` begin at ``at``."""
         at = at or Place()
         pack = self._best_fit if self.strategy == "best_fit" else self._concatenated
         return pack(documents, at)
@@ -109,9 +109,9 @@ class Place:
     """Where the next row begins.
 
     Args:
-        document: the first of its window.
-        token: of this document, from which on it is not packed yet.
-        rows: of the window that are done.
+        document: the first document of the row's window, or under "concatenate" the document that begins the row.
+        token: the first token of this document that is not packed yet.
+        rows: the number of the window's rows that are done.
     """
 
     document: int = 0
@@ -120,10 +120,10 @@ class Place:
 
 
 def best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
-    """Rows of at most ``length`` tokens: long documents first, each where it leaves the least room.
+    """Return rows of at most ``length`` tokens, placing long documents first, each where it leaves the least room.
 
-    Documents longer than a row are cut; what is left over is packed as the others are. The rows are in the order of
-    their first documents, since the order of packing would put the long documents first in training.
+    Documents longer than a row are split, and the remainder is packed like other documents. The rows are in the order
+    of their first documents, since in the order of packing training would see the long documents first.
     """
     pieces = [
         Piece(document, start, min(start + length, tokens))
@@ -131,7 +131,7 @@ def best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
         for start in range(0, tokens, length)
     ]
     rows: list[list[Piece]] = []
-    room: list[tuple[int, int]] = []  # left in each row, and its number
+    room: list[tuple[int, int]] = []  # the tokens left in each row, and the row's number
     for piece in sorted(pieces, key=lambda piece: piece.start - piece.stop):
         tokens = piece.stop - piece.start
         place = bisect_left(room, (tokens, 0))
@@ -147,5 +147,5 @@ def best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
 
 
 def num_tokens(document: Any) -> int:
-    """The tokens of a document."""
+    """Return the number of tokens of a document."""
     return len(document["input_ids"] if isinstance(document, Mapping) else document)

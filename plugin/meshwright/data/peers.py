@@ -1,4 +1,4 @@
-"""The ranks that must see the same rows: one may read for the others, and all compare what they have."""
+"""The ranks that must see the same rows: one of them may read for the others, and all compare their rows."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from meshwright.faults.memory_digest import is_plain
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.collectives import Axis, all_gather
 
-ALIGNMENT = 8  # bytes, so that every tensor can be a view of one buffer
+ALIGNMENT = 8  # in bytes, so that every tensor can be a view of one buffer
 
 
 class Peers:
-    """The ranks that differ from this one on some axes only.
+    """The ranks that differ from this one only along some axes.
 
     Args:
-        axes: those axes; what the first rank on all of them sends reaches all.
+        axes: these axes; the rank that is first on all of them leads and can broadcast to all.
     """
 
     def __init__(self, axes: tuple[Axis, ...] = ()):
-        self.axes = tuple(axis for axis in axes if axis.size > 1)  # one of size 1 has no group to talk in
+        self.axes = tuple(axis for axis in axes if axis.size > 1)  # an axis of size 1 may have no process group
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is the first of them."""
+        """Whether this rank is the first of them."""
         return all(axis.rank == 0 for axis in self.axes)
 
     @property
@@ -42,7 +42,7 @@ class Peers:
         return math.prod(axis.size for axis in self.axes)
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """The numbers of every one of them."""
+        """Return the numbers of each of them."""
         own = torch.tensor([numbers], dtype=torch.int64)
         if self.axes:
             own = own.to(wire_device())
@@ -51,11 +51,11 @@ class Peers:
         return own.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """The leader's value on every peer; an exception is raised on all of them.
+        """Return the leader's value on every peer; if it is an exception, all of them raise.
 
         Raises:
-            Exception: the leader's own, there.
-            PeerFailedError: with its message, on the others.
+            Exception: on the leader, the exception itself.
+            PeerFailedError: on the others, with its message.
         """
         if self.count == 1:
             return _raised(value)
@@ -63,10 +63,10 @@ class Peers:
         if self.is_leader:
             try:
                 payload = _pack(value)
-            except Exception as error:  # a value that cannot be sent: the others must not wait for it
+            except Exception as error:  # the value cannot be sent, and the others must not wait for it
                 value, payload = error, _pack(error)
         for number, axis in enumerate(self.axes):
-            # Along each axis in turn: of the axes that follow, only the first rank has it yet.
+            # Axis by axis: only ranks that are first on the later axes have the value yet.
             if all(later.rank == 0 for later in self.axes[number + 1 :]):
                 payload = _broadcast_bytes(payload, axis)
         if self.is_leader:
@@ -79,16 +79,16 @@ class Peers:
 
 
 def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
-    """Raise on all ranks alike unless those of one place have the same rows.
+    """Raise on all ranks unless ranks of the same place have the same rows.
 
     Args:
         everyone: the ranks that compare.
-        place: ranks with the same one must read the same.
+        place: a number that is equal on ranks that must read the same rows.
         code: a digest of what this rank has read.
-        where: in which step, for the message.
+        where: the step, for the message.
 
     Raises:
-        DivergenceError: naming ranks with other rows.
+        DivergenceError: the rows of some ranks differ; names these ranks.
     """
     rank = dist.get_rank() if everyone.count > 1 else 0
     codes_at: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -98,14 +98,14 @@ def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
         if len(ranks_of) > 1:
             groups = ", others on ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in ranks_of.values())
             raise DivergenceError(
-                f"{where}: ranks that must have the same rows have some on {groups}. A dataset or collate function "
-                "that draws random numbers or reads the clock does this, or a state that not all of them loaded; seed "
-                "by the sample, or set source='leader' to read on one rank for all"
+                f"{where}: ranks that must have the same rows have different ones: some on {groups}. The dataset or "
+                "collate function may draw random numbers or read the clock, or not every rank loaded the state. Seed "
+                "by the sample's index, or set source='leader' so that one rank reads for all"
             )
 
 
 def first_ranks(values: list[Any], everyone: Peers) -> list[Any]:
-    """The first rank's values on all ranks; long lists of integers travel as a tensor."""
+    """Return the first rank's values on all ranks; lists of integers are sent as a tensor."""
     if everyone.is_leader and all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
         return everyone.broadcast(torch.tensor(values, dtype=torch.int64)).tolist()
     received = everyone.broadcast(values)
@@ -133,14 +133,14 @@ class _Slot:
 
 
 def _pack(value: Any) -> Tensor:
-    """One buffer: the tensors' bytes, the pickled rest, and the length of that."""
+    """Return one buffer: the tensors' bytes, the pickled rest, and the length of the rest."""
     parts: list[Tensor] = []
     filled = 0
 
     def put(x: Tensor) -> Any:
         nonlocal filled
         if not is_plain(x):
-            return x  # sparse and the like: pickled with the rest
+            return x  # sparse tensors and the like are pickled with the rest
         raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         slot = _Slot(filled, tuple(x.shape), x.dtype)
         parts.append(raw)

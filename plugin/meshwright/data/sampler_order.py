@@ -1,4 +1,4 @@
-"""What the sampler of the user's DataLoader asks for, as an order that any rank can start anywhere."""
+"""The order of the user's sampler, in a form that any rank can start anywhere."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from meshwright.data.shuffling import GeneratorShuffle, RandomState, WorkerSeeds
 
 Batches = EqualBatches | ListedBatches
 
-MOST_DRAWN = 2**26  # indices of an epoch that a sampler of the user's may draw: 0.5 GB
+MOST_DRAWN = 2**26  # the most indices that a user's sampler may draw for an epoch: 0.5 GB
 
 
 class Sampling:
     """The orders and batches of a DataLoader over a map-style dataset.
 
-    What an epoch draws at random is drawn by ``draw`` alone, as a plain DataLoader would draw it, so that the ranks
-    can agree on the first rank's numbers before ``begin`` makes an order of them.
+    Only ``draw`` draws an epoch's random numbers, as a plain DataLoader would draw them, so that the ranks can agree on
+    the first rank's numbers before ``begin`` makes an order of them.
 
     Args:
-        loader: the user's.
-        seed: shuffle by this one, instead of the loader's generator or torch's.
+        loader: the user's loader.
+        seed: the seed of the shuffling, instead of the loader's generator or torch's.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int | None = None):
@@ -39,8 +39,8 @@ class Sampling:
         self.kind = self._kind()
         if seed is not None and self.kind == "listed":
             raise ValueError(
-                f"seed={seed} can only seed shuffle=True of the DataLoader; a {type(self._sampler).__name__} draws "
-                "from a generator of its own"
+                f"seed={seed} applies only to DataLoader(..., shuffle=True); a {type(self._sampler).__name__} draws "
+                "from a generator of its own, so seed that one"
             )
         self._worker_seeds = WorkerSeeds.of(loader)
         generator: Generator | None = getattr(self._sampler, "generator", None) if self.kind == "shuffled" else None
@@ -48,16 +48,16 @@ class Sampling:
             generator = Generator().manual_seed(seed)
             self._worker_seeds = WorkerSeeds(generator)
         self.generator = generator
-        # Where a generator says the orders:
+        # Set if a generator decides the orders:
         self._shuffle = None if generator is None else GeneratorShuffle(self.length, generator, self._worker_seeds)
-        self._order_seed: int | None = None  # of the epoch under way, drawn from torch's random state
-        self._drawn_from: RandomState | None = None  # where a sampler of the user's drew the epoch under way
+        self._order_seed: int | None = None  # the current epoch's seed, drawn from torch's random state
+        self._drawn_from: RandomState | None = None  # the state from which the user's sampler drew the current epoch
         self._is_begun = False  # whether an epoch is under way, or was when the loaded state was saved
         self._is_loaded = False
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a global batch; None where the user's batch sampler has batches of its own."""
+        """The number of rows per global batch; None if the user's batch sampler makes its own batches."""
         return self._batch_sampler.batch_size if self.has_equal_batches else None
 
     @property
@@ -66,7 +66,7 @@ class Sampling:
 
     @property
     def seed(self) -> int | None:
-        """The seed of all epochs, where there is one."""
+        """The seed of all epochs, if there is one."""
         return self._shuffle.seed if self._shuffle else None
 
     @seed.setter
@@ -77,12 +77,12 @@ class Sampling:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the order of an epoch can be had again."""
+        """Whether the order of an epoch can be reproduced."""
         return self.kind == "sequential" or self._shuffle is not None
 
     @property
     def follows_torch(self) -> bool:
-        """Whether torch's random state may say the orders of later epochs."""
+        """Whether torch's random state may decide the orders of later epochs."""
         return self._shuffle is None and self.kind != "sequential"
 
     def __len__(self) -> int:
@@ -91,11 +91,11 @@ class Sampling:
         return len(self._batch_sampler)
 
     def draw(self, epoch: int, samples: int) -> list[Any]:
-        """This epoch's random numbers: a seed for the workers, and what the order needs.
+        """Draw this epoch's random numbers: a seed for the workers, and what the order needs.
 
         Args:
-            epoch: to read.
-            samples: of it that were given out.
+            epoch: the epoch to read.
+            samples: the number of its samples that were returned.
         """
         goes_on = self._is_loaded and samples > 0
         self._is_loaded = False
@@ -114,7 +114,7 @@ class Sampling:
         return [worker_seed, *self._listed()]
 
     def begin(self, draws: list[Any], epoch: int) -> tuple[Order, Batches]:
-        """The order and the batches of an epoch, from numbers drawn on some rank."""
+        """Return the order and the batches of an epoch, from numbers drawn on some rank."""
         self._is_begun = True
         own = draws[1:]
         if self.kind == "listed":
@@ -132,16 +132,16 @@ class Sampling:
         return order, self._batches(self.length)
 
     def exhaust(self) -> None:
-        """The sampler of one device would be asked for an index after its last."""
+        """Note that one device's sampler would now be asked for an index after its last."""
         if self._shuffle:
             self._shuffle.exhaust()
 
     def finish(self) -> None:
-        """The epoch is read to its end."""
+        """Note that the epoch was read to its end."""
         self._is_begun = False
 
     def state(self) -> dict[str, Any]:
-        """What later draws follow from: of the epoch under way, or of the next."""
+        """Return the state that the draws of the current epoch, or else of the next, and of later ones follow from."""
         state = {"is_begun": self._is_begun, **self._worker_seeds.state()}
         if self._shuffle:
             state |= self._shuffle.state(is_begun=self._is_begun)
@@ -152,7 +152,7 @@ class Sampling:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Draw what the run of a state would have drawn."""
+        """Load a state, so that later draws are those of the run that saved it."""
         self._is_begun = self._is_loaded = bool(state["is_begun"])
         self._worker_seeds.load(state)
         if self._shuffle:
@@ -161,11 +161,11 @@ class Sampling:
         self._drawn_from = None if drawn_from is None else RandomState(decoded(drawn_from))
 
     def leave(self) -> None:
-        """The next epoch to be read is not the one that was under way or loaded."""
+        """Note that the next epoch to be read is not the current or the loaded one."""
         self._is_begun = self._is_loaded = False
 
     def _listed(self) -> list[Any]:
-        """The sizes of the batches, if they are the sampler's own, and the indices."""
+        """Draw and return the number of batches, their sizes and the indices; 0 and the indices for equal batches."""
         if self.has_equal_batches:
             indices = list(islice(self._sampler, MOST_DRAWN))
             self._check_drawn(len(indices))
@@ -181,7 +181,7 @@ class Sampling:
         return [len(batches), *map(len, batches), *chain.from_iterable(batches)]
 
     def _listed_again(self) -> list[Any]:
-        """The same from where the sampler drew them first; torch's own random state stays where it is."""
+        """Repeat ``_listed`` from the state that the sampler first drew from; torch's own random state is kept."""
         source = self._source
         now = source.get_state()
         if self._drawn_from is not None:
@@ -194,7 +194,7 @@ class Sampling:
 
     @property
     def _source(self) -> Generator:
-        """What a sampler of the user's draws from, unless it draws from something that torch knows nothing of."""
+        """The generator that the user's sampler draws from, unless it uses randomness that torch does not know."""
         generator = getattr(self._sampler, "generator", None) or getattr(self._batch_sampler, "generator", None)
         return generator if isinstance(generator, Generator) else torch.default_generator
 
@@ -213,13 +213,13 @@ class Sampling:
     def _check_drawn(self, count: int) -> None:
         if count >= MOST_DRAWN:
             raise ValueError(
-                f"a {type(self._batch_sampler).__name__} has drawn {count} samples for one epoch, and is not at its "
-                "end; the loader needs to know the whole epoch, so that a sampler must end"
+                f"a {type(self._batch_sampler).__name__} has drawn {count} samples for one epoch, and has not ended; "
+                "the loader needs to know the whole epoch, so use a sampler that ends"
             )
 
 
 def split_by(loader: Any) -> str | None:
-    """What in a loader shows that it reads only this rank's part of the dataset, if anything does."""
+    """Return what shows that a loader reads only this rank's part of the dataset, if anything does."""
     dataset: Any = getattr(loader, "dataset", None)
     if getattr(dataset, "_distributed", None) is not None:
         return f"split_dataset_by_node(rank={dataset._distributed.rank}, world_size={dataset._distributed.world_size})"

@@ -1,4 +1,4 @@
-"""``shard_dataloader``: a stock DataLoader made one that knows the mesh."""
+"""``shard_dataloader``: turns a DataLoader into one that reads each rank's rows on a mesh."""
 
 from __future__ import annotations
 
@@ -39,35 +39,37 @@ def shard_dataloader(
     timeout_s: float = 120.0,
     loader: Iterable[Any] | None = None,
 ) -> DistributedLoader:
-    """Return a loader that reads on each rank the rows it needs, and gives every input on its mesh.
+    """Return a loader that reads the rows that each rank needs, and places every input on its mesh.
 
-    Ranks along the sharded axis read different rows, ranks along the others the same. The loader's batch size is the
-    global one; with ``is_dataset_splitted`` it is that of each rank. Every rank of the world makes this call, and
-    iterates.
+    Ranks along the sharded axis read different rows; ranks along the other axes read the same rows. The loader's batch
+    size is the global one, or that of each rank with ``is_dataset_splitted``. Every rank of the world must make this
+    call and iterate.
 
     Args:
         dataloader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. A batch is a tensor,
-            a tuple or list of inputs, or a dict of them; an input may be a nested list or dict. Values that are no
+            a tuple or list of inputs, or a dict of them; an input may be a nested list or dict. Other values than
             tensors pass through.
-        meshes: a ``ProcessMesh`` (or torch's ``DeviceMesh``) for all inputs, or a list with one for each, in which a
-            list stands for an input that is a list itself. A batch that is a single tensor goes on the first.
-        input_keys: the inputs of a dict batch that ``meshes`` speak of, one for each; other keys stay as they are.
+        meshes: a ``ProcessMesh`` (or torch's ``DeviceMesh``) for all inputs, or a list with one for each input. For an
+            input that is a list, the entry is a list too. A batch that is a single tensor goes on the first mesh.
+        input_keys: the keys of a dict batch that ``meshes`` apply to, one for each; other keys stay as they are.
         shard_dims: the axis along which rows are sharded, by name or index: one for all meshes, or a list like
             ``meshes``. None gives every rank all rows.
-        is_dataset_splitted: the ranks' datasets are different parts already; each reads its own.
-        output: "dtensor", or "local" tensors on this rank's device, where an input on other ranks is None.
-        spread: accept batches that do not divide over the ranks. With local output a mean over a rank's rows must then
-            be multiplied by the loader's ``weight``.
-        source: "each" rank reads, or the "leader" of those that need the same rows reads for all of them.
-        check_every: compare the rows of ranks that must have the same in step 0 and every so many steps; 0: never.
-        seed: of the shuffling; by default the loader's generator or, without one, torch's random state on rank 0.
-        fingerprint: a name for the dataset, instead of one made from what it holds.
-        shuffle, buffer_size: shuffle an iterable dataset with numbered shards, so many samples together.
-        timeout_s: seconds that a rank may keep the others waiting.
-        loader: another name of ``dataloader``.
+        is_dataset_splitted: whether the ranks' datasets are different parts already; each rank then reads its own.
+        output: "dtensor" for DTensors, or "local" for tensors on this rank's device, with None for inputs on other
+            ranks.
+        spread: whether to accept batches that do not divide over the ranks. With local output, multiply a mean over a
+            rank's rows by the loader's ``weight``.
+        source: "each" if every rank reads, or "leader" if one of the ranks that need the same rows reads for them.
+        check_every: the number of steps, from step 0, between comparisons of rows that must be the same; 0 for never.
+        seed: the seed of the shuffling; by default the loader's generator or, without one, torch's random state on
+            rank 0 decides.
+        fingerprint: a name for the dataset, instead of a text made from what it holds.
+        shuffle, buffer_size: whether to shuffle an iterable dataset with numbered shards, and how many samples at once.
+        timeout_s: the seconds that a rank may keep the others waiting.
+        loader: another name for ``dataloader``.
 
     Returns:
-        A loader whose every ``iter`` or call is an epoch, with ``set_epoch``, ``state_dict`` and ``load_state_dict``.
+        A loader with ``set_epoch``, ``state_dict`` and ``load_state_dict``; each ``iter`` or call is an epoch.
 
     Raises:
         ValueError: on every rank alike: meshes, keys or dims that do not fit each other; a batch that does not divide
@@ -106,7 +108,10 @@ def shard_dataloader(
         targets = match_targets(meshes, shard_dims, is_dataset_splitted=is_dataset_splitted)
         largest = max(max(target.mesh.ranks) for target in flat(targets))
         if largest >= world_size():
-            raise ValueError(f"rank {largest} of the meshes is outside the world of {world_size()} process(es)")
+            raise ValueError(
+                f"rank {largest} of the meshes is outside the world of {world_size()} process(es); launch more "
+                "processes, or use meshes of fewer ranks"
+            )
         if not (is_dataset_splitted or spread):
             _check_divides(loader, flat(targets))
         same = {"meshes": str([(repr(t.mesh), t.axis) for t in flat(targets)]), "input_keys": str(input_keys)}
@@ -138,7 +143,7 @@ def shard_dataloader(
 
 
 def _only(dataloader: Iterable[Any] | None, loader: Iterable[Any] | None) -> Iterable[Any]:
-    """The loader, by whichever of its two names it came."""
+    """Return the loader, which may be passed under either of two names."""
     if dataloader is not None and loader is not None:
         raise ValueError("shard_dataloader got dataloader= and loader=, two names of one argument; leave one out")
     found = dataloader if loader is None else loader
@@ -148,15 +153,15 @@ def _only(dataloader: Iterable[Any] | None, loader: Iterable[Any] | None) -> Ite
 
 
 def _on_all_ranks(check: Any) -> Any:
-    """The result of a check that every rank makes, or an error on all of them."""
+    """Return the result of a check that every rank makes; if it fails on one, all ranks raise."""
     return agreed(check)[0] if dist.is_initialized() else check().result
 
 
 def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
-    """Raise if some mesh cannot share out a full batch evenly.
+    """Raise if a full batch does not divide over some mesh.
 
     Raises:
-        ValueError: naming both numbers and the sizes that fit.
+        ValueError: the batch size does not divide; names both numbers and the sizes that fit.
     """
     batch_size = getattr(loader, "batch_size", None)
     for target in targets:
@@ -171,7 +176,7 @@ def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
 
 
 def _check_outsiders(loader: Any, targets: Sequence[Target], is_dataset_splitted: bool) -> None:
-    """Ranks in no mesh read rows by themselves, which these ways of reading do not allow."""
+    """Raise if some ranks are in no mesh, and the loader's rows cannot be read there."""
     outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in targets))
     if outsiders and (is_dataset_splitted or has_shards(loader)):
         raise ValueError(
@@ -181,17 +186,17 @@ def _check_outsiders(loader: Any, targets: Sequence[Target], is_dataset_splitted
 
 
 def _places(targets: list[Targets], device_type: str) -> tuple[Axis, Peers]:
-    """This rank's place among those that read different rows, and among those that read the same."""
+    """Return this rank's place among the ranks that read different rows, and the ranks that read the same rows."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     everywhere = flat(targets)
     if dist.is_initialized():
-        for target in everywhere:  # creating groups is collective: on every rank, in the order of the inputs
+        for target in everywhere:  # creating groups is collective: every rank does it, in the order of the inputs
             target.mesh.to_device_mesh(device_type)
     here = [target for target in everywhere if rank in target.mesh]
-    if not here:  # its tensors are empty, and rows are read for their sizes only
+    if not here:  # outside all meshes tensors are empty, and rows are read only for their sizes
         return Axis("outside", size=everywhere[0].axis_size), Peers()
     names = {target.axis for target in here}
-    # Inputs that are sharded along different axes, or not at all, need all rows to be read and each cut by itself.
+    # For inputs sharded along different axes, or along none, all rows are read and each input is cut by itself.
     name = names.pop() if len(names) == 1 else None
     mesh = here[0].mesh
     axes = {axis: _axis_of(mesh, axis, rank, device_type) for axis in mesh.dim_names}
@@ -209,7 +214,7 @@ def _axis_of(mesh: ProcessMesh, name: str, rank: int, device_type: str) -> Axis:
 
 
 def _everyone(targets: list[Targets]) -> Peers:
-    """All ranks of all meshes, of which the first one's random numbers hold."""
+    """Return all ranks of all meshes; they use the random numbers of the first one."""
     if not dist.is_initialized():
         return Peers()
     ranks = sorted({rank for target in flat(targets) for rank in target.mesh.ranks})

@@ -1,8 +1,8 @@
 """Numbered shards of samples, and the lanes that read them.
 
 A lane reads its shards one after another and shuffles within windows: samples 0 to w-1 in a seeded order, then
-samples w to 2w-1, and so on. Sample k of a lane is so a function of the data, the seed and k alone, and a lane is
-taken up again by its number of samples, where a reservoir would have to be saved.
+samples w to 2w-1, and so on. So sample k of a lane depends only on the data, the seed and k, and a lane resumes from
+its number of samples; a reservoir would have to be saved.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ READ_TOGETHER = 64  # rows that a dataset decodes at once
 
 @runtime_checkable
 class ShardedSource(Protocol):
-    """What can be streamed: a number of shards, each of which can be opened anywhere, any number of times.
+    """A source to stream: numbered shards, each of which can be opened at any sample, any number of times.
 
-    It may have a ``fingerprint``, a short text: a state of a stream with another one is refused.
+    It may have a ``fingerprint``, a short text; a stream refuses a state with a different one.
     """
 
     @property
@@ -31,7 +31,7 @@ class ShardedSource(Protocol):
         """How many shards there are."""
 
     def open(self, shard: int, start: int) -> Iterator[Any]:
-        """The samples of one shard, from sample ``start`` on; the same ones at every call."""
+        """Return the samples of one shard, from sample ``start`` on, the same at every call."""
 
 
 class ListedShards:
@@ -56,7 +56,7 @@ class ListedShards:
 
 
 class DatasetShards:
-    """The shards of an iterable dataset that has ``num_shards``, ``shard`` and ``iter``, as Hugging Face's has."""
+    """The shards of an iterable dataset with ``num_shards``, ``shard`` and ``iter``, such as Hugging Face's."""
 
     def __init__(self, dataset: Any):
         if getattr(dataset, "_distributed", None) is not None:
@@ -73,7 +73,7 @@ class DatasetShards:
 
     @property
     def fingerprint(self) -> str:
-        """What is known of the dataset without reading it."""
+        """A text of what is known about the dataset without reading it."""
         info = getattr(self._dataset, "info", None)
         said = [getattr(info, name, None) for name in ("builder_name", "config_name", "version")]
         said += [getattr(self._dataset, name, None) for name in ("split", "column_names")]
@@ -86,14 +86,14 @@ class DatasetShards:
 
 
 def as_source(dataset: Any) -> ShardedSource:
-    """The shards of a dataset.
+    """Return the shards of a dataset.
 
     Args:
-        dataset: a ShardedSource, a list of iterables or of functions that return one, or an iterable dataset of
-            Hugging Face.
+        dataset: a ShardedSource, a list of iterables or of functions that return one, or a Hugging Face iterable
+            dataset.
 
     Raises:
-        ValueError: it has no numbered shards, none at all, or is split by node already.
+        ValueError: the dataset's shards are not numbered, there are none, or it is split by node already.
 
     Example:
         >>> list(as_source([range(3), range(3, 5)]).open(1, start=1))
@@ -107,8 +107,8 @@ def as_source(dataset: Any) -> ShardedSource:
         source = DatasetShards(dataset)
     else:
         raise ValueError(
-            f"a {type(dataset).__name__} has no numbered shards; pass [dataset] to read it as one, or a list with one "
-            "iterable a file"
+            f"a {type(dataset).__name__} has no numbered shards; pass [dataset] to read it as one shard, or a list "
+            "with one iterable per file"
         )
     if source.num_shards == 0:
         raise ValueError("the dataset has 0 shards, so there is nothing to read; pass one that has at least 1")
@@ -120,10 +120,10 @@ class Chunk:
     """Some samples of one lane.
 
     Args:
-        lane: the lane.
-        samples: they follow those of the lane's chunk before.
-        starts: of each shard opened since then, its place in the lane and the lane's samples before it.
-        ended: whether the lane has no more.
+        lane: the lane's number.
+        samples: the samples, which follow those of the lane's previous chunk.
+        starts: for each shard opened since then, its place in the lane and the number of the lane's samples before it.
+        ended: whether the lane has no more samples.
     """
 
     lane: int
@@ -137,14 +137,14 @@ class LaneReader:
     """Reads one lane, from some sample on, in chunks.
 
     Args:
-        source: what to read.
-        lane: its number.
+        source: the source to read.
+        lane: the lane's number.
         shards: the shards it reads, in order.
-        window: samples shuffled together; 1 keeps the order.
-        seed: of the shuffling.
-        taken: samples to leave out.
-        shard, base: a shard, by its place in ``shards``, and the samples before it; at most
-            ``window_start(taken, window)`` of them.
+        window: the number of samples shuffled together; 1 keeps the order.
+        seed: the seed of the shuffling.
+        taken: the number of samples to leave out.
+        shard, base: the shard to begin with, by its place in ``shards``, and the number of samples before it, at most
+            ``window_start(taken, window)``.
     """
 
     source: ShardedSource
@@ -158,7 +158,7 @@ class LaneReader:
     _starts: list[tuple[int, int]] = field(default_factory=list)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        """All chunks; each but the last has ``size`` samples."""
+        """Yield all chunks; each but the last has ``size`` samples."""
         start = window_start(self.taken, self.window)
         ordered = shuffled(self._samples(start), self.window, self.seed, start // self.window)
         samples = islice(ordered, self.taken - start, None)
@@ -180,15 +180,15 @@ class LaneReader:
 
 
 def window_start(taken: int, window: int) -> int:
-    """The first sample of the window from which the next one after ``taken`` samples comes."""
+    """Return the first sample of the window that gives the next sample after ``taken`` samples."""
     return taken // window * window
 
 
 def shuffled(samples: Iterator[Any], window: int, seed: str, number: int = 0) -> Iterator[Any]:
-    """Samples shuffled within windows of which the first is window ``number``.
+    """Yield the samples shuffled within windows, the first of which is window ``number``.
 
-    A window's places are filled with the next one's samples as they come free, so that ``window`` samples are
-    held, and one is read for each that is given.
+    As a window's samples are yielded, the next window's take their places. So ``window`` samples are held, and one is
+    read for each that is yielded.
     """
     if window == 1:
         yield from samples
@@ -212,7 +212,7 @@ def _rows(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _own(value: Any) -> Any:
-    """A view would keep all rows decoded with it in memory, and be pickled with them."""
+    """Copy a view, which would keep all rows decoded with it in memory, and be pickled with them."""
     if isinstance(value, Tensor):
         return value.clone()
     return copy.copy(value) if hasattr(value, "__array_interface__") else value

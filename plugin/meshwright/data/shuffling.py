@@ -1,4 +1,4 @@
-"""What torch's DataLoader and RandomSampler draw at random, and where in those draws an epoch is."""
+"""The random numbers that torch's DataLoader and RandomSampler draw, and where in these draws an epoch is."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meshwright.data.epoch_order import Order, Permutation, Permuted
 
 
 class WorkerSeeds:
-    """The seed that a DataLoader draws for its workers at each epoch, or once where they persist.
+    """The seed that a DataLoader draws for its workers in each epoch, or once if they persist.
 
     Args:
-        generator: the loader's; None for torch's random state.
+        generator: the loader's generator; None for torch's random state.
         once: whether only the first epoch draws.
     """
 
@@ -30,11 +30,11 @@ class WorkerSeeds:
 
     @staticmethod
     def of(loader: Any) -> WorkerSeeds:
-        """Those of a DataLoader."""
+        """Return the worker seeds of a DataLoader."""
         return WorkerSeeds(loader.generator, once=loader.persistent_workers)
 
     def draw(self) -> int:
-        """This epoch's seed."""
+        """Return this epoch's seed."""
         if self.once and self._last is not None:
             self._last += 1
         else:
@@ -42,42 +42,42 @@ class WorkerSeeds:
         return self._last
 
     def go_on(self, samples: int) -> int:
-        """A seed for the rest of an epoch, whose own seed was drawn before."""
+        """Return a seed for the rest of an epoch whose own seed was drawn before."""
         return (self._last or 0) + samples
 
     def forget(self, *, has_drawn: bool) -> None:
-        """Stand before an epoch: the first one, or one that the first one's draw precedes."""
+        """Reset to before an epoch: the first one or, if it ``has_drawn``, a later one."""
         self._last = 0 if has_drawn else None
 
     def state(self) -> dict[str, Any]:
         return {"worker_seed": self._last, "persistent_workers": self.once}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run of a state did, whether its workers persisted or not."""
+        """Continue as the run that saved the state, whether or not its workers persisted."""
         self._last, self.once = state.get("worker_seed"), bool(state.get("persistent_workers"))
 
 
 class GeneratorShuffle:
-    """The orders that a RandomSampler draws from a generator, which stands after each draw where it would there.
+    """The orders that a RandomSampler draws from a generator; each draw leaves the generator in the same state.
 
     Args:
-        size: of the dataset.
-        generator: the sampler's.
-        worker_seeds: drawn from the same generator, or from another.
+        size: the number of samples in the dataset.
+        generator: the sampler's generator.
+        worker_seeds: the worker seeds, drawn from the same generator or from another.
     """
 
     def __init__(self, size: int, generator: Generator, worker_seeds: WorkerSeeds):
         self._size, self._generator, self._worker_seeds = size, generator, worker_seeds
         self._first: Tensor | None = None  # the generator's state before any epoch
         self._next = 0  # the epoch that it draws next
-        self._drawn_from: RandomState | None = None  # its state before the order of the epoch under way
-        self._left = generator.get_state()  # as the last draw here left it
+        self._drawn_from: RandomState | None = None  # its state before it drew the current epoch's order
+        self._left = generator.get_state()  # its state after the last draw made here
         self._is_exhausted = False
         self._loaded: Order | None = None
 
     @property
     def seed(self) -> int | None:
-        """What the generator was seeded with; None if it was used before the first epoch."""
+        """The seed of the generator; None if it was used before the first epoch."""
         first = self._generator.get_state() if self._first is None else self._first
         fresh = Generator()
         fresh.set_state(first)
@@ -89,7 +89,7 @@ class GeneratorShuffle:
         self._generator.manual_seed(seed)
 
     def draw(self, epoch: int) -> list[int]:
-        """The worker seed of an epoch, and the generator's state before its order."""
+        """Return the worker seed of an epoch, and the generator's state before its order."""
         if self._first is None:
             self._first = self._generator.get_state()
         if epoch != self._next:
@@ -97,23 +97,23 @@ class GeneratorShuffle:
         return [self._worker_seeds.draw(), *self._generator.get_state().view(torch.int64).tolist()]
 
     def begin(self, state: list[int], epoch: int) -> Order:
-        """The order of an epoch, drawn from a state of some rank's generator."""
+        """Return the order of an epoch, drawn from a state of some rank's generator."""
         self._generator.set_state(torch.tensor(state, dtype=torch.int64).view(torch.uint8))
         return self._begin(epoch)
 
     def go_on(self) -> Order:
-        """The order of the epoch that was loaded."""
+        """Return the order of the epoch that was loaded."""
         assert self._loaded is not None
         return self._loaded
 
     def exhaust(self) -> None:
-        """The sampler has no more indices: RandomSampler draws once more then."""
+        """Draw once more, as RandomSampler does when it has no more indices."""
         if not self._is_exhausted:
             self._pass(self._generator)
             self._left, self._is_exhausted = self._generator.get_state(), True
 
     def state(self, *, is_begun: bool) -> dict[str, Any]:
-        """Of the epoch under way, or of the one that is next."""
+        """Return the state of the current epoch, or of the next one."""
         now = self._generator.get_state()
         if not is_begun:
             return {"generator": encoded(now)}
@@ -143,7 +143,7 @@ class GeneratorShuffle:
         return drawn
 
     def _go_to(self, epoch: int) -> None:
-        """Stand where whole epochs, and nothing else, lead to."""
+        """Put the generator where ``epoch`` whole epochs, and no other draws, would leave it."""
         assert self._first is not None
         self._generator.set_state(self._first)
         seeds = self._worker_seeds
@@ -166,7 +166,7 @@ class GeneratorShuffle:
 
 @dataclass(frozen=True)
 class RandomState:
-    """A generator's state, which becomes a text only where somebody asks."""
+    """A generator's state, which is encoded as text only on demand."""
 
     state: Tensor
 
@@ -176,22 +176,22 @@ class RandomState:
 
 
 def random_number(generator: Generator | None) -> int:
-    """What DataLoader and RandomSampler draw as seeds."""
+    """Draw a seed as DataLoader and RandomSampler do."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def encoded(state: Tensor) -> str:
-    """A generator's state as a text of 3 KB."""
+    """Return a generator's state as a text of 3 KB."""
     words = state.view(torch.int32).view(-1, 2)  # torch keeps each 32 bits of the Mersenne Twister in 64
     parts = [zlib.compress(words[:, half].contiguous().numpy().tobytes()) for half in (0, 1)]
     return " ".join(base64.b85encode(part).decode() for part in parts)
 
 
 def decoded(text: str) -> Tensor:
-    """The state that ``encoded`` wrote.
+    """Return the state that ``encoded`` wrote.
 
     Raises:
-        ValueError: it was cut or changed.
+        ValueError: the text was truncated or changed.
     """
     try:
         parts = [bytearray(zlib.decompress(base64.b85decode(part))) for part in text.split(" ")]
@@ -199,4 +199,4 @@ def decoded(text: str) -> Tensor:
             torch.stack([torch.frombuffer(part, dtype=torch.int32) for part in parts], dim=1).view(torch.uint8).view(-1)
         )
     except (ValueError, TypeError, AttributeError, RuntimeError, zlib.error) as error:
-        raise ValueError(f"the random state in this state cannot be read ({error}); it was cut or changed") from error
+        raise ValueError(f"the random state in this state cannot be read ({error}): truncated or changed") from error

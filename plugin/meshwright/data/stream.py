@@ -1,9 +1,9 @@
 """Exact, elastic reading of a dataset that comes in shards of unknown length.
 
-The shards are spread over a fixed number of lanes, and the stream takes a sample from each lane in turn. Lanes are
-read by whatever ranks and workers there are, which changes nothing about the order. What a rank cannot know is where
-the lanes of the others end: every few steps the ranks tell each other how many samples they have at hand, and plan
-the next batches from that. Samples move between ranks only where lanes do not divide or run dry.
+The shards are spread over a fixed number of lanes, and the stream takes a sample from each lane in turn. The order does
+not depend on which ranks and workers read the lanes. A rank cannot know where the lanes of other ranks end, so every
+few steps the ranks exchange how many samples they hold, and plan the next batches from that. Samples move between ranks
+only if the lanes do not divide over the ranks or have run out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.parallel.collectives import Axis
 
 VERSION = 1
 PLAN_STEPS = 8
-BLANK = 0  # the row that ranks take which have none
+BLANK = 0  # the row of a batch that a rank without rows takes
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Rows:
     """This rank's rows of one batch.
 
     Args:
-        samples: never empty.
-        is_blank: the batch has fewer rows than there are ranks, and this rank's one sample must not count.
-        total: rows of the batch on all ranks.
+        samples: the samples, at least one.
+        is_blank: whether the batch has too few rows for this rank, so that its one sample must not count.
+        total: the number of the batch's rows on all ranks.
     """
 
     samples: list[Any]
@@ -52,20 +52,20 @@ class ShardedStream:
     samples whatever the number of ranks and workers. Reading needs all ranks of ``dp``; ``state_dict`` does not.
 
     Args:
-        dataset: a list with an iterable (or a function that returns one) a shard, an iterable dataset of Hugging
-            Face, or a ``ShardedSource``.
-        batch_size: rows of a global batch.
-        dp: this rank's place among those that read different rows.
-        shuffle: whether to shuffle the shards and, within a buffer, the samples; anew each epoch.
-        buffer_size: samples that are shuffled together, over all lanes.
-        seed: of the shuffling.
-        lanes: shards that are read at a time over all ranks; part of the order, so that it cannot change when
-            training goes on. Best a multiple of the ranks times their workers.
-        drop_last: whether to leave out the last batch where it is not full; ``dropped`` says how many samples.
-        num_workers: processes a rank that read.
-        loader_options: more arguments of the DataLoader that runs them, such as ``prefetch_factor``.
-        name: of the dataset, instead of its source's fingerprint.
-        gather: hands a value to all ranks of ``dp`` and returns theirs; by default over the process group.
+        dataset: a list with one iterable (or function that returns one) per shard, a Hugging Face iterable dataset, or
+            a ``ShardedSource``.
+        batch_size: the number of rows per global batch.
+        dp: this rank's place among the ranks that read different rows.
+        shuffle: whether to shuffle the shards and, within a buffer, the samples, in a new order each epoch.
+        buffer_size: the number of samples that are shuffled together, over all lanes.
+        seed: the seed of the shuffling.
+        lanes: the number of shards that are read at a time over all ranks. It is part of the order, so a resumed run
+            cannot change it. Best is a multiple of the ranks times their workers.
+        drop_last: whether to leave out a last batch that is not full; ``dropped`` counts its samples.
+        num_workers: the number of reading processes per rank.
+        loader_options: further arguments of the DataLoader that runs the workers, such as ``prefetch_factor``.
+        name: a name for the dataset, instead of its source's fingerprint.
+        gather: a function that gathers a value from all ranks of ``dp``; by default over the process group.
 
     Raises:
         ValueError: a size below 1, or a dataset without shards.
@@ -111,16 +111,16 @@ class ShardedStream:
         self._loader_options = {**(loader_options or {}), "num_workers": num_workers}
         self._gather = gather or (lambda value: gather_objects(value, dp))
         self._lanes = self._new_lanes()
-        self._goes_on = False  # whether the next iteration starts where a loaded state is
+        self._goes_on = False  # whether the next iteration resumes from a loaded state
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next ``iter`` reads, from its start unless a state of it was loaded."""
+        """Choose the epoch that the next ``iter`` reads, from its start unless a state of it was loaded."""
         if epoch != self.epoch or not self._goes_on:
             self.epoch, self.samples, self._goes_on = epoch, 0, False
             self._lanes = self._new_lanes()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last batch that was given out ends: small, JSON, and the same on all ranks."""
+        """Return where the last batch ends: small, JSON, and the same on all ranks."""
         window = self._order["window"]
         lanes = []
         for lane in self._lanes:
@@ -131,19 +131,19 @@ class ShardedStream:
         return {"version": VERSION, "epoch": self.epoch, "samples": self.samples, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next ``iter`` go on from a state, of any number of ranks and workers and any batch size.
+        """Make the next ``iter`` resume from a state, of any number of ranks and workers and any batch size.
 
         Raises:
             ValueError: the state is of a stream with another order; names what differs.
         """
         if state.get("version") != VERSION:
-            raise ValueError(f"the state has version {state.get('version')}, and this stream reads version {VERSION}")
+            raise ValueError(f"the state has version {state.get('version')}, but this stream reads version {VERSION}")
         other = {**state, "lanes": len(state["lanes"])}
         for name, value in self._order.items():
             if other[name] != value:
                 raise ValueError(
-                    f"the state is of a stream with {name}={other[name]}, and this one has {name}={value}; "
-                    "sample k would be another one"
+                    f"the state is of a stream with {name}={other[name]}, but this one has {name}={value}, so its "
+                    "samples come in another order; use the dataset and the arguments of the run that saved the state"
                 )
         self.epoch, self.samples, self._goes_on = state["epoch"], state["samples"], True
         self._lanes = [
@@ -167,7 +167,7 @@ class ShardedStream:
                         self._lanes[lane].known -= 1
                     self.samples += rows.total
                     yield rows
-                    # A step's worth at a time, so that planning finds its samples read.
+                    # Read ahead step by step, so that planning finds its samples already read.
                     ahead.fill(self._needed(number))
                 steps = min(2 * steps, PLAN_STEPS)
         finally:
@@ -175,7 +175,7 @@ class ShardedStream:
         self._lanes, self.samples, self.epoch = self._new_lanes(), 0, self.epoch + 1
 
     def _plan(self, ahead: ReadAhead, steps: int) -> list[list[int]]:
-        """The next batches, the same on all ranks; none at the end."""
+        """Return the next batches, the same on all ranks; none at the end."""
         while not all(lane.is_dry for lane in self._lanes):
             ahead.fill(self._needed(steps))
             self._learn(self._meet({"position": self._position(), "lanes": ahead.report()}, ahead))
@@ -188,7 +188,7 @@ class ShardedStream:
         return []
 
     def _needed(self, steps: int) -> int:
-        """Samples of each lane that make up so many batches, if no other lane ends before."""
+        """Return how many samples of each lane make up this many batches, if no other lane ends before."""
         return math.ceil(steps * self.batch_size / max(1, sum(not lane.ended for lane in self._lanes)))
 
     def _learn(self, reports: list[Any]) -> None:
@@ -199,7 +199,7 @@ class ShardedStream:
                 lane.starts += [entry for entry in starts if entry > lane.starts[-1]]
 
     def _hand_over(self, batches: list[list[int]], ahead: ReadAhead) -> Iterator[tuple[list[int], Rows]]:
-        """This rank's rows of planned batches, of which others may have read some."""
+        """Yield each planned batch and this rank's rows of it, some of which other ranks may have read."""
         rank = self.dp.rank
         owners = [[self._owner(lane) for lane in batch] for batch in batches]
         shares = [deal(of_batch, self.dp.size) for of_batch in owners]
@@ -227,7 +227,7 @@ class ShardedStream:
             yield batch, Rows(rows, is_blank=not share, total=len(batch))
 
     def _meet(self, message: dict[str, Any], ahead: ReadAhead | None = None) -> list[Any]:
-        """What all ranks say; an error on one is an error on all."""
+        """Return the messages of all ranks; an error on one rank raises on all."""
         error = ahead.error if ahead else None
         if error is not None:
             message["error"] = "".join(traceback.format_exception(error))
@@ -240,7 +240,9 @@ class ShardedStream:
         differing = {str(other["position"]): rank for rank, other in enumerate(messages)}
         if len(differing) > 1:
             said = "; ".join(f"rank {rank}: {position}" for position, rank in differing.items())
-            raise ValueError(f"the ranks of {self.dp.name} must read the same stream from the same place, but: {said}")
+            raise ValueError(
+                f"the ranks of {self.dp.name} must read the same stream from the same position, but differ: {said}"
+            )
         return messages
 
     def _position(self) -> dict[str, Any]:
@@ -266,7 +268,7 @@ class ShardedStream:
 
 @own_collectives()
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """The value of every rank of the axis, in order of rank."""
+    """Return the value of every rank of the axis, in order of rank."""
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size

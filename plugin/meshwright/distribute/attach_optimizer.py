@@ -1,4 +1,4 @@
-"""The rest of a program whose model was distributed alone: its optimizer, and what of the plan that brings."""
+"""Adds an optimizer, and what the plan says about it, to a model that was distributed without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.roles.adapters import without_wrappers
 
-# Options that took effect, or did not, when the model was distributed.
+# Options that only the call that distributes the model can set.
 _SETTLED = (
     "weights",
     "sharding_plan",
@@ -35,21 +35,21 @@ _SETTLED = (
 def plan_to_complete(
     runtime: Runtime, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
 ) -> ParallelPlan:
-    """Check that an optimizer and a plan go with a distributed model; nothing is changed.
+    """Check that an optimizer and a plan fit a distributed model; nothing is changed.
 
     Args:
-        runtime: the model's.
-        model: distributed without an optimizer.
-        optimizer: over the model's parameters as they are now, shards.
-        config: its plan may be None, and may say more than the one by which the model was distributed.
+        runtime: the model's runtime.
+        model: the model, distributed without an optimizer.
+        optimizer: the optimizer over the model's parameters as they are now, shards.
+        config: the options; the plan may be None, or may add to the plan by which the model was distributed.
 
     Returns:
-        The plan with what it says more.
+        The plan, with these additions.
 
     Raises:
-        AlreadyDistributedError: for a model that has an optimizer.
-        PlanError: for a plan or an option that contradicts how the model was distributed.
-        OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
+        AlreadyDistributedError: if the model has an optimizer.
+        PlanError: if the plan or an option contradicts how the model was distributed.
+        OptimizerMismatchError: if the optimizer is of another model, or its step is wrong on shards.
     """
     if optimizer is not None and runtime.has_optimizer:
         raise AlreadyDistributedError(
@@ -61,8 +61,8 @@ def plan_to_complete(
     late = [name for name in _SETTLED if getattr(config, name) != getattr(ToDistributedConfig(), name)]
     if late:
         raise PlanError(
-            f"ToDistributedConfig.{late[0]} cannot change a model that is distributed already; say it in the call that "
-            "distributes the model"
+            f"ToDistributedConfig.{late[0]} cannot change a model that is already distributed; pass it in the call "
+            "that distributes the model"
         )
     given = None if config.plan is None else given_plan(config)
     plan = before if given is None else given
@@ -71,7 +71,7 @@ def plan_to_complete(
         if old != new and not _may_follow(field.name, old, new, field.default, has_optimizer=optimizer is not None):
             raise PlanError(
                 f"ParallelPlan.{field.name}={new!r}, but the model was distributed with {field.name}={old!r}; leave "
-                "ToDistributedConfig.plan=None to go on with the model's plan, or build the model anew"
+                "ToDistributedConfig.plan=None to keep the model's plan, or build the model anew"
             )
     if config.sequence_parallel not in (None, before.sequence_parallel):
         raise PlanError(
@@ -94,14 +94,14 @@ def plan_to_complete(
 def complete(
     runtime: Runtime, model: Any, optimizer: Optimizer | None, plan: ParallelPlan, *, bucket_bytes: int
 ) -> None:
-    """Bind the optimizer to a distributed model's gradients, and install what the plan says more; no communication.
+    """Bind the optimizer to a distributed model's gradients, and install what the plan adds; no communication.
 
     Args:
-        runtime: the model's, filled in.
-        model: distributed.
-        optimizer: checked by ``plan_to_complete``, as is the plan.
-        plan: what that returned.
-        bucket_bytes: gradients communicate in buckets of this size.
+        runtime: the model's runtime, which is filled in.
+        model: the distributed model.
+        optimizer: the optimizer, checked by ``plan_to_complete``.
+        plan: the plan that ``plan_to_complete`` returned.
+        bucket_bytes: the size of a gradient bucket.
     """
     before, runtime.plan = runtime.plan, plan
     assert before is not None
@@ -128,12 +128,12 @@ def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
     if changed:
         raise PlanError(
             f"requires_grad of {changed[0]} and {len(changed) - 1} more parameter(s) was changed after the model was "
-            "distributed, and ZeRO stage 3 keeps trained and frozen ones apart; freeze them first, or use zero_stage=2"
+            "distributed, but ZeRO stage 3 keeps trained and frozen ones apart; freeze them first, or use zero_stage=2"
         )
 
 
 def _may_follow(name: str, old: Any, new: Any, default: Any, *, has_optimizer: bool) -> bool:
-    """Whether a field of the plan may still be said after the model was distributed with ``old``."""
+    """Whether a field of the plan may still change after the model was distributed with ``old``."""
     if name == "zero_stage":
-        return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which are there
+        return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which exist already
     return name in ("micro_batch_size", "gradient_accumulation_steps", "recompute") and old == default

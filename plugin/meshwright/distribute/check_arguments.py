@@ -1,4 +1,4 @@
-"""What ``to_distributed`` is called with: objects of another kind, or in another order, are errors with the fix."""
+"""Checks the arguments of ``to_distributed``; an error for a wrong type or order says what to write instead."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 
 
 def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
-    """Check what the objects are, not yet whether they fit each other.
+    """Check the types of the arguments, not yet whether they fit each other.
 
     Raises:
-        PlanError: naming what was passed, and what to write instead.
+        PlanError: if a type is wrong; the message says what to write instead.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(_no_model(model))
@@ -33,11 +33,11 @@ def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that something has distributed or compiled already, or that has nothing to distribute.
+    """Refuse a model that is already distributed or compiled, or that has nothing to distribute.
 
     Raises:
-        AlreadyDistributedError: naming what has distributed it.
-        PlanError: for a compiled model, and for one without parameters.
+        AlreadyDistributedError: if the model is distributed; the message says by what.
+        PlanError: if the model is compiled or has no parameters.
     """
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
     for module in model.modules():
@@ -66,7 +66,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def explained(error: PlanError, model: nn.Module) -> PlanError:
-    """The error of a model that no plan over tp fits, led by what the model is, if that is the reason."""
+    """Return the error of a model that tp does not fit, led by the kind of model if that is the reason."""
     if is_quantised(model):
         method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
@@ -83,7 +83,7 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def _check_compiled(model: nn.Module) -> None:
-    """A graph that was compiled before runs the unsharded program: it does not see what is added here."""
+    """Refuse a compiled model: its graph runs the unsharded program, without the hooks that are added here."""
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule":
             raise PlanError(
@@ -128,13 +128,13 @@ def _no_optimizer(optimizer: Any, dataloader: Any) -> str:
             f"{must}, not a {type(optimizer).__name__}; without an optimizer write to_distributed(model, None, loader)"
         )
     if isinstance(optimizer, LRScheduler):
-        return f"{must}, not a {type(optimizer).__name__}; pass scheduler.optimizer: a scheduler stays as it is"
+        return f"{must}, not a {type(optimizer).__name__}; pass scheduler.optimizer; the scheduler stays as it is"
     if isinstance(optimizer, ToDistributedConfig):
         return f"{must}, not a ToDistributedConfig; write to_distributed(model, config=...)"
     if isinstance(optimizer, ParallelPlan | str):
         return f"{must}, not {optimizer!r}; a plan is passed by name: to_distributed(model, plan=...)"
     if isinstance(optimizer, list | tuple):
-        return f"{must}, not a {type(optimizer).__name__} of {len(optimizer)}; one optimizer steps all, in groups"
+        return f"{must}, not a {type(optimizer).__name__} of {len(optimizer)}; pass one optimizer, with groups"
     return f"{must}, not a {type(optimizer).__name__}; the order is {CALL}"
 
 
@@ -143,15 +143,15 @@ def _check_loader(loader: Any) -> None:
     kind = type(loader)
     if isinstance(loader, type):
         raise PlanError(
-            f"{must}, and is the class {loader.__name__}; make one: {loader.__name__}(dataset, batch_size=8)"
+            f"{must}, but it is the class {loader.__name__}; make one: {loader.__name__}(dataset, batch_size=8)"
         )
     if isinstance(loader, str | bytes | Tensor | Mapping | nn.Module | Optimizer | ParallelPlan | ToDistributedConfig):
-        raise PlanError(f"{must}, as torch.utils.data.DataLoader does, and is a {kind.__name__}; the order is {CALL}")
+        raise PlanError(f"{must}, as torch.utils.data.DataLoader does, but is a {kind.__name__}; the order is {CALL}")
     is_hf = kind.__module__.partition(".")[0] == "datasets"
     if (isinstance(loader, Dataset) and not isinstance(loader, DataLoader)) or is_hf:
         raise PlanError(
-            f"{must}, and is the dataset itself ({kind.__name__}), which yields single samples; wrap it: "
+            f"{must}, but it is the dataset itself ({kind.__name__}), which yields single samples; wrap it: "
             "DataLoader(dataset, batch_size=8), or with batch_size=None if it yields whole batches"
         )
     if isinstance(loader, Sampler):
-        raise PlanError(f"{must}, and is a {kind.__name__}; pass it on: DataLoader(dataset, batch_sampler=...)")
+        raise PlanError(f"{must}, but it is a {kind.__name__}; pass it to one: DataLoader(dataset, batch_sampler=...)")

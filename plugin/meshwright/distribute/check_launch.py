@@ -1,4 +1,4 @@
-"""What was launched: the processes, this one's device, and the groups of a plan's axes."""
+"""Compares a plan with what was launched, and makes the groups of its axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
     """Compare the devices that the program names with what was launched.
 
     Raises:
-        PlanError: naming the two numbers that differ and how to change either.
+        PlanError: if two numbers differ; the message says how to change either.
     """
     world = world_size()
     for name, value in (("device_num", device_num), ("node_num", node_num)):
@@ -48,7 +48,7 @@ def check_launch(plan: ParallelPlan) -> None:
     """Compare the plan with what was launched.
 
     Raises:
-        PlanError: naming the two numbers that differ and how to change either.
+        PlanError: if two numbers differ; the message says how to change either.
     """
     world = world_size()
     if plan.world_size != world:
@@ -63,7 +63,7 @@ def check_agreement(plan: ParallelPlan) -> None:
     """Compare the plans of all ranks, before they build groups that would not fit together.
 
     Raises:
-        PlanError: on every rank, naming one of those that differ.
+        PlanError: on every rank, if the plans differ; the message shows two of them.
     """
     if not dist.is_initialized() or world_size() == 1:
         return
@@ -78,7 +78,7 @@ def check_agreement(plan: ParallelPlan) -> None:
 
 
 def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Axis, Axis]:
-    """This rank's place on the plan's tp and dp axes."""
+    """Return the plan's tp and dp axes, with this rank's place on them."""
     if plan.world_size == 1:
         return Axis("tp"), Axis("dp")
     mesh = plan.dims.build(device.type)

@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` of a distributed model: another one under the same plan, with weights of its own."""
+"""``copy.deepcopy`` of a distributed model: the copy has weights of its own, under the same plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:
 
     Args:
         part: the model, or the decoder inside the wrappers of adapters.
-        model: the whole.
-        runtime: of the model.
+        model: the whole model.
+        runtime: the model's runtime.
     """
     object.__setattr__(part, "__deepcopy__", _Copier(part, model, runtime))
 
@@ -28,7 +28,7 @@ def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:
 class _Copier:
     """The ``__deepcopy__`` of a model, itself copied with the model.
 
-    A copy has shards, hooks and a runtime of its own, and the model's axes and guard. It has no optimizer yet:
+    A copy has its own shards, hooks and runtime, and shares the model's axes and guard. It has no optimizer yet:
     ``to_distributed(copy, optimizer)`` adds one.
     """
 
@@ -77,7 +77,7 @@ def _copy_parameter(parameter: nn.Parameter, runtime: Runtime, memo: dict[int, A
 
 
 def _reconstruct(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """What ``copy.deepcopy`` does to an object without a ``__deepcopy__``."""
+    """Copy a module as ``copy.deepcopy`` copies an object without a ``__deepcopy__``."""
     if (own := getattr(type(module), "__deepcopy__", None)) is not None:
         return own(module, memo)
     reduced: Any = module.__reduce_ex__(4)

@@ -1,4 +1,4 @@
-"""What was decided about one model, and the steps that distribute it by that."""
+"""The decisions about one model, and the steps that distribute it by them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
     """Return how a plan cuts a decoder; None for a plan without tensor parallelism, which cuts nothing.
 
     Raises:
-        PlanError: for a decoder that the plan cannot cut.
+        PlanError: if the plan cannot cut the decoder.
     """
     if plan.tp == 1:
         return None
@@ -75,7 +75,7 @@ class Installation:
         model: the user's model, with adapters and other wrappers around its decoder.
         plan: the plan to carry out.
         config: the options of the call.
-        structure: how the plan cuts the decoder; None where it does not.
+        structure: how the plan cuts the decoder; None if it does not.
         loss: what the model's loss averages over; None if that is not known.
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
@@ -114,7 +114,7 @@ class Installation:
         if runtime.engine is None:
             self._guard_shards()
         guard_model(model, runtime)
-        # With adapters, the model is around the decoder, and a user may save either.
+        # With adapters, the model wraps the decoder, and a user may save either.
         for part in {id(x): x for x in (model, decoder)}.values():
             export_with_full_weights(part)
             attach(part, runtime)
@@ -128,12 +128,12 @@ class Installation:
         refuse_resizing(model)
 
     def make_weights(self, make: Callable[..., NewTensors]) -> NewTensors:
-        """Return what this rank is to hold of the model; the model is not changed.
+        """Return the weights that this rank is to hold; the model is not changed.
 
         Under ZeRO stage 3, this rank's part of each shard goes to ``runtime.weights``.
 
         Args:
-            make: called with the model, its layouts, the TP axis, the device and, under stage 3, what to keep of each
+            make: a function of the model, its layouts, the TP axis, the device and, under stage 3, what to keep of each
                 shard.
         """
         if self.plan.zero_stage < 3 or self.plan.dp == 1:
@@ -147,7 +147,7 @@ class Installation:
         return made
 
     def install(self, optimizer: Optimizer | None, *, seed: int) -> None:
-        """Make a model whose parameters are shards already work as one of many; communicates nothing.
+        """Add hooks, gradient synchronisation and loss to a model whose parameters are shards; no communication.
 
         Args:
             optimizer: the optimizer over the model's parameters, if the call has one.
@@ -224,8 +224,7 @@ class Installation:
         assert runtime.guard is not None
         every = self.config.check_replicas_every
         if every is None:
-            # Under ZeRO's stages 1 and 2 the next step overwrites all copies of a weight by its owner's, a faulty one
-            # too.
+            # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with its owner's, even a faulty one.
             every = 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
         return ReplicaComparison(
             self.model,
@@ -245,7 +244,7 @@ class Installation:
             share_partial_gradients(self.model, self.decoder, self.structure)
 
     def _callable_alone(self) -> list[nn.Module]:
-        """The modules in a model that programs call by themselves: transformers' base model, and the layers' owner."""
+        """Return the modules that programs call alone: transformers' base model, and the owner of the layers."""
         inner = [getattr(self.decoder, "base_model", None), None if self.structure is None else self.structure.model]
         return [module for module in inner if isinstance(module, nn.Module)]
 

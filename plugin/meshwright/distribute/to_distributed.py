@@ -1,4 +1,4 @@
-"""``to_distributed``: a one-device program's model, optimizer and loader, made distributed."""
+"""``to_distributed`` distributes a one-device program's model, optimizer and loader."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def to_distributed(
 ) -> tuple[Any, Any, Any]:
     """Turn a one-device program into a distributed one; its training loop stays as it is.
 
-    Without a plan in the config it is the one in the model's own config, if any; else the planner picks
-    the fastest that fits, and logs it. Every launched process calls it with the same arguments. The model
-    and the optimizer stay the user's objects, changed in place. If the call raises, nothing was changed.
+    If no plan is given, it is the one in the model's own config, if any; otherwise the planner picks the fastest that
+    fits, and logs it. Every launched process makes the call with the same arguments. The model and the optimizer stay
+    the user's objects, changed in place. If the call raises, nothing was changed.
 
-    A model that was distributed alone, by this call or as it was loaded, may be passed again with an
-    optimizer over its parameters and with loaders; the plan is then the model's.
+    A model that was distributed without an optimizer, by this call or while loading, may be passed again with an
+    optimizer over its parameters and with a loader; the plan is then the model's.
 
     Args:
-        model: a causal LM of transformers (or of the same shape): whole, on this process's device; or
-            without memory, built under ``deferred_init`` or on the meta device, of which each rank then
-            makes its shard only (on CUDA where there is any).
-        optimizer: over the model's parameters; its groups and its state are kept.
-        dataloader: yields global batches, of the size that one device would train on.
-        device_num: devices a node; None: what was launched.
-        node_num: nodes; None: what was launched.
-        config: the options, and the plan where ``plan`` does not say it.
+        model: a causal LM of transformers (or of the same shape). It is whole, on this process's device, or without
+            memory, built under ``deferred_init`` or on the meta device. In the latter case each rank makes only its
+            shard (on CUDA if there is any).
+        optimizer: the optimizer over the model's parameters; its groups and its state are kept.
+        dataloader: a loader of global batches, of the size that one device would train on.
+        device_num: the number of devices per node; None for what was launched.
+        node_num: the number of nodes; None for what was launched.
+        config: the options, and the plan if ``plan`` is None.
         plan: how a step is spread over devices: a ParallelPlan, its words as the planner prints them ("dp2 tp2+sp
             zero1"), a dict of its fields, the path of a plan file, or "auto" to have the planner pick.
 
@@ -72,11 +72,11 @@ def to_distributed(
         The model, the optimizer and a loader of this rank's rows. What was None stays None.
 
     Raises:
-        PlanError: for a plan that the model, the launch or this version cannot run, or where none fits.
-        AlreadyDistributedError: for a model that DDP, FSDP, DeepSpeed or an earlier call distributed.
-        OptimizerMismatchError: for an optimizer of another model, or one that is wrong on shards.
-        CheckpointError: for ``config.weights`` that are unsound or not this model's.
-        UninitialisedParameterError: for a model on the meta device that nothing initialises.
+        PlanError: if the model, the launch or this version cannot run the plan, or no plan fits.
+        AlreadyDistributedError: if DDP, FSDP, DeepSpeed or an earlier call has distributed the model.
+        OptimizerMismatchError: if the optimizer is of another model, or its step is wrong on shards.
+        CheckpointError: if ``config.weights`` are unsound or not this model's.
+        UninitialisedParameterError: if nothing initialises a model on the meta device.
 
     Example::
 
@@ -135,7 +135,7 @@ def _complete(
     dataloader: Iterable[Any] | None,
     config: ToDistributedConfig,
 ) -> tuple[Any, Any, Any]:
-    """Add an optimizer or a loader to a model that was distributed without."""
+    """Add an optimizer or a loader to a model that was distributed without one."""
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
     _check_passes(plan, runtime.loss is not None, model)
@@ -158,9 +158,9 @@ def _make_loader(
 def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:
     if plan.has_micro_batches and not has_known_loss:
         raise PlanError(
-            f"the plan splits the batch into micro-batches, and what the loss of {type(model).__name__} averages over "
-            "is not known, so that those of the micro-batches cannot be put together. Set "
-            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or "
+            f"the plan splits the batch into micro-batches, but what the loss of {type(model).__name__} averages over "
+            "is not known, so the losses of the micro-batches cannot be combined. Set "
+            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or set "
             "gradient_accumulation_steps=1 and micro_batch_size=None"
         )
     if plan.recompute == "full" and not can_recompute(model):
@@ -168,7 +168,7 @@ def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) ->
 
 
 def _starting_device(model: nn.Module) -> torch.device:
-    """Where the model is; for one without memory, CUDA where there is any."""
+    """Return the model's device; for a model without memory, CUDA if there is any."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device_of(model)

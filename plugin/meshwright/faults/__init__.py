@@ -1,1 +1,1 @@
-"""Uneven work ends with a message on every rank: liveness, agreement, and the first cause."""
+"""Ends uneven work with a message on every rank: liveness, agreement, and the first cause."""

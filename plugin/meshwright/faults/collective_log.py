@@ -1,4 +1,4 @@
-"""What this process's collectives were: the last of each group, and a digest of all of them."""
+"""A log of this process's collectives: the last ones of each group, and a digest of all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Log:
         return f"{self.count} collectives with digest {self.digest:08x}"
 
     def recent(self) -> dict[str, str]:
-        """Number -> collective, oldest first."""
+        """Return the last collectives by their number, oldest first."""
         first = self.count - len(self._recent) + 1
         return {str(first + i): what for i, what in enumerate(self._recent)}
 
@@ -51,7 +51,7 @@ class Trace:
         return self.logs.setdefault(ranks, Log())
 
     def add(self, ranks: tuple[int, ...], what: str) -> None:
-        """A collective of these ranks starts."""
+        """Record that a collective of these ranks starts."""
         self.of(ranks).add(what)
         self.ranks = ranks
         self.begin(what)
@@ -60,21 +60,21 @@ class Trace:
         self.doing, self._since = doing, time.monotonic()
 
     def last(self) -> str:
-        """What the process began last, and when."""
+        """Return what the process began last, and when."""
         age = time.monotonic() - self._since
         return self.doing if age < 1.0 else f"{self.doing} (begun {age:.0f} s ago)"
 
 
 def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
-    """The first collective at which the ranks' recent logs differ, as text; None where they do not.
+    """Return the first collective at which the ranks' recent logs differ, as text; None if they do not.
 
     Args:
-        logs: name of a rank -> its ``Log.recent()``.
+        logs: each rank's ``Log.recent()``, by the rank's name.
     """
     if not logs:
         return None
     numbers = sorted({int(number) for log in logs.values() for number in log})
-    # What the longest log has forgotten cannot be compared.
+    # Collectives that the longest log no longer holds cannot be compared.
     known_from = max(min((int(number) for number in log), default=1) for log in logs.values())
     for number in numbers:
         said = {name: log.get(str(number), "nothing") for name, log in logs.items()}
@@ -84,11 +84,11 @@ def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
 
 
 def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What must be equal on all ranks of a collective: the operation, its root or reduction, shapes and types.
+    """Return what must be equal on all ranks of a collective: the operation, its root or reduction, shapes and dtypes.
 
     Args:
-        operation: a method of ProcessGroup.
-        args, kwargs: of the call.
+        operation: the name of a method of ProcessGroup.
+        args, kwargs: the arguments of the call.
     """
     # Only a gather's inputs and a scatter's outputs exist on every rank. The ranks' shares of an
     # all-to-all differ by design, and an all-gather's inputs are described by its outputs.
@@ -110,7 +110,7 @@ def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 
 def describe_tensors(tensors: Any) -> str:
-    """Types and shapes."""
+    """Return the dtypes and shapes of tensors as text."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in _tensors(tensors))
 
 

@@ -1,6 +1,6 @@
-"""The guard of a process: what one rank's failure means to the others.
+"""The guard of a process, which makes one rank's failure known to the others.
 
-It counts steps, has the ranks compare what they do, ends this process when another rank has failed, and
+It counts steps, makes the ranks compare what they do, ends this process when another rank has failed, and
 tells the others when this one fails or leaves.
 """
 
@@ -36,7 +36,7 @@ GRACE = 2.0  # seconds for the program to end by its own error, once another ran
 ADDRESS_BYTES = 1024
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
-# What gloo, NCCL and the sockets below them say when the other side is gone or does not come.
+# The errors of gloo, NCCL and the sockets below them when the other side is gone or does not come.
 _NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
 
 _guard: Guard | None = None
@@ -51,11 +51,11 @@ class Guard:
         self.trace = Trace()
         self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the last meeting at a place
         self._rank = dist.get_rank()
-        self._world = weakref.ref(dist.group.WORLD)  # whose end must not wait for the guard
+        self._world = weakref.ref(dist.group.WORLD)  # weak, since its end must not wait for the guard
         self._process = os.getpid()
         self._cause: str | None = None
-        self._failed = threading.Event()  # another rank did
-        self._is_failing = False  # this rank raised, and says so itself
+        self._failed = threading.Event()  # set when another rank has failed
+        self._is_failing = False  # this rank raised, and reports it itself
         self._is_closed = False
         host, token = _listening_address(), secrets.token_hex(16)
         self._hub = None
@@ -71,11 +71,11 @@ class Guard:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
-        return self  # a process has one
+        return self  # a process has only one
 
     @property
     def is_current(self) -> bool:
-        """Whether the process group that it watches is still the one in use, in the process that joined it."""
+        """Whether the watched process group is still the one in use, in the process that joined it."""
         is_over = self._is_closed or self._is_failing or os.getpid() != self._process
         return not is_over and dist.is_initialized() and dist.group.WORLD is self._world()
 
@@ -85,17 +85,17 @@ class Guard:
         self.trace.begin("forward")
 
     def meet(self, place: str, group: Any, *statements: Statement) -> None:
-        """Wait for the ranks of a group, which must be at the same place, having issued the same collectives.
+        """Wait for the ranks of a group, which must be at the same place and have issued the same collectives.
 
         Args:
-            place: where in the program, e.g. "gradients".
+            place: the place in the program, e.g. "gradients".
             group: the process group; None for all ranks.
-            statements: must be equal on all of them too, e.g. the inputs.
+            statements: further values that must be equal on all of them, e.g. the inputs.
 
         Raises:
-            DivergenceError: naming what each rank does, what differs in which step, and the last step in which it did
-                not.
-            PeerFailedError: for a rank that is gone or did not come in time.
+            DivergenceError: the ranks differ; names what each rank does, what differs in which step, and the last step
+                in which they agreed.
+            PeerFailedError: a rank is gone or did not come in time.
         """
         if not self.is_current:
             return
@@ -108,20 +108,20 @@ class Guard:
         parts = (place, f"step {self.step}", what, log.summary())
         finding = self._ask(place, ranks, ", ".join(part for part in parts if part))
         if finding is not None:
-            # Ranks that came to different places do not all come here to compare.
+            # Ranks at different places do not all come here to compare.
             details = self._explain(place, ranks, statements) if finding["together"] else []
             raise self._diverged(ranks, finding, *details)
         self._agreed[place, ranks] = self.step
 
     def last_agreement(self, place: str, ranks: tuple[int, ...]) -> str:
-        """When the ranks last met there, for messages."""
+        """Return when the ranks last agreed at this place, for messages."""
         step = self._agreed.get((place, ranks))
         return "" if step is None else f"They agreed for the last time in step {step}."
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a collective, and compare it first if it is the program's own. (See interpose.Observer.)"""
+        """Record a collective, and compare it first if it is the program's own. (See interpose.Observer.)"""
         is_own = interpose.is_own()
-        # A second thread (an asynchronous checkpoint) has an order of its own, and must not wait for the first.
+        # A second thread (an asynchronous checkpoint) has its own order, and must not wait for the first.
         if not self.is_current or not (is_own or threading.current_thread() is threading.main_thread()):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -136,7 +136,7 @@ class Guard:
             raise self._diverged(ranks, finding)
 
     def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
-        """Announce a send of the program's own."""
+        """Announce one of the program's own sends."""
         if self.is_current:
             ranks = dist.get_process_group_ranks(group)
             what = describe_tensors(tensors)
@@ -144,7 +144,7 @@ class Guard:
             self._link.announce({"kind": "send", "to": ranks[to], "slot": f"{group.group_name}/{tag}", "what": what})
 
     def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
-        """Compare a receive of the program's own with its send."""
+        """Compare one of the program's own receives with its send."""
         if not self.is_current:
             return
         ranks = dist.get_process_group_ranks(group)
@@ -158,10 +158,10 @@ class Guard:
             raise self._diverged((self._rank, ranks[source]), finding)
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """The same failure, with the rank and the reason, if it came over the network."""
+        """Return the error, with the rank and the reason added if it is a network error."""
         if not self.is_current or isinstance(error, PeerFailedError) or not _NETWORK_ERROR.search(str(error)):
             return error
-        # The end of a process may reach us through the network before it reaches the hub.
+        # The end of a process may be seen on the network before the hub sees it.
         self._failed.wait(GRACE / 2)
         cause, details = self._cause, []
         if cause is None and (report := self._link.ask({"kind": "report"}, patience=GRACE)) is not None:
@@ -172,12 +172,12 @@ class Guard:
             cause = self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"
         summary = str(error).splitlines()[0] if str(error) else type(error).__name__
         if cause is not None:
-            details.append(f"(the network said: {summary})")
+            details.append(f"(network error: {summary})")
         what = f"{self.name} could not finish {self.trace.doing} in step {self.step}"
         return PeerFailedError("\n".join([f"{what}: {cause or summary}", *details]))
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank ends with an exception, also where a ``finally`` has destroyed the group."""
+        """Tell the others that this rank ends with an exception, even if a ``finally`` has destroyed the group."""
         if self._is_closed or self._is_failing or os.getpid() != self._process:
             return
         self._is_failing = self.is_current
@@ -185,7 +185,7 @@ class Guard:
             self._link.tell({"kind": "fail", "how": f"step {self.step}, {_in_short(error)}"})
 
     def close(self, why: str) -> None:
-        """Tell the others that this rank is through, and stop watching."""
+        """Tell the others that this rank has ended normally, and stop watching."""
         global _guard
         if _guard is self:
             _guard = None
@@ -200,7 +200,7 @@ class Guard:
         self._link.close()
 
     def forget_in_child(self) -> None:
-        """In a forked process: let go of the connections, whose end must mean the end of the parent."""
+        """In a forked process, let go of the connections, so that their end still means the end of the parent."""
         nothing = os.open(os.devnull, os.O_RDWR)
         for connection in (*self._link.sockets, *(self._hub.sockets if self._hub else ())):
             if connection.fileno() >= 0:
@@ -211,12 +211,12 @@ class Guard:
         return self._answer({"kind": "ask", "key": key, "ranks": ranks, "what": what, "note": note}, ranks)
 
     def _answer(self, message: dict[str, Any], ranks: tuple[int, ...]) -> dict[str, Any] | None:
-        """None when the ranks agree, else the referee's finding."""
+        """Return None if the ranks agree, else the referee's finding."""
         answer = self._link.ask(message, patience=self.timeout + GRACE)
         if answer is None:
             self._failed.wait(GRACE / 2)
             if self._cause is None and self._link.hub_left and 0 not in ranks:
-                return None  # rank 0 left in good order, so there is nobody to ask any more
+                return None  # rank 0 has ended normally, so there is no hub to ask any more
             answer = {"gone": self._cause or self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"}
         if "gone" in answer:
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
@@ -224,7 +224,7 @@ class Guard:
         return None if answer.get("agreed") else answer
 
     def _explain(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> list[str]:
-        """The details of statements of which one at least differs."""
+        """Return the details of the statements that differ."""
         everyone = self._exchange(ranks, [dict(statement.details()) for statement in statements])
         lines: list[str] = []
         for index, statement in enumerate(statements):
@@ -236,8 +236,8 @@ class Guard:
         return first_difference(self._exchange(ranks, self.trace.of(ranks).recent()))
 
     def _exchange(self, ranks: tuple[int, ...], value: Any) -> dict[str, Any]:
-        """What each rank has to say, by its name; nothing where not all come."""
-        # The answer to a question on which they must differ.
+        """Return each rank's value, by the rank's name; empty if not all ranks come."""
+        # The texts must differ, since the referee returns only texts that do.
         said = json.dumps({"rank": self._rank, "said": value})
         question = {"kind": "ask", "key": "exchange", "ranks": ranks, "what": said, "note": ""}
         answer = self._link.ask(question, patience=GRACE) or {}
@@ -249,7 +249,7 @@ class Guard:
         return DivergenceError("\n".join([*lines, *details]))
 
     def _on_notice(self, cause: str) -> None:
-        """In the listening thread: another rank failed. End this process, unless it does so itself."""
+        """In the listening thread, after another rank failed: end this process, unless it ends itself."""
         self._cause = cause
         self._failed.set()
         time.sleep(GRACE)
@@ -266,12 +266,12 @@ class Guard:
 def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
     """Watch over the ranks of the default process group from now on, and give every group this timeout.
 
-    A collective call. A second one keeps the guard that is there. Without a process group there is nothing
-    to watch: None.
+    This is a collective call. A second call keeps the first guard. Without a process group there is nothing to watch,
+    and the result is None.
 
     Args:
-        timeout: seconds that a rank may keep the others waiting.
-        coordinates: of this rank in its mesh, for messages, e.g. "dp=0 tp=1".
+        timeout: the seconds that a rank may keep the others waiting.
+        coordinates: this rank's coordinates in its mesh, for messages, e.g. "dp=0 tp=1".
     """
     global _guard
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -290,7 +290,7 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
 
 
 def active_guard() -> Guard | None:
-    """The guard of the process group in use, if it has one."""
+    """Return the guard of the process group in use, if it has one."""
     return _guard if _guard is not None and _guard.is_current else None
 
 
@@ -300,7 +300,7 @@ def set_timeout(group: Any, timeout: float) -> None:
 
 
 def _install_hooks() -> None:
-    """Have the end of this process, and of its program, reach the guard; once a process."""
+    """Report the end of this process, and of its program, to the guard; once per process."""
     if getattr(sys.excepthook, "belongs_to_meshwright", False):
         return
     previous = sys.excepthook
@@ -318,14 +318,14 @@ def _install_hooks() -> None:
 
 
 def _in_short(error: BaseException) -> str:
-    """The type and message of an exception, and where the user's program raised it."""
+    """Return the type and message of an exception, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
 def _listening_address() -> tuple[str, str]:
-    """Where rank 0 listens, and how the others reach it."""
+    """Return the address on which rank 0 listens, and the one by which the others reach it."""
     reached = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if reached in ("localhost", "::1") or reached.startswith("127."):
         return "127.0.0.1", "127.0.0.1"
@@ -333,7 +333,7 @@ def _listening_address() -> tuple[str, str]:
 
 
 def _from_first_rank(port: int, token: str) -> tuple[int, str]:
-    """The hub's port and token, on every rank."""
+    """Return the hub's port and token on every rank."""
     device = wire_device()
     text = json.dumps([port, token]).encode().ljust(ADDRESS_BYTES)
     message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)

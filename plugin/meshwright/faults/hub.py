@@ -1,8 +1,8 @@
-"""The referee's desk: a thread of rank 0 to which every rank holds two connections.
+"""The hub: a thread of rank 0 that serves the referee, and to which every rank holds two connections.
 
-Lines of JSON, one message each. The ``ask`` connection carries questions and their answers; ``watch``
-carries beats one way and notices the other, and its end tells that the process ended: the kernel closes it
-at once, however the process died.
+Each message is one line of JSON. The ``ask`` connection carries questions and their answers. The ``watch`` connection
+carries heartbeats one way and notices the other. Its end means that the process has ended: the kernel closes it at
+once, however the process died.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.faults.referee import Post, Referee
 
-BEAT = 1.0  # seconds between signs of life, in both directions
+BEAT = 1.0  # seconds between heartbeats, in both directions
 LONGEST_LINE = 2**24  # bytes; the last collectives of a rank, with all their shapes, are one line
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ class Hub:
 
     Args:
         host: the address to listen on; a free port is taken.
-        name: of rank 0, by which the others know whom they lost.
+        name: the name of rank 0, which the others show if they lose it.
         world_size: the number of ranks.
-        token: what a connection must show.
-        timeout: see Referee.
+        token: the token that a connection must send.
+        timeout: the timeout of the Referee.
     """
 
     def __init__(self, host: str, *, name: str, world_size: int, token: str, timeout: float) -> None:
@@ -70,7 +70,7 @@ class Hub:
                 _write(writer, {"closed": self._closing})
             writer.transport.close()
         self._server.close()
-        # One turn for the transports to flush and close.
+        # One turn of the loop, for the transports to flush and close.
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
@@ -127,7 +127,7 @@ class Hub:
 
 
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message, or None when the connection ended."""
+    """Return the next message, or None if the connection has ended."""
     with contextlib.suppress(OSError, ValueError):
         line = await reader.readline()
         return json.loads(line) if line.endswith(b"\n") else None
@@ -140,7 +140,7 @@ def _write(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
 
 
 def _allow_open_files(count: int) -> None:
-    """Two connections a rank, beside what the program has open: raise the soft limit where it is lower."""
+    """Raise the soft limit of open files if it is too low for two connections per rank and the program's own files."""
     try:
         import resource
     except ImportError:  # not on Windows, which has no such limit

@@ -1,9 +1,9 @@
-"""Every collective that Python issues passes here while a guard is on.
+"""Passes every collective that Python issues to an observer, while a guard is on.
 
-The guard must see the program's own collectives too: those are where ranks differ. torch offers no hook on a
-process group, so the methods of its class are wrapped, from the first guard of a process on. (Its own
-TORCH_DISTRIBUTED_DEBUG=DETAIL doubles the time of each small collective, names ranks by their place in the
-group, and does not see an inversion of two groups.)
+The guard must see the program's own collectives too, since ranks differ there. torch offers no hook on a process
+group, so the first guard of a process wraps the methods of its class. (torch's own TORCH_DISTRIBUTED_DEBUG=DETAIL
+doubles the time of each small collective, names ranks by their place in the group, and does not see an inversion of
+two groups.)
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ COLLECTIVES = (
 
 
 class Observer(Protocol):
-    """What the wrapped methods call."""
+    """The methods that the wrapped methods call."""
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a collective starts; raises if the ranks do not agree."""
+        """Called before a collective starts; raises if the ranks do not agree."""
 
     def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
-        """Before a send starts."""
+        """Called before a send starts."""
 
     def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
-        """Before a receive starts; raises if it does not fit the send."""
+        """Called before a receive starts; raises if it does not fit the send."""
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Put the reason into an error of the network."""
+        """Add the reason to a network error."""
 
 
 class _State(threading.local):
@@ -64,7 +64,7 @@ _observer: Observer | None = None
 
 @contextlib.contextmanager
 def own_collectives() -> Iterator[None]:
-    """Collectives inside are the runtime's: counted and compared once a step, not one by one."""
+    """Mark the collectives inside as the runtime's: they are counted and compared once per step, not one by one."""
     before, _state.is_own = _state.is_own, True
     try:
         yield
@@ -78,7 +78,7 @@ def is_own() -> bool:
 
 
 def observe(observer: Observer | None) -> None:
-    """Send every call to this observer from now on; None sends it to nobody."""
+    """Pass every call to this observer from now on; None ends this."""
     global _observer
     _observer = observer
     if observer is None or hasattr(dist.ProcessGroup.allreduce, "__wrapped__"):
@@ -144,7 +144,7 @@ def _observed_receive(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_blocking() -> bool:
-    """Whether ``dist.recv`` is the caller: ``dist.irecv`` may come before this rank's own sends."""
+    """Whether ``dist.recv`` is the caller; a ``dist.irecv`` may come before this rank's own sends."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
         if frame.f_code.co_name == "recv":

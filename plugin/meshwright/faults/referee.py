@@ -1,7 +1,7 @@
-"""Who is alive, who waits for whom, and what went wrong first: the rules, without sockets or clocks.
+"""The rules by which the hub knows who is alive, who waits for whom, and what went wrong first.
 
-One referee serves all ranks (see hub.py). Each call takes what a rank said, and the time, and returns what
-to tell which rank.
+They use no sockets or clocks. One referee serves all ranks (see hub.py). Each call takes a rank's message and the
+time, and returns the messages to send to ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-HICCUP = 3.0  # seconds without a beat after which a report says so; beats come every second
+HICCUP = 3.0  # seconds without a heartbeat after which a report says so; heartbeats come every second
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Question:
     """What a rank is about to do together with a group of ranks; it waits for the answer.
 
     Args:
-        key: which meeting this is: the same on all ranks of the group.
-        ranks: the group.
-        what: must be equal on all of them.
-        note: is told beside it, and may differ.
+        key: the name of the meeting, the same on all ranks of the group.
+        ranks: the ranks of the group.
+        what: the text that must be equal on all of them.
+        note: a remark shown beside it, which may differ.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass
 class Member:
-    """What is known of one rank."""
+    """What is known about one rank."""
 
     name: str
     heard: float
@@ -79,16 +79,16 @@ class Referee:
         self._mail: defaultdict[tuple[int, int, str], Mailbox] = defaultdict(Mailbox)
 
     def join(self, rank: int, name: str, now: float) -> None:
-        """A rank is there; ``name`` is how messages call it."""
+        """Record that a rank is there; messages call it ``name``."""
         self._members[rank] = Member(name, now)
 
     def beat(self, rank: int, status: str, now: float) -> None:
-        """A rank is alive, and this is what it does."""
+        """Record that a rank is alive, and what it does."""
         member = self._members[rank]
         member.heard, member.status, member.is_silent = now, status, False
 
     def ask(self, rank: int, key: str, ranks: Iterable[int], what: str, note: str, now: float) -> list[Post]:
-        """A rank waits until its group is there; answered when all came, or one cannot come."""
+        """Record that a rank waits for its group; the answer comes when all have come, or one cannot."""
         question = Question(key, tuple(ranks), what, note, now)
         self._waiting[rank] = question
         if gone := [r for r in question.ranks if self._is_gone(r)]:
@@ -104,12 +104,12 @@ class Referee:
         return []
 
     def send(self, rank: int, to: int, slot: str, what: str) -> list[Post]:
-        """A rank is about to send; it waits for no answer. ``slot`` tells its group and tag."""
+        """Record that a rank is about to send; it gets no answer. ``slot`` holds its group and tag."""
         self._mail[rank, to, slot].sent.append(what)
         return self._match(rank, to, slot)
 
     def receive(self, rank: int, source: int, slot: str, what: str, *, waits: bool, now: float) -> list[Post]:
-        """A rank is about to receive, and may wait until it is known that the sizes fit."""
+        """Record that a rank is about to receive; it may wait until it is known that the sizes fit."""
         self._mail[source, rank, slot].expected.append((what, waits))
         if waits:
             self._waiting[rank] = Question(f"receive from {source}", (rank, source), what, "", now)
@@ -119,44 +119,44 @@ class Referee:
         return posts
 
     def leave(self, rank: int, how: str) -> list[Post]:
-        """A rank's program ended by itself, which is an error only if another still waits for it."""
+        """Record that a rank's program ended normally, which is an error only if another rank still waits for it."""
         return self._go(rank, how, notice=None)
 
     def fail(self, rank: int, how: str) -> list[Post]:
-        """A rank ends with an exception: so must all."""
+        """Record that a rank ends with an exception; all others must end too."""
         return self._go(rank, how, notice="failed")
 
     def lose(self, rank: int) -> list[Post]:
-        """A rank's connection is closed; without a word before it, its process was killed or crashed."""
+        """Record that a rank's connection closed; if it has not left or failed, its process was killed or crashed."""
         if rank not in self._members or self._is_gone(rank):
             return []
         status = self._members[rank].status
-        how = f"its process ended without a word (killed, crashed, or os._exit), last seen: {status}"
+        how = f"its process ended abruptly (killed, crashed, or os._exit), last seen: {status}"
         return self._go(rank, how, notice="failed")
 
     def tick(self, now: float) -> list[Post]:
-        """Find who has been silent, or kept others waiting, for the whole timeout."""
+        """Find the ranks that have been silent, or kept others waiting, for the whole timeout."""
         posts: list[Post] = []
         for rank, member in self._members.items():
             if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
                 member.is_silent = True
                 age = f"{now - member.heard:.0f} s"
-                how = f"stopped, hung or cut off: not a sign of life for {age}, last: {member.status}"
+                how = f"stopped, hung or cut off: no heartbeat for {age}, last: {member.status}"
                 posts += self._tell_others(rank, how)
         late = [r for r, question in self._waiting.items() if now - question.since > self.timeout]
         for rank in late:
             question = self._waiting.pop(rank)
             absent = [r for r in question.ranks if not self._is_waiting(r, question) and r != rank]
             lines = "\n".join(f"  {self._describe(r, now)}" for r in absent)
-            text = f"waited {self.timeout:g} s in vain for\n{lines}"
+            text = f"waited {self.timeout:g} s for ranks that did not come:\n{lines}"
             posts.append(Post(rank, "answer", {"gone": text}))
         return posts
 
     def report(self, now: float) -> dict[str, Any]:
-        """The first cause, if known, and what every rank does."""
+        """Return the first cause, if known, and what every rank does."""
         lines = [self._describe(rank, now) for rank in sorted(self._members)]
         quiet = [
-            f"{member.name} has given no sign of life for {now - member.heard:.1f} s; last: {member.status}"
+            f"{member.name} has sent no heartbeat for {now - member.heard:.1f} s; last: {member.status}"
             for member in self._members.values()
             if member.gone is None and now - member.heard > HICCUP
         ]
@@ -182,7 +182,7 @@ class Referee:
         return [Post(r, "notice", {"failed": self.first_cause}) for r in others]
 
     def _differ(self, said: dict[int, str], *, together: bool) -> list[Post]:
-        """``together``: whether they came to the same meeting, and differ in what they said there."""
+        """Answer ranks that differ; ``together`` says whether they did so at the same meeting."""
         named = {self._members[rank].name: what for rank, what in sorted(said.items())}
         body = {"differ": named, "together": together}
         return [Post(rank, "answer", body) for rank in said]
@@ -193,7 +193,7 @@ class Referee:
         return [Post(rank, "answer", {"gone": text}) for rank in ranks]
 
     def _match(self, source: int, to: int, slot: str) -> list[Post]:
-        """Compare the first send with the first receive of a pair."""
+        """Compare the sends of a pair with its receives, in order."""
         mail = self._mail[source, to, slot]
         posts: list[Post] = []
         while mail.sent and mail.expected:
@@ -218,11 +218,11 @@ class Referee:
         return theirs is not None and (theirs.key, theirs.ranks) == (question.key, question.ranks)
 
     def _how_gone(self, ranks: Iterable[int]) -> str:
-        # A rank that left because another failed is an effect.
+        # A rank that left because another failed is an effect, not the cause.
         return self.first_cause or "\n".join(f"{self._members[r].name}: {self._members[r].gone}" for r in ranks)
 
     def _circle(self, start: int) -> list[int]:
-        """The ranks that wait for each other in different places, if ``start`` is among them."""
+        """Return the ranks that wait for each other in different places, if ``start`` is among them."""
         path: list[int] = []
         seen: set[int] = set()
 
@@ -249,5 +249,5 @@ class Referee:
         if member.gone is not None:
             return f"{member.name}: {member.gone}"
         age = now - member.heard
-        silence = f"no sign of life for {age:.0f} s, last: " if age > HICCUP else ""
+        silence = f"no heartbeat for {age:.0f} s, last: " if age > HICCUP else ""
         return f"{member.name}: {silence}{member.status}"

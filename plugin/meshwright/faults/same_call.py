@@ -1,4 +1,4 @@
-"""One check that all ranks of the world make the same call, before any of them waits for another."""
+"""Checks that all ranks of the world make the same call, before any of them waits for another."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Claim(Generic[Result]):
-    """What one rank says of its call.
+    """One rank's description of its call.
 
     Args:
-        result: for this rank alone.
+        result: the result, for this rank alone.
         same: what must be equal on all ranks, name to text.
-        known: what must be equal on the ranks that know it, and only they say.
-        number: ``known`` as an integer from 0 to 2**63 - 1; None on the ranks that do not know.
+        known: what must be equal on the ranks that know it; only these pass it.
+        number: ``known`` as an integer from 0 to 2**63 - 1; None on the ranks that do not know it.
     """
 
     result: Result
@@ -36,18 +36,18 @@ class Claim(Generic[Result]):
 def agreed(check: Callable[[], Claim[Result]]) -> tuple[Result, int]:
     """Run ``check`` on every rank of the world, or raise on every rank alike.
 
-    A rank whose check raises tells the others, so that none of them waits for it. While all agree, this costs
-    one all-reduce of four integers.
+    If the check raises on one rank, the others learn it instead of waiting. If all agree, this costs one all-reduce of
+    four integers.
 
     Args:
-        check: looks at this rank's arguments.
+        check: a function that looks at this rank's arguments.
 
     Returns:
-        This rank's result, and the number that the ranks which know it share; -1 if none does.
+        This rank's result, and the number of the ranks that know it; -1 if none does.
 
     Raises:
         ValueError: the claims differ, or the check failed on some ranks; names the ranks and both values.
-        Exception: what the check raised, where it raised the same on every rank.
+        Exception: the check's own exception, if it raised the same one on every rank.
 
     Example:
         >>> x, _ = agreed(lambda: Claim(x, {"shape": str(x.shape)}))  # doctest: +SKIP
@@ -56,7 +56,7 @@ def agreed(check: Callable[[], Claim[Result]]) -> tuple[Result, int]:
     try:
         claim = check()
         same, known, number = claim.same, claim.known, claim.number
-    # Whatever it is: a rank that left here alone would leave the others waiting.
+    # Any exception, since a rank that left here alone would leave the others waiting.
     except Exception as error:
         failure = error
         same, known, number = {"error": f"{type(error).__name__}: {error}"}, {}, None
@@ -71,7 +71,7 @@ def agreed(check: Callable[[], Claim[Result]]) -> tuple[Result, int]:
 
 
 def disagreement(descriptions: Sequence[Mapping[str, str]]) -> str:
-    """Return which ranks passed what, of one description a rank: the errors, or else the entries that differ.
+    """Return which ranks passed what, given one description per rank: the errors, or else the entries that differ.
 
     Example:
         >>> print(disagreement([{"dtype": "int64", "shape": "(4,)"}, {"dtype": "int64", "shape": "(5,)"}]))
@@ -97,12 +97,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _compare(same: Mapping[str, str], number: int | None) -> tuple[bool, int]:
-    """Whether all ranks have the same entries and all that have a number the same; and that number."""
+    """Return whether all ranks have the same entries and, if any, the same number; and that number."""
     digest = hashlib.blake2b(repr(list(same.items())).encode(), digest_size=8).digest()
     code = int.from_bytes(digest) >> 1  # one bit less, so that its negative fits as well
-    # Over the backend that moves the tensors where it is NCCL: the first call there must be made by all ranks.
+    # Over NCCL if it moves the tensors, since all ranks must make the first call there.
     device = wire_device("cuda")
-    # Largest and negated smallest at once: a rank that does not know the number has a say in neither.
+    # The largest and the negated smallest at once; a rank that does not know the number changes neither.
     claims = [code, -code, -1 if number is None else number, -(2**63) + 1 if number is None else -number]
     extremes = torch.tensor(claims, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""What a rank says at a meeting, and how the differences between the ranks' words are told."""
+"""What a rank states at a meeting, and how differences between the ranks are reported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Statement:
     """What must be equal on all ranks of a meeting.
 
     Args:
-        text: all of it in short, compared at each meeting.
-        details: what it is about, by subject; called on every rank once the texts differ.
+        text: a summary of all of it, compared at each meeting.
+        details: a function that returns the values by subject; called on every rank once the texts differ.
         advice: why a difference matters and what to write instead, for the message.
     """
 
@@ -24,10 +24,10 @@ class Statement:
 
 
 def differences(said: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A line for each subject of which the ranks said different things.
+    """Return a line for each subject on which the ranks differ.
 
     Args:
-        said: name of a rank -> its details.
+        said: the details of each rank, by the rank's name.
     """
     subjects = dict.fromkeys(subject for details in said.values() for subject in details)
     lines = []

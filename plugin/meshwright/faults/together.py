@@ -1,4 +1,4 @@
-"""Steps that can fail on one rank alone (a missing file, a full disk): all ranks fail, or none."""
+"""Runs steps that can fail on one rank alone (a missing file, a full disk): all ranks fail, or none."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def succeed_together(step: Callable[[], T]) -> T:
-    """Run a step that communicates nothing, on every rank; if it fails on any, raise on all.
+    """Run a step without communication on every rank; if it fails on any, raise on all.
 
     Raises:
-        Exception: this rank's own; elsewhere one of the same class, which names the rank and what failed there.
+        Exception: on a rank that failed, its own; elsewhere one of the same class that names the rank and its error.
     """
     if not dist.is_initialized():
         return step()
@@ -37,7 +37,7 @@ def on_first_rank(step: Callable[[], T]) -> T:
     """Run a step on rank 0 alone; every rank gets its (picklable) result, or raises.
 
     Raises:
-        Exception: rank 0's own, there; elsewhere one of the same class, which says what failed on rank 0.
+        Exception: on rank 0, its own; elsewhere one of the same class that says what failed on rank 0.
     """
     if not dist.is_initialized():
         return step()
@@ -52,14 +52,14 @@ def on_first_rank(step: Callable[[], T]) -> T:
 
 
 def text_from_first(make: Callable[[], str], device: torch.device) -> str:
-    """Run a step on rank 0 alone, and give every rank the text that it makes; if it fails, all raise.
+    """Run a step on rank 0 alone, and return its text on every rank; if it fails, all ranks raise.
 
     Args:
-        make: communicates nothing.
-        device: one that the process group reaches.
+        make: the step, which must not communicate.
+        device: a device that the process group can communicate on.
 
     Raises:
-        Exception: rank 0's own, there; elsewhere one of the same class, which says what failed on rank 0.
+        Exception: on rank 0, its own; elsewhere one of the same class that says what failed on rank 0.
     """
     if not dist.is_initialized():
         return make()
@@ -79,7 +79,7 @@ def text_from_first(make: Callable[[], str], device: torch.device) -> str:
 
 
 def take_from_first(tensor: Tensor, device: torch.device) -> None:
-    """Overwrite a tensor by rank 0's, by way of a device that the process group reaches."""
+    """Overwrite a tensor with rank 0's, by way of a device that the process group can communicate on."""
     staged = tensor.detach().to(device)
     dist.broadcast(staged, src=0)
     if staged.data_ptr() != tensor.data_ptr():
@@ -88,7 +88,7 @@ def take_from_first(tensor: Tensor, device: torch.device) -> None:
 
 @own_collectives()
 def wait_for_first_rank() -> None:
-    """Wait until rank 0 is here, for long work of its own: no single wait may exceed the timeout."""
+    """Wait until rank 0 is here too; call it during long work of rank 0, since no wait may exceed the timeout."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -100,7 +100,7 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-Description = tuple[list[str], str]  # the names of an error's classes, its own first, and what it says
+Description = tuple[list[str], str]  # the names of an error's classes, its own first, and its message
 
 
 def _describe(error: Exception | None) -> Description | None:
@@ -116,7 +116,7 @@ def _raise_first(failures: list[Description | None], own: Exception | None) -> N
 
 
 def _rebuilt(rank: int, failure: Description) -> Exception:
-    """An error of the class that another rank met, or of the nearest one that is ours or Python's."""
+    """Return an error of the class that another rank raised, or of its nearest base that is ours or Python's."""
     names, message = failure
     text = f"rank {rank} failed, so every rank stops: {names[0]}: {message}"
     for name in names:

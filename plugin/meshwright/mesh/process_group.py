@@ -1,4 +1,4 @@
-"""The processes that were launched, and the group that they form."""
+"""The launched processes and their process group."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch.distributed as dist
 
 
 def world_size() -> int:
-    """The number of processes: of the process group, else of the launcher's environment."""
+    """Return the number of processes, from the process group or else from the launcher's environment."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def node_count() -> int:
-    """The number of nodes, from the launcher's LOCAL_WORLD_SIZE; one if the launcher does not set it."""
+    """Return the number of nodes, from the launcher's LOCAL_WORLD_SIZE; 1 if the launcher does not set it."""
     return max(1, world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size())))
 
 
 def backend_for(device: torch.device) -> str:
-    """The backends of a process group whose tensors live on ``device``; CPU tensors always have gloo."""
+    """Return the backends of a process group whose tensors live on ``device``; CPU tensors always use gloo."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def wire_device(device: torch.device | str = "cpu") -> torch.device:
-    """The device on which a tensor of ``device`` has to be to be sent: gloo sends from the CPU, NCCL from CUDA.
+    """Return the device from which a tensor of ``device`` can be sent: gloo sends from the CPU, NCCL from CUDA.
 
     Args:
-        device: where the tensor is; the CPU for small tensors that belong to no device.
+        device: the tensor's device; the CPU for small tensors that belong to no device.
     """
     backends = dict(entry.split(":") for entry in str(dist.get_backend_config()).split(","))
     if backends.get(torch.device(device).type) == "nccl" or "cpu" not in backends:
@@ -38,7 +38,7 @@ def wire_device(device: torch.device | str = "cpu") -> torch.device:
 
 
 def device_for(model_device: torch.device) -> torch.device:
-    """This process's device of the kind the model is on."""
+    """Return this process's device of the model's device type; a CUDA device becomes the current one."""
     if model_device.type != "cuda":
         return model_device
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
@@ -50,7 +50,7 @@ def device_for(model_device: torch.device) -> torch.device:
 def start_process_group(device: torch.device, timeout_s: float) -> None:
     """Join the launcher's process group, unless the script has done so.
 
-    The group is left at exit: gloo's threads abort the interpreter otherwise.
+    The process leaves the group at exit; otherwise gloo's threads abort the interpreter.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     if dist.is_initialized() or world_size() == 1:
@@ -61,15 +61,15 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
 
 
 def leave_process_group() -> None:
-    """Leave the group, if there is one; at exit gloo's threads abort the interpreter otherwise."""
+    """Leave the group, if there is one; otherwise gloo's threads abort the interpreter at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def ensure_process_group(timeout_s: float = 120.0) -> None:
-    """Join the launcher's process group, unless the script has done so; a process that is alone makes one of its own.
+    """Join the launcher's process group, unless the script has done so; a single process creates its own.
 
-    DTensors need a group also where there is one process.
+    DTensors need a process group even for one process.
     """
     device = device_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     start_process_group(device, timeout_s)

@@ -1,7 +1,7 @@
-"""Which rank sits where: an n-d mesh of ranks, and the sizes of the parallel axes that make one.
+"""The positions of ranks: an n-d mesh of ranks, and the sizes of the parallel axes that make one.
 
-A mesh here is a description. It starts nothing and talks to nobody, so a planner, a test or an error message
-can build one for any world; ``to_device_mesh`` is the one step that creates process groups.
+A mesh here is only a description. It starts nothing and communicates nothing, so a planner, a test or an error message
+can build one for any world. Only ``to_device_mesh`` creates process groups.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh.rank_grid import flatten, grid_text, nest
 
-# By the world's process group: a new world starts with none.
+# Keyed by the world's process group, so that a new world starts with none.
 _device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[ProcessMesh, str], DeviceMesh]] = WeakKeyDictionary()
 
 
 def _let_groups_end(reference: ref[DeviceMesh]) -> None:
-    """At exit, take the groups from a mesh, which DTensor's caches keep for the life of the process.
+    """At exit, drop the groups of a mesh, which DTensor's caches keep for the life of the process.
 
-    The threads of a gloo group end with its last reference. One that is still there when the interpreter ends
-    may free the tensors of the last collective only then, and so abort a run that has succeeded.
+    The threads of a gloo group end with its last reference. A thread that still runs when the interpreter ends may free
+    the tensors of the last collective only then, and so abort a run that has succeeded.
     """
     if (device_mesh := reference()) is not None:
         getattr(device_mesh, "_pg_registry", {}).clear()
@@ -42,11 +42,11 @@ class ProcessMesh:
 
     Args:
         ranks: nested sequences of ints, or an integer tensor or numpy array, of one or more axes.
-        dim_names: one name an axis; ``d0, d1, ...`` when left out.
+        dim_names: one name per axis; ``d0, d1, ...`` by default.
 
     Raises:
         ValueError: ranks that are ragged, repeated, negative, not integers or none at all; names that are
-            repeated, empty or not one an axis.
+            repeated, empty or not one per axis.
 
     Example:
         >>> mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
@@ -70,16 +70,16 @@ class ProcessMesh:
         positions = itertools.product(*map(range, self._shape))
         self._coordinates = dict(zip(self._ranks, positions, strict=True))
         if not self._shape or not self._ranks:
-            raise ValueError(f"a mesh needs one axis and one rank at least, got shape {self._shape}")
+            raise ValueError(f"a mesh needs at least one axis and one rank, got shape {self._shape}")
         if len(self._dim_names) != len(self._shape):
             raise ValueError(
                 f"dim_names has {len(self._dim_names)} names {self._dim_names} for {len(self._shape)} axes "
-                f"of shape {self._shape}; give one name an axis"
+                f"of shape {self._shape}; give one name per axis"
             )
         if len(set(self._dim_names)) != len(self._dim_names) or not all(self._dim_names):
             raise ValueError(f"dim_names must be unique and not empty, got {self._dim_names}")
         if repeated := sorted(rank for rank, count in Counter(self._ranks).items() if count > 1):
-            raise ValueError(f"every rank sits in a mesh once; repeated: {repeated} in {list(self._ranks)}")
+            raise ValueError(f"a rank may appear in a mesh only once; repeated: {repeated} in {list(self._ranks)}")
         if min(self._ranks) < 0:
             raise ValueError(f"ranks start at 0, got {min(self._ranks)}")
 
@@ -110,14 +110,14 @@ class ProcessMesh:
 
     @property
     def array(self) -> torch.Tensor:
-        """The ranks as an int64 CPU tensor of this shape; a copy, so that writing to it changes no mesh."""
+        """The ranks as an int64 CPU tensor of this shape; a copy, so writing to it does not change the mesh."""
         return torch.tensor(self._ranks, dtype=torch.int64, device="cpu").view(self._shape)
 
     def __contains__(self, rank: object) -> bool:
         return rank in self._coordinates
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the position of a rank on each axis, or None for a rank outside the mesh."""
+        """Return the index of a rank on each axis, or None for a rank outside the mesh."""
         return self._coordinates.get(rank)
 
     def axis_size(self, name: str) -> int:
@@ -125,14 +125,14 @@ class ProcessMesh:
         return self._shape[self._axis(name)]
 
     def axis_ranks(self, rank: int, name: str) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` along one axis only, itself included, in axis order."""
+        """Return the ranks that differ from ``rank`` only along this axis, itself included, in axis order."""
         return self.submesh(name, rank).ranks
 
     def submesh(self, axes: str | Sequence[str], rank: int) -> ProcessMesh:
-        """Return the part of the mesh that ``rank`` sits in, along these axes and in their order.
+        """Return the part of the mesh that contains ``rank`` and spans these axes, in their order.
 
         Raises:
-            ValueError: a name that is no axis, or a rank outside the mesh.
+            ValueError: a name that is not an axis, or a rank outside the mesh.
 
         Example:
             >>> ParallelDims(dp=2, cp=2, tp=2).process_mesh().submesh(("cp", "tp"), rank=6)
@@ -149,7 +149,7 @@ class ProcessMesh:
         """Index like an array: an int drops its axis, a slice keeps it and its name."""
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, (int, slice)) for part in keys):
-            raise TypeError(f"a mesh is indexed by ints and slices, got {key!r}; by name: submesh(axes, rank)")
+            raise TypeError(f"a mesh is indexed by ints and slices, got {key!r}; use submesh(axes, rank) for names")
         if len(keys) > self.ndim:
             raise IndexError(f"{len(keys)} indices for the {self.ndim} axes {self._dim_names}")
         keys += (slice(None),) * (self.ndim - len(keys))
@@ -169,7 +169,7 @@ class ProcessMesh:
         return self._dim_names.index(name)
 
     def _pick(self, picks: Sequence[Sequence[int]], kept: Sequence[int]) -> ProcessMesh:
-        """The mesh over ``kept`` axes, in that order, of the ranks at ``picks`` (one index list an axis)."""
+        """Return the mesh over ``kept`` axes, in that order, of the ranks at ``picks`` (one index list per axis)."""
         strides = [math.prod(self._shape[axis + 1 :]) for axis in range(self.ndim)]
         order = [*(axis for axis in range(self.ndim) if axis not in kept), *kept]
         offsets = itertools.product(*([index * strides[axis] for index in picks[axis]] for axis in order))
@@ -195,9 +195,9 @@ class ProcessMesh:
     def to_device_mesh(self, device_type: str) -> DeviceMesh:
         """Create the process groups of every axis and return them as torch's ``DeviceMesh``.
 
-        Creating groups is collective: every rank of the world makes this call, those outside the mesh too,
-        and all of them in the same order. A mesh that was asked for before is returned again and creates
-        none, for as long as the world's process group lives.
+        Creating groups is collective: every rank of the world must make this call, including ranks outside the
+        mesh, and in the same order. As long as the world's process group lives, a second call for the same mesh
+        returns the first result and creates no groups.
 
         Args:
             device_type: ``"cpu"`` or ``"cuda"``.
@@ -212,7 +212,7 @@ class ProcessMesh:
         world = dist.group.WORLD
         assert world is not None
         if world not in _device_meshes:
-            _device_meshes.clear()  # a mesh of the whole world holds its group, and would keep an ended one alive
+            _device_meshes.clear()  # a mesh of the whole world holds that world's group and would keep it alive
         known = _device_meshes.setdefault(world, {})
         if (self, device_type) not in known:
             ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
@@ -224,11 +224,11 @@ class ProcessMesh:
         return DeviceMesh(device_type, self.array, mesh_dim_names=self._dim_names)
 
     def _create_in_order(self, device_type: str) -> DeviceMesh:
-        """A device mesh whose groups keep the order of the mesh: DeviceMesh itself sorts the ranks of a group."""
+        """Create a device mesh whose groups keep the mesh's order; DeviceMesh itself sorts the ranks of a group."""
         if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
             raise ValueError(
-                f"torch {torch.__version__} sorts the ranks of a process group: they must ascend along each axis, "
-                f"or torch be 2.13 or newer:\n{self}"
+                f"torch {torch.__version__} sorts the ranks of a process group, so they must ascend along each axis; "
+                f"reorder them, or use torch 2.13 or newer:\n{self}"
             )
         groups = []
         for axis, size in enumerate(self._shape):
@@ -247,13 +247,13 @@ class ProcessMesh:
 class ParallelDims:
     """The sizes of the parallel axes, from the outermost to the innermost: PP, DP, CP, TP.
 
-    TP is innermost because it talks most: neighbouring ranks share a node.
+    TP is innermost because it communicates most, and neighbouring ranks share a node.
 
     Args:
-        pp: pipeline stages.
-        dp: data-parallel replicas.
-        cp: ranks that share one sequence, attention included.
-        tp: ranks that share each layer.
+        pp: the number of pipeline stages.
+        dp: the number of data-parallel replicas.
+        cp: the number of ranks that share one sequence, attention included.
+        tp: the number of ranks that share each layer.
 
     Raises:
         ValueError: a size that is not a positive int.
@@ -307,10 +307,10 @@ class ParallelDims:
         return ProcessMesh(nest(ranks, self.shape), self.axis_names)
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise unless the sizes multiply to the number of ranks that were started.
+        """Raise unless the product of the sizes is the number of ranks that were started.
 
         Raises:
-            ValueError: with both numbers, the rank grid and the field to change.
+            ValueError: the numbers differ; shows both, the rank grid and the field to change.
         """
         if world_size == self.world_size:
             return
@@ -326,7 +326,7 @@ class ParallelDims:
     def build(self, device_type: str) -> DeviceMesh:
         """Create the process groups and return the 4-d ``DeviceMesh`` (pp, dp, cp, tp) of the whole world.
 
-        Every rank of the world makes this call: creating groups is collective.
+        Creating groups is collective: every rank of the world must make this call.
 
         Raises:
             ValueError: a world of another size than ``world_size``.

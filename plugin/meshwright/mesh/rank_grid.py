@@ -1,4 +1,4 @@
-"""Ranks as nested lists and as text, so that a layout can be read, written and shown in an error."""
+"""Ranks as nested lists and as text, so that a mesh can be read, written and shown in an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flatten(ranks: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         >>> flatten([[0, 1], [2, 3]])
         ((2, 2), (0, 1, 2, 3))
     """
-    # Plain ints, no tensor: one made while a planner traces with fake tensors would have no values.
+    # Plain ints, since a tensor made while a planner traces with fake tensors would have no values.
     ranks = ranks.tolist() if hasattr(ranks, "tolist") else ranks
     if isinstance(ranks, Sequence) and not isinstance(ranks, (str, bytes)):
         parts = [flatten(item) for item in ranks]
@@ -73,7 +73,7 @@ def grid_text(ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], 
     block_size = rows * columns
 
     def shown(size: int, stride: int) -> list[int | None]:
-        """The indices to show along an axis, the marked rank's among them; None stands for those left out."""
+        """Return the indices to show along an axis, including the marked rank's; None stands for those left out."""
         if size <= _LONG:
             return list(range(size))
         kept = {*range(_EDGE), *range(size - _EDGE, size)}

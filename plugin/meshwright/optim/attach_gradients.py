@@ -1,4 +1,4 @@
-"""Connect an optimizer and a model's gradients: who reduces what, and who keeps which state."""
+"""Attach gradient reduction to a model, and ZeRO to its optimizer."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def install_gradient_sync(
     zero_stage: int,
     bucket_bytes: int,
 ) -> None:
-    """Add the hooks that reduce gradients, and shard the optimizer's state if asked to.
+    """Add the hooks that reduce gradients, and shard the optimizer's state if ``zero_stage`` is not 0.
 
     Args:
-        runtime: filled in.
-        model: its parameters carry records.
-        optimizer: bound to those parameters.
-        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 are 1. For 3 ``runtime.weights`` are attached.
-        bucket_bytes: gradients communicate in buckets of this size.
+        runtime: the model's runtime, which this call fills in.
+        model: the model, whose parameters carry records.
+        optimizer: the optimizer of those parameters, if any.
+        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1. For 3, ``runtime.weights`` must be attached.
+        bucket_bytes: size of the buckets in which gradients are reduced.
     """
     tp, dp, meet = runtime.tp, runtime.dp, runtime.meet_over_dp
-    runtime.syncs.clear()  # parameters know those of an earlier call weakly: their hooks then do nothing
+    runtime.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
     trained = TrainedParameters(
         model,
         optimizer,
@@ -58,7 +58,7 @@ def install_gradient_sync(
         if runtime.comparison is not None:
             runtime.comparison.watch(optimizer)
         if runtime.zero is not None and runtime.weights is None:
-            # Publishing the stepped weights is a collective: one rank that leaves it out would be waited for in vain.
+            # Publishing the stepped weights is a collective, which hangs if one rank skips it.
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         if runtime.zero is not None:
             hook_optimizer(optimizer, runtime.zero)
@@ -68,7 +68,7 @@ def install_gradient_sync(
 
 
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
-    """Do what only the runtime can: an engine that sees one rank's parameters knows nothing of their copies over tp."""
+    """Sum gradients over tp, whose copies an engine cannot see, and leave all else about them to the engine."""
     runtime.parameters = [p for p in model.parameters() if p.requires_grad]
     sum_copies_in_backward(runtime.parameters, runtime.tp)
     assert runtime.engine is not None
@@ -85,27 +85,27 @@ def shard_optimizer(
 ) -> Optimizer:
     """Shard an optimizer's state over the data-parallel axis of a mesh (ZeRO), in place.
 
-    For a program that is data-parallel by itself: the parameters are whole and equal on every rank,
+    Use it in a program that does its own data parallelism: the parameters are whole and equal on every rank,
     and each rank's loss is the mean over its own rows. Gradients are averaged over the axis during
     backward. ``to_distributed`` does this (and more) with ``ParallelPlan.zero_stage``.
 
-    Parameters that ``shard_tensor`` placed are DTensors, whose state torch makes with the same placements: without a
-    mesh, the optimizer over them is returned as it is.
+    Parameters that ``shard_tensor`` placed are DTensors, and torch gives their state the same placements. Call this
+    without a mesh for them: it returns the optimizer unchanged.
 
     Args:
-        optimizer: elementwise (AdamW, SGD, ...), over parameters that are whole on every rank.
-        mesh: a ProcessMesh or DeviceMesh with the axis; every rank of the world makes the call. None for parameters
-            that are DTensors.
+        optimizer: an elementwise optimizer (AdamW, SGD, ...) of parameters that are whole on every rank.
+        mesh: the ProcessMesh or DeviceMesh that has the axis; every rank of the world must make the call. None for
+            parameters that are DTensors.
         stage: 1; or 2, which keeps no whole gradients under ``no_sync``. Stage 3 needs ``to_distributed``.
-        axis: the name of the data-parallel axis.
-        bucket_size_mb: gradients communicate in buckets of this size.
+        axis: name of the data-parallel axis.
+        bucket_size_mb: size in MiB of the buckets in which gradients are reduced.
 
     Returns:
         The same optimizer object.
 
     Raises:
-        PlanError: for a missing mesh or axis, or another stage.
-        OptimizerMismatchError: for an optimizer whose update is not elementwise.
+        PlanError: if the mesh or the axis is missing, or the stage is another one.
+        OptimizerMismatchError: if the optimizer's update is not elementwise.
 
     Example::
 
@@ -113,8 +113,8 @@ def shard_optimizer(
     """
     if stage == 3:
         raise PlanError(
-            "shard_optimizer(stage=3) would shard the parameters, but knows no model whose layers could gather them; "
-            "use stage=2, or ParallelPlan(zero_stage=3) in to_distributed"
+            "shard_optimizer(stage=3) would shard the parameters, but it has no model whose layers could gather them. "
+            "Use stage=2, or to_distributed with ParallelPlan(zero_stage=3)"
         )
     if stage not in (1, 2):
         raise PlanError(f"shard_optimizer(stage={stage!r}) must be 1 or 2")
@@ -126,8 +126,8 @@ def shard_optimizer(
     if placed := [p for p in parameters if isinstance(p, DTensor)]:
         if mesh is not None:
             raise PlanError(
-                f"{len(placed)} of {len(parameters)} parameters are DTensors, whose state is placed as they are; leave "
-                "mesh out: shard_optimizer(optimizer)"
+                f"{len(placed)} of {len(parameters)} parameters are DTensors, whose state has the same placements; "
+                "leave mesh out: shard_optimizer(optimizer)"
             )
         return optimizer
     check_elementwise(optimizer, is_trusted=False)
@@ -156,8 +156,8 @@ def _axis_of(mesh: ProcessMesh | DeviceMesh | None, name: str, device_type: str)
         raise PlanError(f"the mesh has the axes {', '.join(names)}, but no {name!r}; pass axis=...")
     ranks = mesh.ranks if isinstance(mesh, ProcessMesh) else mesh.mesh.flatten().tolist()
     if outside := sorted(set(range(world_size())) - set(ranks)):
-        # On every rank, in the mesh or not: those inside would wait for the others at the first collective.
-        raise PlanError(f"rank(s) {', '.join(map(str, outside))} of {world_size()} are in no part of the mesh:\n{mesh}")
+        # Raised on every rank, since those in the mesh would wait for the others at the first collective.
+        raise PlanError(f"rank(s) {', '.join(map(str, outside))} of {world_size()} are not in the mesh:\n{mesh}")
     device_mesh = mesh.to_device_mesh(device_type) if isinstance(mesh, ProcessMesh) else mesh
     sub = device_mesh[name]
     return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())

@@ -18,22 +18,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of a model by their global norm, as one device would.
 
-    A collective call: every rank makes it.
+    Every rank must make the call.
 
     Args:
-        model: what ``to_distributed`` returned (or an optimizer from ``shard_optimizer``); any other
+        model: the model that ``to_distributed`` returned, or an optimizer from ``shard_optimizer``; any other
             model is clipped by torch.
-        max_norm: the largest norm to leave.
-        norm_type: p of the p-norm; ``math.inf`` for the largest element.
-        error_if_nonfinite: raise where the norm is NaN or infinite; such a norm goes into the
-            gradients otherwise, as in torch.
+        max_norm: maximum norm of the gradients after clipping.
+        norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: whether to raise if the norm is NaN or infinite; otherwise such a norm scales the
+            gradients, as in torch.
 
     Returns:
         The norm before clipping, the same on every rank.
 
     Raises:
-        ValueError: for gradients that were never synchronised (see ``no_sync``).
-        RuntimeError: for a non-finite norm, if asked to.
+        ValueError: if the gradients were never synchronised (see ``no_sync``).
+        RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
 
     Example::
 
@@ -56,7 +56,7 @@ def clip_grad_norm_(
     norm = global_norm(gradients, norm_type=float(norm_type), axes=(runtime.tp, runtime.dp), like=like)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"the global gradient norm of order {norm_type} is {norm.item()}, so it cannot be clipped by"
+            f"the global gradient norm of order {norm_type} is {norm.item()}, so the gradients cannot be clipped by it"
         )
     scale_by_norm([grad for grad, _ in gradients], norm, float(max_norm))
     return norm if like.dtype is torch.float64 else norm.float()

@@ -1,4 +1,4 @@
-"""Parameters laid end to end in one flat tensor, of which each data-parallel rank keeps an equal part."""
+"""Parameters that lie end to end in one flat tensor, sharded evenly over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from meshwright.parallel.sharded_parameter import ShardedParameter, guard
 
 
 class FlatShard:
-    """One rank's part of a few parameters (ZeRO-3), and the whole of them while somebody needs it.
+    """This rank's part of some parameters under ZeRO-3, and all of their elements while they are gathered.
 
-    In between, a parameter has its shape and dtype, but no memory: elementwise arithmetic works on this rank's
-    elements, and whatever needs all of them raises (see ``ShardedParameter``).
+    Outside of its layer a parameter has its shape and dtype, but no memory: elementwise arithmetic works on this
+    rank's elements, and any operation that needs all of them raises (see ``ShardedParameter``).
 
     Args:
-        parameters: of one dtype, and all trainable or all frozen; not changed here.
-        shapes: of this rank's TP shard of each.
-        dp: the axis over which they are cut.
-        device: where the part is kept. That of half-precision parameters that are trained is in float32.
+        parameters: parameters of one dtype, all trainable or all frozen; the constructor leaves them unchanged.
+        shapes: shape of this rank's TP shard of each parameter.
+        dp: the axis over which they are sharded.
+        device: device of this rank's part. The part of trainable half-precision parameters is in float32.
     """
 
     def __init__(self, parameters: list[nn.Parameter], shapes: list[torch.Size], dp: Axis, device: torch.device):
@@ -44,27 +44,27 @@ class FlatShard:
 
     @property
     def bucket(self) -> Bucket:
-        """The same parameters as a bucket of gradients."""
+        """A gradient bucket of the same parameters."""
         bucket = Bucket(self.parameters, self.dp.size, self.master.dtype)
         assert bucket.offsets == self.starts and bucket.numel == self.length * self.dp.size
         return bucket
 
     def keep(self, index: int, local: Tensor) -> Tensor:
-        """Copy this rank's part out of a parameter's TP shard; what is to stand in the parameter's place."""
+        """Copy this rank's part out of a parameter's TP shard; return a placeholder for the parameter."""
         (low, high), begin = self._own(index)
         self.master[begin : begin + high - low].copy_(local.flatten()[low:high])
         return self.stand_in.expand(local.shape)
 
     def start(self) -> None:
-        """Begin to gather, unless that is done."""
+        """Start the all-gather, unless it was started already."""
         if self._full is None and self._wait is None:
-            # What is gathered under inference_mode may be used after it.
+            # A tensor that is gathered under inference_mode may be used after it.
             with torch.inference_mode(False), torch.no_grad():
                 own = self.master if self.master.dtype == self.dtype else self.master.to(self.dtype)
                 self._wait = start_all_gather(own, self.dp)
 
     def full(self) -> Tensor:
-        """All elements of the parameters, gathered if need be."""
+        """All elements of the parameters; gathers them if needed."""
         self.start()
         if self._wait is not None:
             self._full, self._wait = self._wait(), None
@@ -72,18 +72,18 @@ class FlatShard:
         return self._full
 
     def release(self) -> None:
-        """Let go of what was gathered; whoever still uses it keeps it for so long."""
+        """Drop the gathered tensor; its memory is freed when nothing uses it any more."""
         if self._wait is not None:
             self._wait()
         self._full = self._wait = None
 
-    publish = refresh = release  # after a step, what is gathered is old
+    publish = refresh = release  # after a step, gathered values are stale
 
     def take_over(self) -> None:
-        """Cut and keep the values that the program assigned by ``parameter.data = ...``, if any.
+        """Shard and keep the values that the program assigned with ``parameter.data = ...``, if any.
 
         Raises:
-            ValueError: for parameters that were cast, or given another shape.
+            ValueError: if a parameter was cast or given another shape.
         """
         if self.is_lent:
             return
@@ -93,8 +93,8 @@ class FlatShard:
                 continue
             if (parameter.dtype, parameter.shape) != (self.dtype, self.shapes[index]):
                 raise ValueError(
-                    f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)}, and ZeRO stage 3 "
-                    f"keeps it as {self.dtype} {tuple(self.shapes[index])}, in parts: the change would not reach them. "
+                    f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)}, but ZeRO stage 3 "
+                    f"keeps {self.dtype} {tuple(self.shapes[index])} in shards, which the change would not reach. "
                     "Call model.to(...), .double(), .float() or the like before to_distributed"
                 )
             with reading_shards():
@@ -102,7 +102,7 @@ class FlatShard:
             self.release()
 
     def split(self) -> list[FlatShard]:
-        """The same parameters, those that are trained by now apart from those that are not; every rank calls it."""
+        """Split into one flat of the trainable and one of the frozen parameters; every rank must make the call."""
         groups: dict[bool, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             groups.setdefault(parameter.requires_grad, []).append(index)
@@ -120,7 +120,7 @@ class FlatShard:
         return parts
 
     def lend(self) -> None:
-        """Give the parameters their values."""
+        """Give the parameters their gathered values."""
         self.is_lent = True
         for parameter, segment in self._segments(self.full()):
             if self.is_guarded:
@@ -128,7 +128,7 @@ class FlatShard:
             parameter.data = segment
 
     def take_back(self) -> None:
-        """Leave the parameters without values."""
+        """Replace the parameters' values with placeholders."""
         self.is_lent = False
         for parameter, shape in zip(self.parameters, self.shapes, strict=True):
             parameter.data = self.stand_in.expand(shape)
@@ -136,27 +136,27 @@ class FlatShard:
                 guard(parameter)
 
     def guard(self) -> None:
-        """Let the parameters say, while they are without values, where those are."""
+        """Make each parameter a ``ShardedParameter`` of this rank's elements while it is not lent."""
         for index, parameter in enumerate(self.parameters):
             guard(parameter, _OwnElements(self, index))
         self.is_guarded = all(type(parameter) is ShardedParameter for parameter in self.parameters)
 
     def own(self, index: int) -> Tensor:
-        """This rank's elements of a parameter, as they are stepped; writing into them changes it."""
+        """This rank's elements of a parameter, as they are stepped; writing to them changes the parameter."""
         (low, high), begin = self._own(index)
         return self.master[begin : begin + high - low]
 
     def own_of(self, index: int, local: Tensor) -> Tensor:
-        """The same elements of a tensor of the shard's shape."""
+        """The same elements of a tensor that has the shape of the parameter's TP shard."""
         low, high = self._own(index)[0]
         return local.flatten()[low:high]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in what is gathered now."""
+        """Whether ``tensor`` is a view of the gathered tensor."""
         return self._full is not None and tensor.dtype == self.dtype and memory(tensor)[0] == memory(self._full)[0]
 
     def part(self, index: int) -> tuple[Tensor, RowLayout]:
-        """This rank's elements of a parameter's flattened TP shard, and how that is cut over the axis."""
+        """This rank's elements of a parameter's flattened TP shard, and how that shard is cut over dp."""
         (low, high), begin = self._own(index)
         return self.master[begin : begin + high - low].to(self.dtype), self._cut(index)
 
@@ -168,13 +168,13 @@ class FlatShard:
         return RowLayout.stretches(self.starts[index], self.shapes[index].numel(), self.length, self.dp.size)
 
     def _own(self, index: int) -> tuple[Span, int]:
-        """This rank's elements of a parameter, and where they begin in its part; no elements begin at 0."""
+        """This rank's span of a parameter's elements, and where it begins in its part (0 for an empty span)."""
         low, high = self._cut(index).spans[self.dp.rank][0]
         return (low, high), self.starts[index] + low - self.dp.rank * self.length if low < high else 0
 
 
 class _OwnElements:
-    """Where a parameter's values are; see ``Values``."""
+    """Access to the values of one parameter; see ``Values``."""
 
     def __init__(self, flat: FlatShard, index: int):
         self.flat, self.index = flat, index

@@ -1,4 +1,4 @@
-"""A loss that the program computes from the model's outputs, made that of the global batch."""
+"""The mean over the global batch of a loss that the program computes from the model's outputs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from meshwright.parallel.mean_over_ranks import GlobalMean
 def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
     """Turn the mean that this rank computed into the mean over the global batch, in value and gradient.
 
-    Every data-parallel rank calls it, once for each loss, before ``backward``. On one process it changes nothing, so
-    that a program may always call it. What a model itself returns as its loss needs no such call; see docs/losses.md.
+    Every data-parallel rank must call it once per loss, before ``backward``. On one process it changes nothing, so a
+    program may always call it. A loss that the model itself returns needs no such call; see docs/losses.md.
 
     Args:
-        model: what ``to_distributed`` or ``DataParallel`` returned.
+        model: the model that ``to_distributed`` or ``DataParallel`` returned.
         loss: the mean over this rank's rows or labels, a scalar.
-        count: how many of them this rank has; with 0 the loss is not looked at.
+        count: the number of those rows or labels; if it is 0, the value of the loss is ignored.
 
     Returns:
         The sum over the ranks of ``loss * count``, divided by the sum of ``count``; the same on every rank.
 
     Raises:
-        ValueError: for a model that is not distributed, and for a loss that is not a scalar.
+        ValueError: if the model is not distributed, or the loss is not a scalar.
 
     Example::
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.parallel.collectives import Axis, all_gather
 
-# A gradient of this rank, and how many ranks' shards hold each of its elements over the TP axis.
+# A gradient of this rank, and how many ranks hold each of its elements.
 Counted = tuple[Tensor, "Tensor | float"]
 
 
@@ -18,10 +18,10 @@ def global_norm(gradients: Iterable[Counted], *, norm_type: float, axes: Iterabl
     """The norm of all gradients of the model, each element counted once.
 
     Args:
-        gradients: this rank's, with the copies of each element.
+        gradients: this rank's gradients, with the number of copies of each element.
         norm_type: p of the p-norm, or infinity.
-        axes: over which the gradients are spread.
-        like: a tensor of the device on which to work, also where this rank has no gradient.
+        axes: the axes over which the gradients are spread.
+        like: a tensor on the device to use, also if this rank has no gradient.
     """
     device = like.device
     if math.isinf(norm_type):
@@ -40,8 +40,8 @@ def _power_sum(gradients: list[Counted], p: float, device: torch.device) -> Tens
     mixed = [(grad, copies) for grad, copies in gradients if not isinstance(copies, float)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if whole:
-        # float64 sums: in float32 torch's CPU kernel is off by up to 1e-3 on large tensors, and by another
-        # amount on each shard, so that the norm would depend on the plan.
+        # In float32, torch's CPU kernel is off by up to 1e-3 on large tensors, and by a different amount per
+        # shard, so the norm would depend on the plan.
         norms = torch.stack(torch._foreach_norm([grad for grad, _ in whole], p, dtype=torch.float64))
         weights = torch.tensor([1.0 / copies for _, copies in whole], dtype=torch.float64, device=device)
         total = total + (norms.pow(p) * weights).sum()
@@ -57,5 +57,5 @@ def scale_by_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) ->
     for grad in gradients:
         by_dtype.setdefault(grad.dtype, []).append(grad)
     for dtype, members in by_dtype.items():
-        # A half-precision factor would be off by half a percent itself.
+        # A half-precision factor alone would be off by half a percent.
         torch._foreach_mul_(members, coefficient.to(torch.promote_types(dtype, torch.float32)))

@@ -1,4 +1,4 @@
-"""What a distributed model carries: its axes, and how its gradients are kept."""
+"""The runtime of a distributed model: its axes, and the objects that handle its gradients."""
 
 from __future__ import annotations
 
@@ -36,24 +36,26 @@ class Runtime:
     """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
 
     Args:
-        tp, dp: this rank's place on the axes.
+        tp, dp: the axes, with this rank's place on them.
         parameters: the trainable parameters.
-        syncs: who synchronises their gradients.
+        syncs: the objects that synchronise the gradients.
         zero: the ZeRO shards, if any.
-        weights: the parameters under ZeRO stage 3.
-        guard: watches over the ranks; None on one process.
-        comparison: what the replicas of the model must have in common; None without a guard.
-        plan: of a ``to_distributed`` call.
-        streams: the dropout streams of its model.
-        engine: who averages gradients over dp, steps and clips instead, e.g. "DeepSpeed"; None for the runtime.
-        materialise: makes a parameter whole on this rank's shard while inside, where an engine splits it further.
+        weights: the sharded parameters under ZeRO stage 3.
+        guard: the guard that watches the ranks; None on one process.
+        comparison: the comparison of the model's replicas; None without a guard.
+        plan: the plan of a ``to_distributed`` call.
+        streams: the dropout streams of the model.
+        engine: name of the engine that averages gradients over dp, steps and clips, e.g. "DeepSpeed"; None if the
+            runtime does so.
+        materialise: context manager that makes this rank's shard of a parameter whole where an engine splits it
+            further.
         has_optimizer: whether an optimizer is bound to the parameters.
-        loss: the model's loss; None for one that is not known.
-        uneven: warns of batches that ranks share unevenly, where a loss is not known.
-        hooked: warns of the program's hooks that see a part of the activations.
+        loss: the model's loss; None if it is not known.
+        uneven: the object that warns of batches that ranks share unevenly, if the loss is not known.
+        hooked: the object that warns of the program's hooks that see a part of the activations.
         gathers_logits: whether ``outputs.logits`` are whole in training.
-        trained: follows which parameters require a gradient.
-        names_only: whether ``state_dict()`` is read for its names now: whoever saves has been given the values.
+        trained: the object that follows which parameters require a gradient.
+        names_only: whether ``state_dict()`` is read only for its names, by a save that has the values already.
     """
 
     tp: Axis
@@ -84,30 +86,29 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         raise AlreadyDistributedError(
-            "a module whose gradients are synchronised was copied without the model that they belong to, so that the "
-            "copy would train apart on each rank; copy the model that to_distributed returned, or the plain model: "
-            "copy.deepcopy(ddp.module)"
+            "a module whose gradients are synchronised was copied without its model, so each rank would train its "
+            "copy alone. Copy the model that to_distributed returned, or the plain model: copy.deepcopy(ddp.module)"
         )
 
     def check_own(self, what: str, instead: str) -> None:
-        """Refuse what an engine does in the runtime's place.
+        """Refuse a call that an engine handles instead of the runtime.
 
         Raises:
-            ValueError: naming what to use instead.
+            ValueError: if the model has an engine; it names what to use instead.
         """
         if self.engine is not None:
-            raise ValueError(f"{what}: {self.engine} keeps this model's gradients and masters; {instead}")
+            raise ValueError(f"{what}: {self.engine} keeps this model's gradients and master weights; {instead}")
 
     def follow(self) -> None:
-        """Act on what the program froze and thawed since the last pass."""
+        """Take in what the program froze and thawed since the last pass."""
         if self.trained is not None:
             self.trained.follow()
 
     def meet_over_dp(self) -> None:
-        """Compare the data-parallel ranks, all of which have begun to reduce their gradients.
+        """Compare the data-parallel ranks once all of them have started to reduce their gradients.
 
         Raises:
-            DivergenceError: naming what differs, and the ranks.
+            DivergenceError: if they differ; it names what differs, and the ranks.
         """
         if self.guard is None or self.dp.size == 1:
             return
@@ -118,11 +119,11 @@ class Runtime:
         self.comparison.compare_weights(self.dp)
 
     def compare_before_save(self) -> None:
-        """Compare the weights that several ranks hold; every rank makes the call.
+        """Compare the weights that several ranks hold; every rank must make the call.
 
         Raises:
-            DivergenceError: naming those that differ, and the ranks.
-            CheckpointError: the ranks can no longer meet.
+            DivergenceError: if weights differ; it names them and the ranks.
+            CheckpointError: if the process group was destroyed.
         """
         if max(self.dp.size, self.tp.size) > 1 and not dist.is_initialized():
             raise CheckpointError(
@@ -133,7 +134,7 @@ class Runtime:
             self.comparison.compare_now()
 
     def meet_before_publishing(self, *_: Any) -> None:
-        """Compare the data-parallel ranks, all of which step their slices now."""
+        """Compare the data-parallel ranks, which are about to step their slices."""
         if self.guard is not None and self.dp.size > 1:
             self.guard.meet("optimizer step", self.dp.group)
 
@@ -147,7 +148,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def reading_names(self) -> Iterator[None]:
-        """Inside, ``state_dict()`` does not raise where it holds shards."""
+        """Let ``state_dict()`` return shards inside, instead of raising."""
         before, self.names_only = self.names_only, True
         try:
             yield
@@ -155,7 +156,7 @@ class Runtime:
             self.names_only = before
 
     def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
-        """This rank's gradients, each with how many ranks of (dp x tp) hold each of its elements."""
+        """This rank's gradients, each with the number of (dp x tp) ranks that hold each of its elements."""
         counted: list[tuple[Tensor, Tensor | float]] = []
         held = set()
         if self.zero is not None:
@@ -175,7 +176,7 @@ class Runtime:
         return counted
 
     def check_synced(self, *_: Any) -> None:
-        """Refuse to go on with gradients that were never synchronised: accumulated under no_sync, or thawed too late.
+        """Refuse gradients that were never synchronised: accumulated under no_sync, or thawed too late.
 
         Raises:
             ValueError: on every rank that runs the same program.
@@ -190,12 +191,12 @@ class Runtime:
 
 
 def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
-    """Keep the runtime on the object it belongs to."""
+    """Keep a runtime on the model or optimizer that it belongs to."""
     object.__setattr__(owner, _ATTRIBUTE, runtime)
 
 
 def find_runtime(owner: object) -> Runtime | None:
-    """The runtime of a distributed model or sharded optimizer."""
+    """The runtime of a distributed model or sharded optimizer; None for any other object."""
     return vars(owner).get(_ATTRIBUTE)
 
 
@@ -203,7 +204,7 @@ def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
     """The runtime of a distributed model or sharded optimizer.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if ``owner`` is neither.
     """
     runtime = find_runtime(owner)
     if runtime is None:
@@ -214,13 +215,13 @@ def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
 
 
 def plan_of(model: nn.Module) -> ParallelPlan:
-    """The plan by which ``to_distributed`` distributed a model: the one given, read or picked.
+    """The plan that ``to_distributed`` applied to a model, whether it was given, read or picked.
 
     Args:
-        model: what ``to_distributed`` returned.
+        model: the model that ``to_distributed`` returned.
 
     Raises:
-        ValueError: for a model that it did not distribute.
+        ValueError: if ``to_distributed`` did not distribute the model.
 
     Example::
 
@@ -236,8 +237,8 @@ def plan_of(model: nn.Module) -> ParallelPlan:
 def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[None]:
     """Leave gradients unsynchronised inside; the first backward pass outside synchronises their sum.
 
-    For loops that accumulate by hand. Without it each pass synchronises, which is right but sends
-    the gradients each time. ``ParallelPlan.gradient_accumulation_steps`` needs neither.
+    Use it in loops that accumulate by hand. Without it each pass synchronises, which is right but sends
+    the gradients each time. ``ParallelPlan.gradient_accumulation_steps`` needs neither the loop nor this call.
 
     Raises:
         ValueError: if ``owner`` is not distributed.

@@ -1,4 +1,4 @@
-"""Make the state of a user's optimizer that of the shards which its parameters have become."""
+"""Shard the state of a user's optimizer whose parameters have become shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that the optimizer steps parameters of this model.
 
     Raises:
-        OptimizerMismatchError: for foreign parameters, or none at all.
+        OptimizerMismatchError: if it has parameters of another model, or none.
     """
     own = {id(p) for p in model.parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -31,7 +31,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def shard_state(optimizer: Optimizer) -> None:
-    """Cut the state that an optimizer has already, in place; its parameters are shards, with records."""
+    """Shard the existing state of an optimizer in place; its parameters are shards, with records."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:

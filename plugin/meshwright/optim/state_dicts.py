@@ -1,7 +1,7 @@
-"""``state_dict`` and ``load_state_dict`` of models and optimizers of which this rank holds a part.
+"""``state_dict`` and ``load_state_dict`` of sharded models and optimizers.
 
-``state_dict()`` raises: one rank alone usually calls it, so that it cannot gather. ``load_state_dict()`` of a model
-takes whole tensors, which every rank has, and each rank keeps its rows.
+``state_dict()`` raises: usually one rank alone calls it, so it cannot gather. A model's ``load_state_dict()`` takes
+whole tensors on every rank, and each rank keeps its rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from meshwright.parallel.shard_reads import reading_shards
 
 
 def guard_model(model: nn.Module, runtime: Runtime) -> None:
-    """Make ``model.state_dict()`` raise where it would hold shards, and ``model.load_state_dict()`` cut whole tensors.
+    """Make ``model.state_dict()`` raise if it would hold shards, and ``model.load_state_dict()`` shard whole tensors.
 
     Args:
-        model: its parameters carry records.
-        runtime: of the model; with an engine of its own nothing changes, since it saves and loads shards itself.
+        model: the model, whose parameters carry records.
+        runtime: the model's runtime; under an engine nothing changes, since the engine saves and loads shards.
     """
     if runtime.engine is not None:
         return
@@ -49,7 +49,7 @@ class _ModuleState:
         self.window = Window(())
 
     def refuse_shards(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if keep_vars or self.runtime.names_only:  # whoever asks wants the names or the objects, not the values
+        if keep_vars or self.runtime.names_only:  # the caller wants the names or the objects, not the values
             return
         weights = self.runtime.weights
         for name, parameter in module.named_parameters(recurse=False):
@@ -63,7 +63,7 @@ class _ModuleState:
             else:
                 continue
             raise UnreadableTensorError(
-                f"{what}, so model.state_dict() would be a part of the model, and every rank that loads it would "
+                f"{what}, so model.state_dict() would hold a part of the model, and every rank that loads it would "
                 "get the weights of the rank that saved it. On all ranks call meshwright.full_state_dict(model), "
                 "model.save_pretrained(folder) or meshwright.save_weights(model, folder)"
             )
@@ -79,11 +79,11 @@ class _ModuleState:
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Put this rank's shard in the place of each whole tensor, before torch copies it."""
+        """Replace each whole tensor with this rank's shard before torch copies it."""
         if local_metadata.get("assign_to_params_buffers", False):
             raise UnreadableTensorError(
-                "load_state_dict(assign=True) would put new parameters in the place of those that meshwright "
-                "synchronises, which would then train apart on each rank; use load_state_dict(state), which copies"
+                "load_state_dict(assign=True) would replace the parameters that meshwright synchronises, so each rank "
+                "would train the new ones alone. Use load_state_dict(state), which copies"
             )
         weights = self.runtime.weights
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -98,7 +98,7 @@ class _ModuleState:
             else:
                 own = record.layout.take(value.detach(), record.rank).to(parameter.device, parameter.dtype)
             if weights is not None and is_held:
-                # torch copies into the parameter, which needs memory for so long.
+                # torch copies into the parameter, which needs memory until then.
                 with reading_shards():
                     weights.lend_memory(parameter, own)
             with reading_shards():
@@ -117,8 +117,8 @@ class _ModuleState:
 def _mismatch(key: str, value: Tensor, parameter: Tensor, record: ShardRecord) -> str:
     if value.shape == parameter.shape:
         return (
-            f"{key} in the state dict is one rank's shard {list(value.shape)}, and the whole tensor "
-            f"{list(record.global_shape)} is needed: save meshwright.full_state_dict(model), which all ranks call"
+            f"{key} in the state dict is one rank's shard {list(value.shape)}, but the whole tensor "
+            f"{list(record.global_shape)} is needed. On all ranks call meshwright.full_state_dict(model), and save that"
         )
     return (
         f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, the shape in current "
@@ -127,7 +127,7 @@ def _mismatch(key: str, value: Tensor, parameter: Tensor, record: ShardRecord) -
 
 
 class _OptimizerState:
-    """The hooks of an optimizer."""
+    """The hooks of one optimizer."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
@@ -135,23 +135,25 @@ class _OptimizerState:
     def refuse_shards(self, optimizer: Optimizer) -> None:
         if (what := self._part_of(optimizer)) is not None:
             raise UnreadableTensorError(
-                f"{what}, so optimizer.state_dict() would be a part of the state, and every rank that loads it would "
-                "get that of the rank that saved it. On all ranks call meshwright.save_optimizer(model, optimizer, "
-                "folder), and meshwright.load_optimizer(model, optimizer, folder) under any plan"
+                f"{what}, so optimizer.state_dict() would hold a part of the state, and every rank that loads it would "
+                "get the state of the rank that saved it. On all ranks call meshwright.save_optimizer(model, "
+                "optimizer, folder), and later meshwright.load_optimizer(model, optimizer, folder) under any plan"
             )
 
     def refuse_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if (what := self._part_of(optimizer)) is not None:
             raise UnreadableTensorError(
-                f"{what}, so optimizer.load_state_dict() would put whole tensors, or another rank's, where this rank "
-                "has its part. Load a one-device state before to_distributed, which keeps it; or on all ranks call "
-                "meshwright.load_optimizer(model, optimizer, folder) with what meshwright.save_optimizer wrote"
+                f"{what}, so optimizer.load_state_dict() would replace this rank's part with whole tensors or another "
+                "rank's part. Load a one-device state before to_distributed, which keeps it; or on all ranks call "
+                "meshwright.load_optimizer(model, optimizer, folder) on a folder of meshwright.save_optimizer"
             )
 
     def _part_of(self, optimizer: Optimizer) -> str | None:
-        """Why this rank's state is not the whole; None where it is."""
+        """Why this rank's state is only a part; None if it is whole."""
         if self.runtime.zero is not None:
-            return f"under ZeRO the state is of this rank's elements alone, one of {self.runtime.dp.size} flat slices"
+            return (
+                f"under ZeRO this rank holds the state of its own elements, one of {self.runtime.dp.size} flat slices"
+            )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         records = [getattr(p, "meshwright", None) for p in parameters]
         if any(isinstance(record, ShardRecord) and record.is_sharded for record in records):

@@ -1,6 +1,6 @@
-"""Which elements of each parameter this rank's optimizer steps: where its state lies, under every plan.
+"""Which elements of each parameter this rank's optimizer steps, and so holds state of, under every plan.
 
-This is the one place that knows. Saving makes state whole, and loading cuts it, by what is said here.
+Only this module decides that: saving makes the state whole by it, and loading cuts the state by it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Part:
     """This rank's part of one parameter.
 
     Args:
-        record: how the parameter is sharded over tp.
-        cut: which elements of that shard, flattened, each data-parallel rank steps; replicated where each steps all.
-        own: this rank's stretch of them.
-        key: what ``optimizer.state`` and the groups call this part; None where this rank steps no element.
-        has_master: whether that is a float32 copy, stepped in place of half-precision weights.
+        record: the record of how the parameter is sharded over tp.
+        cut: which elements of that flattened shard each data-parallel rank steps; replicated if each steps all.
+        own: this rank's span of them.
+        key: this part in ``optimizer.state`` and in the groups; None if this rank steps no element.
+        has_master: whether ``key`` is a float32 copy, stepped in place of half-precision weights.
     """
 
     record: ShardRecord
@@ -42,12 +42,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerParts:
-    """An optimizer taken apart by the one-device names of its parameters.
+    """This rank's parts of all parameters of an optimizer, by their one-device names.
 
     Args:
-        optimizer: without its wrapper.
-        runtime: of the model, or one of a single rank.
-        parts: by name.
+        optimizer: the optimizer without its wrapper.
+        runtime: the model's runtime, or one of a single rank.
+        parts: the parts by name.
         groups: the names of each group's parameters.
     """
 
@@ -58,14 +58,14 @@ class OptimizerParts:
 
 
 def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
-    """Take an optimizer apart.
+    """Find this rank's part of each of an optimizer's parameters.
 
     Args:
-        model: distributed or not; its parameters' names are those of the state.
-        optimizer: over parameters of this model.
+        model: the optimizer's model, distributed or not; its parameters' names are those of the state.
+        optimizer: an optimizer of parameters of this model.
 
     Raises:
-        OptimizerMismatchError: for an optimizer of another model.
+        OptimizerMismatchError: if the optimizer belongs to another model.
     """
     optimizer = unwrapped(optimizer)
     runtime = _common_runtime(model, optimizer)
@@ -99,7 +99,7 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside those that hold it as ``.optimizer``, as accelerate's does."""
+    """The optimizer inside of wrappers that hold it as ``.optimizer``, such as accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer

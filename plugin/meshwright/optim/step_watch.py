@@ -1,4 +1,4 @@
-"""Look at every step of every optimizer that reaches a distributed model's parameters, the model's own or not."""
+"""Check every step of every optimizer that reaches a distributed model's parameters, the model's own or not."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
-    """Refuse steps that would use gradients before they are reduced, or reach nothing.
+    """Refuse steps that would use gradients before they are reduced, or would not reach the parameters.
 
-    By torch's hook on the steps of all optimizers, until the runtime is gone.
+    Uses torch's hook on the steps of all optimizers, and removes it when the runtime is gone.
 
     Args:
-        runtime: of a distributed model.
+        runtime: the runtime of a distributed model.
         is_trusted: see ``check_elementwise``.
     """
-    # Weakly: torch keeps the hook for as long as the process lives.
+    # A weak reference, since torch keeps the hook for as long as the process lives.
     reference = weakref.ref(runtime)
 
     has_warned = False
@@ -55,16 +55,16 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
         if names := [record_of(p).name for p in reduced if is_own or id(p) in stepped]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step() ran inside of a backward pass, on {names[0]} and {len(names) - 1} "
-                "more parameter(s) whose gradients are not reduced before it ends, so the replicas would drift apart. "
-                "Take the step out of the hook: loss.backward(); optimizer.step()"
+                "more parameter(s) whose gradients are reduced only when it ends, so the replicas would drift apart. "
+                "Move the step out of the hook: loss.backward(); optimizer.step()"
             )
     if is_own:
         return
     zero = runtime.zero
     if names := [record_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
         raise OptimizerMismatchError(
-            f"this {type(optimizer).__name__} was not distributed with the model, and steps {names[0]} and "
-            f"{len(names) - 1} more parameter(s) that ZeRO keeps in parts over the data-parallel ranks: its step would "
+            f"this {type(optimizer).__name__} was not distributed with the model, but steps {names[0]} and "
+            f"{len(names) - 1} more parameter(s) that ZeRO shards over the data-parallel ranks: its step would "
             "reach none of them. Pass one optimizer with a group for each: "
             "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
         )
@@ -73,15 +73,15 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> bool:
-    """Warn of trained parameters that are in no distributed model; returns whether there are any."""
+    """Warn of trained parameters that are in no distributed model; return whether there are any."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
     if strangers:
         logger.warning(
-            "%s.step() trains %d parameter(s), the first of shape %s, that are in no distributed model: "
-            "unless the program averages their gradients, each data-parallel rank steps them by its own rows', and the "
-            "ranks' values part. Make them a part of the model before to_distributed, or wrap the module that has "
-            "them: meshwright.DataParallel(module)",
+            "%s.step() trains %d parameter(s), the first of shape %s, that are in no distributed model. "
+            "Unless the program averages their gradients, each data-parallel rank steps them by its own rows' "
+            "gradients only, and the ranks' values diverge. Make them a part of the model before to_distributed, or "
+            "wrap the module that has them: meshwright.DataParallel(module)",
             type(optimizer).__name__,
             len(strangers),
             list(strangers[0].shape),

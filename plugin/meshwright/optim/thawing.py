@@ -1,4 +1,4 @@
-"""Follow ``requires_grad`` while a program trains: what it thaws is reduced and stepped as what was trained before."""
+"""Follow ``requires_grad`` while a program trains: thawed parameters are reduced and stepped like all others."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from meshwright.parallel.shard_reads import reading_shards
 
 
 class TrainedParameters:
-    """The parameters of a model that were ever trained, and who reduces and steps each of them.
+    """The parameters of a model that were ever trainable, and how each of them is reduced and stepped.
 
-    A parameter costs a place in a bucket, and under ZeRO a slice of the optimizer's state, from when it is trained
-    first. Where it is frozen later it keeps both, and gets no gradients.
+    A parameter takes a place in a bucket, and under ZeRO a slice of the optimizer's state, as soon as it is trainable.
+    If it is frozen later, it keeps both and gets no gradients.
 
     Args:
-        model: its parameters carry records.
-        optimizer: bound to those parameters, if any.
-        tp, dp: this rank's place on the axes.
-        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 are 1.
-        weights: the parameters under stage 3, attached.
-        bucket_bytes: gradients communicate in buckets of this size.
-        meet: called once a synchronised pass.
-        syncs: filled with who synchronises the gradients.
+        model: the model, whose parameters carry records.
+        optimizer: the optimizer of those parameters, if any.
+        tp, dp: the axes, with this rank's place on them.
+        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1.
+        weights: the attached parameters under stage 3.
+        bucket_bytes: size of the buckets in which gradients are reduced.
+        meet: function that is called once per synchronised pass.
+        syncs: list that this class fills with the objects that synchronise the gradients.
 
     Attributes:
-        parameters: all that were ever trained.
+        parameters: all parameters that were ever trainable.
         zero: the ZeRO shards, if any.
     """
 
@@ -66,14 +66,14 @@ class TrainedParameters:
             self.zero = ReduceScatter(dp, can_wait=self.stage == 1)
             if optimizer is not None:
                 bind_optimizer(optimizer, self.zero)
-            # The buckets of stage 3 are whole layers: one on its way is enough to hide it.
+            # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
             in_flight = IN_FLIGHT if weights is None else 1
             self._of_zero = GradientSync([], tp=tp, reduction=self.zero, meet=meet, in_flight=in_flight, peers=syncs)
             self.syncs.append(self._of_zero)
         self._take_in(self._new())
 
     def follow(self) -> None:
-        """Take in what was thawed; every rank makes the call, and thawed the same (see ReplicaComparison)."""
+        """Take in thawed parameters; every rank must make the call and thaw the same ones (see ReplicaComparison)."""
         if self._watch.accept():
             with reading_shards():
                 self._take_in(self._new())
@@ -82,14 +82,14 @@ class TrainedParameters:
         """Refuse gradients of parameters that were thawed after the last forward pass of the model.
 
         Raises:
-            ValueError: naming them.
+            ValueError: if there are any; it names the parameters.
         """
         late = [p for p in self._new() if p.grad is not None] if self._watch.is_changed else []
         if late:
             raise ValueError(
                 f"{_shown([record_of(p).name for p in late])} had requires_grad set after the model's last forward "
-                "pass, and has a gradient by now, which is this rank's own. Set requires_grad before the forward pass, "
-                "and run that through the model that to_distributed returned, not through a part of it: "
+                "pass, and now has a gradient that is this rank's own. Set requires_grad before the forward pass, "
+                "and call the model that to_distributed returned, not a part of it: "
                 "loss = model(**batch).loss (with shard_optimizer: set requires_grad before shard_optimizer)"
             )
 
@@ -112,20 +112,20 @@ class TrainedParameters:
             self._reduce_whole(others)
 
     def _shard(self, new: list[nn.Parameter]) -> list[ShardedBucket]:
-        """What ZeRO cuts of these."""
+        """The buckets of those of these parameters that ZeRO shards."""
         if self.weights is not None:
             return self.weights.train(new)
         if self.zero is None:
             return []
         ids = {id(p) for p in new}
         groups = [[p for p in reversed(group) if id(p) in ids] for group in self.zero.groups]
-        if self.stage > 1:  # the optimizer need not step all: of the others too, each rank keeps a share of gradients
+        if self.stage > 1:  # the gradients of parameters that the optimizer does not step are sharded too
             stepped = {id(p) for group in groups for p in group}
             groups.append([p for p in new if id(p) not in stepped])
         return [one for group in groups for one in lay_out(group, self.dp, self.bucket_bytes)]
 
     def _reduce_whole(self, parameters: list[nn.Parameter]) -> None:
-        # On one data-parallel rank, only partial gradients need anything done to them.
+        # On one data-parallel rank, only partial gradients need a reduction.
         reduced = [p for p in parameters if self.dp.size > 1 or record_of(p).is_grad_partial]
         unreduced = [p for p in parameters if self.dp.size == 1 and not record_of(p).is_grad_partial]
         buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, multiple=1, accumulate_in_float32=False)
@@ -138,11 +138,11 @@ class TrainedParameters:
 
 
 class FixedParameters:
-    """The parameters that an engine trains, which took them when it was made.
+    """The parameters that an engine trains, which are fixed when it is made.
 
     Args:
-        model: its parameters carry records.
-        engine: its name.
+        model: the model, whose parameters carry records.
+        engine: the engine's name.
     """
 
     def __init__(self, model: nn.Module, engine: str):
@@ -150,7 +150,7 @@ class FixedParameters:
         self._known = {id(p) for p in self._watch.parameters if p.requires_grad}
 
     def follow(self) -> None:
-        """As :meth:`check`: an engine takes in nothing."""
+        """Like :meth:`check`, since an engine takes in no further parameters."""
         self.check()
         self._watch.accept()
 
@@ -158,7 +158,7 @@ class FixedParameters:
         """Refuse parameters that were thawed.
 
         Raises:
-            ValueError: naming them.
+            ValueError: if there are any; it names them.
         """
         if not self._watch.is_changed:
             return
@@ -171,7 +171,7 @@ class FixedParameters:
 
 
 class _Watch:
-    """The ``requires_grad`` of all parameters of a model, as it was looked at last."""
+    """The ``requires_grad`` flags of all parameters of a model, as they were last accepted."""
 
     def __init__(self, model: nn.Module):
         self.parameters = list(model.parameters())
@@ -185,7 +185,7 @@ class _Watch:
         return self._read() != self._flags
 
     def accept(self) -> bool:
-        """Go on from what is so now; whether that was news."""
+        """Accept the present flags; return whether they had changed."""
         before, self._flags = self._flags, self._read()
         return before != self._flags
 

@@ -1,4 +1,4 @@
-"""The weights of ZeRO stages 1 and 2: whole on every rank, in flat tensors of which each rank steps a part."""
+"""The weights under ZeRO stages 1 and 2: every rank holds them whole, in flat tensors, and steps a part of each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshwright.parallel.shard_reads import reading_shards
 
 
 class WholeWeights:
-    """The parameters of a bucket, laid into one flat tensor that every rank holds.
+    """The parameters of a bucket as views of one flat tensor that every rank holds.
 
     Args:
-        bucket: its length divides by the size of ``dp``.
+        bucket: the bucket, whose length is a multiple of the size of ``dp``.
         dp: the data-parallel axis.
     """
 
@@ -35,13 +35,13 @@ class WholeWeights:
         self.master = self.own if bucket.dtype == first.dtype else self.own.to(bucket.dtype)
 
     def publish(self) -> None:
-        """Give every rank the values that were stepped."""
+        """All-gather the stepped values to every rank."""
         if self.master is not self.own:
             self.own.copy_(self.master)
         all_gather_into(self.flat, self.own, self.dp)
 
     def refresh(self) -> None:
-        """Take over values that were set from outside, all of them."""
+        """Take over all values, which were set from outside."""
         if self.master is not self.own:
             self.master.copy_(self.own)
 
@@ -49,7 +49,7 @@ class WholeWeights:
         """Take over what the program wrote into the parameters since the last step, if anything.
 
         Raises:
-            ValueError: for parameters that were cast, moved to another device or given another shape.
+            ValueError: if a parameter was cast, moved to another device or given another shape.
         """
         with reading_shards():
             self._take_over()
@@ -61,20 +61,20 @@ class WholeWeights:
                 self._move_back(parameter)
         if self.master is self.own:
             return
-        # By the values: torch does not count writes through ``parameter.data``. What was not written keeps the bits
-        # that only the master has. To ask a GPU whether anything was written would take longer than the copy.
+        # Compares values, since torch does not count writes through ``parameter.data``. Unwritten elements keep the
+        # bits that only the master has. To ask a GPU whether anything was written would take longer than the copy.
         if is_deferred(self.own.device) or not torch.equal(self.own, self.master.to(self.own.dtype)):
             is_kept = self.own == self.master.to(self.own.dtype)
             self.master.copy_(torch.where(is_kept, self.master, self.own.to(self.master.dtype)))
 
     def _move_back(self, parameter: nn.Parameter) -> None:
-        """Copy values that were assigned by ``parameter.data = ...`` to where they are stepped."""
+        """Copy values that were assigned with ``parameter.data = ...`` into the flat tensor."""
         position = next(i for i, p in enumerate(self.bucket.parameters) if p is parameter)
         shape, offset = self._shapes[position], self.bucket.offsets[position]
         if (parameter.dtype, parameter.device, parameter.shape) != (self.flat.dtype, self.flat.device, shape):
             raise ValueError(
                 f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)} on {parameter.device}, "
-                f"and ZeRO steps {self.flat.dtype} {tuple(shape)} on {self.flat.device}: no step would reach it. Call "
+                f"but ZeRO steps {self.flat.dtype} {tuple(shape)} on {self.flat.device}: no step would reach it. Call "
                 "model.to(...), .double(), .float() or the like before to_distributed (or shard_optimizer)"
             )
         segment = self.flat[offset : offset + shape.numel()].view(shape)

@@ -1,17 +1,16 @@
-"""ZeRO stage 3: the weights of a layer are gathered while it runs, and each rank keeps a 1/dp part of them.
+"""ZeRO stage 3: each rank keeps a 1/dp part of a layer's weights, which are gathered while the layer runs.
 
 A unit is a decoder layer, or a module outside of the layers. Its parameters get their values before its
-forward pass and lose them after it. What autograd saves of them is a note to gather them again, so backward
-needs no hooks of its own: the first such note that is read gathers the unit, and lets go of the one before.
-The next unit is gathered meanwhile. Where activation checkpointing computes a layer again it leaves out the
-layer's hooks, so the modules inside ask too.
+forward pass and lose them after it; the next unit is gathered meanwhile. Autograd saves a handle instead of a
+weight, so backward needs no hooks of its own: the first handle that backward reads gathers the unit and releases
+the previous one. Activation checkpointing recomputes a layer without the layer's hooks, so the modules inside
+have hooks too.
 
-Not torch's ``fully_shard``, which serves other needs. It changes the class of every layer and makes the
-parameters DTensors, which transformers' utilities, a user's optimizer with its state and our records of
-TP shards would all have to live with; it keeps whole gradients under ``no_sync``; its hooks add to ``.grad``,
-so that the gradients of inner micro-batches cannot be told from those of ``backward()``; on gloo its
-reduce-scatter is an all-reduce (see ``start_reduce_scatter``). Here all stages share their buckets,
-masters, clipping and export.
+torch's ``fully_shard`` serves other needs. It changes the class of every layer and makes the parameters
+DTensors, which transformers' utilities, a user's optimizer with its state and our records of TP shards would
+all have to handle. It keeps whole gradients under ``no_sync``. Its hooks add to ``.grad``, so the gradients of
+inner micro-batches cannot be told from those of ``backward()``. On gloo its reduce-scatter is an all-reduce (see
+``start_reduce_scatter``). Here all stages share their buckets, masters, clipping and export.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from meshwright.roles.adapters import without_wrappers
 class ShardedWeights:
     """All units of a model.
 
-    Built before the weights are made, so that a rank never needs all of them at once: :meth:`keep` cuts
-    one tensor after the other, and :meth:`attach` begins to work.
+    It is built before the weights are made, so that a rank never needs all of them at once: :meth:`keep` shards
+    one tensor after the other, and :meth:`attach` adds the hooks.
 
     Args:
-        model: with whatever parameters; not changed here.
-        shape_of: the shape of this rank's TP shard of a parameter, by name.
+        model: the model, with or without values; the constructor leaves it unchanged.
+        shape_of: function of a parameter's name and the parameter that returns the shape of this rank's TP shard.
         dp: the data-parallel axis.
-        device: where the parts are kept.
+        device: device of this rank's parts.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ShardedWeights:
             new = [p for p in own if id(p) not in self._place]
             flats = [FlatShard(some, [shapes[id(p)] for p in some], dp, device) for some in _alike(new)]
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
-            # A tied parameter is in the flat of the module that has it first, which the others gather too.
+            # A tied parameter is in the flat of the first module that has it, and the others gather that flat too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
             if needed:
                 self.steps.append(_Step(self, module, needed, len(self.steps)))
@@ -69,14 +68,14 @@ class ShardedWeights:
         self._lent_again: list[FlatShard] = []
 
     def keep(self, parameter: Tensor, local: Tensor) -> Tensor:
-        """Keep this rank's part of a parameter's TP shard; what is to stand in the parameter's place."""
+        """Keep this rank's part of a parameter's TP shard; return its placeholder, or ``local`` if it is in no unit."""
         if id(parameter) not in self._place:
             return local
         flat, index = self._place[id(parameter)]
         return flat.keep(index, local)
 
     def attach(self, model: nn.Module) -> None:
-        """Begin to gather and release the weights of a model, whose parameters :meth:`keep` left without values."""
+        """Hook a model to gather and release its weights; :meth:`keep` has left its parameters without values."""
         for step in self.steps:
             step.hook()
         parts: dict[int, Any] = {id(x): x for x in (model, without_wrappers(model)[1])}
@@ -85,19 +84,20 @@ class ShardedWeights:
                 object.__setattr__(part, "generate", _GenerateTogether(part.generate))
 
     def find_places(self) -> None:
-        """Look up where the parameters of the flats are, after those were exchanged."""
+        """Look up the place of each parameter again, after the parameters of the flats were exchanged."""
         self._place = {id(p): (flat, index) for flat in self.flats for index, p in enumerate(flat.parameters)}
 
     def guard(self) -> None:
-        """Let the parameters say where their values are, outside of their layers."""
+        """Make each parameter a ``ShardedParameter`` of this rank's elements outside of its layer."""
         for flat in self.flats:
-            flat.take_back()  # a copied parameter's place holder is that of the model it was copied from
+            flat.take_back()  # a copied parameter still has the placeholder of the original model
             flat.guard()
 
     def train(self, parameters: list[nn.Parameter]) -> list[ShardedBucket]:
-        """The buckets of these parameters, trained for the first time, in the order in which backward finishes them.
+        """The buckets of newly trainable parameters, in the order in which backward finishes them.
 
-        What was frozen when it was cut is cut anew, by a gather: every rank makes the call.
+        Parameters that were frozen when they were sharded are gathered and sharded anew, so every rank must make the
+        call.
         """
         new = {id(p) for p in parameters}
         for old in [flat for flat in self.flats if not flat.is_trained and any(id(p) in new for p in flat.parameters)]:
@@ -110,27 +110,27 @@ class ShardedWeights:
         return [ShardedBucket(flat.bucket, self.dp, flat) for flat in trained]
 
     def part(self, parameter: nn.Parameter) -> tuple[Tensor, RowLayout]:
-        """This rank's elements of a parameter's flattened TP shard, and how that is cut over dp."""
+        """This rank's elements of a parameter's flattened TP shard, and how that shard is cut over dp."""
         if id(parameter) not in self._place:
             return parameter.detach().reshape(-1), RowLayout.replicated(parameter.shape.numel(), self.dp.size)
         flat, index = self._place[id(parameter)]
         return flat.part(index)
 
     def changed(self) -> list[str]:
-        """The parameters that were frozen, or thawed, since they were cut."""
+        """The names of the parameters that were frozen or thawed since they were sharded."""
         parameters = [(p, flat) for flat in self.flats for p in flat.parameters]
         return [record_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has its values here, and none of its own outside of its layer."""
+        """Whether a parameter's values are kept here, so that it has none outside of its layer."""
         return id(parameter) in self._place
 
     def lend_memory(self, parameter: nn.Parameter, values: Tensor | None) -> None:
         """Give a parameter memory to be copied into, until :meth:`take_back_memory`.
 
         Args:
-            parameter: one that :meth:`holds` knows.
-            values: this rank's TP shard, of which its part is kept; None to keep what there is.
+            parameter: a parameter for which :meth:`holds` is True.
+            values: this rank's TP shard, of which this rank's part is kept; None to keep the present values.
         """
         flat, index = self._place[id(parameter)]
         if values is not None:
@@ -146,15 +146,15 @@ class ShardedWeights:
             parameter.data = self.place_holder(parameter)
 
     def place_holder(self, parameter: nn.Parameter) -> Tensor:
-        """What is in a parameter outside of its layer: its shape, and no memory."""
+        """The tensor in a parameter outside of its layer; it has the parameter's shape and no memory."""
         flat, index = self._place[id(parameter)]
         return flat.stand_in.expand(flat.shapes[index])
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the weights of a module have their values, for a program that reads them past its forward.
+        """Give a module's weights their values inside, for a program that reads them without its forward.
 
-        A collective call. What autograd saves of them inside is gathered again in backward.
+        Every rank must make the call. Backward gathers again what autograd saves of the weights inside.
         """
         step = next((step for step in self.steps if step.module is module), None)
         if step is None:
@@ -167,13 +167,13 @@ class ShardedWeights:
             step.leave()
 
     def release(self) -> None:
-        """Let go of everything that is gathered."""
+        """Release all gathered weights."""
         self._current = None
         for flat in self.flats:
             flat.release()
 
     def enter_backward(self, step: _Step) -> None:
-        """Backward needs this step's weights, and none of those that it needed before."""
+        """Gather this step's weights for backward, and release those that it needed before."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._current = task, None
@@ -190,7 +190,7 @@ class ShardedWeights:
         step.gather(ahead)
 
     def lend_again(self, step: _Step) -> None:
-        """Give a step's parameters their values in backward, until it has come to another step."""
+        """Give a step's parameters their values in backward, until backward reaches another step."""
         self.enter_backward(step)
         for flat in step.flats:
             if not flat.is_lent:
@@ -211,13 +211,13 @@ class ShardedWeights:
 
 
 class _Step:
-    """A module whose forward pass needs weights.
+    """A unit: a module whose forward pass needs gathered weights.
 
     Args:
-        weights: of the model.
+        weights: the sharded weights of the model.
         module: a decoder layer, or a module with parameters of its own outside of the layers.
-        flats: what it needs.
-        index: its place in the order of the model.
+        flats: the flats of the parameters that the module needs.
+        index: the module's place in the order of the model.
     """
 
     def __init__(self, weights: ShardedWeights, module: nn.Module, flats: list[FlatShard], index: int):
@@ -234,14 +234,14 @@ class _Step:
                 inner.register_forward_pre_hook(self._enter_inside)
 
     def gather(self, ahead: list[FlatShard]) -> None:
-        """Gather this step's weights, and begin with those that are needed next."""
+        """Gather this step's weights, and start to gather those that are needed next."""
         for flat in [*self.flats, *ahead]:
             flat.start()
         for flat in self.flats:
             flat.full()
 
     def enter(self, *_: Any) -> None:
-        """Give the parameters their values."""
+        """Gather the weights, and give the parameters their values."""
         if in_backward():
             self.weights.enter_backward(self)
         else:
@@ -254,7 +254,9 @@ class _Step:
             flat.lend()
         if torch.is_grad_enabled():
             saved.push(self._note)
-            self.is_awaited |= not isinstance(self.module, nn.Embedding)  # whose gradient needs the words only
+            self.is_awaited |= not isinstance(
+                self.module, nn.Embedding
+            )  # an embedding's gradient needs only the token ids
         self._pushed.append(torch.is_grad_enabled())
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -276,7 +278,7 @@ class _Step:
                 flat.release()
 
     def _note(self, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """How backward gets a view of a weight again; None for what is not a weight."""
+        """The handle by which backward gets a view of a weight again; None if the tensor is not a weight."""
         flat = next((flat for flat in self.flats if flat.holds(tensor)), None)
         if flat is None:
             return None
@@ -291,10 +293,10 @@ class _Step:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """The modules that are gathered at once, in order, and whether those inside them belong to them.
+    """The module of each unit, in order, and whether the modules inside it belong to the unit.
 
-    They are the members of the outermost module lists, and all else that has parameters of its own: those in a
-    ParameterDict or ParameterList, which is never called, are its owner's.
+    These are the members of the outermost module lists, and all other modules with parameters of their own. A
+    ParameterDict or ParameterList is never called, so its parameters belong to its owner.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
@@ -324,7 +326,7 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class _GenerateTogether(MethodOverride):
-    """Lets every rank run as many forward passes as the longest of their texts needs: each is a collective."""
+    """``generate`` in which every rank runs as many forward passes as the longest text needs: each is a collective."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.method(*args, **{"synced_gpus": True, **kwargs})

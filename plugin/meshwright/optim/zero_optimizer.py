@@ -2,8 +2,8 @@
 
 The user's optimizer object stays; its parameters become this rank's slices. Gradients are
 reduce-scattered in buckets during backward, and the optimizer steps the slices. In stages 1 and 2 every
-rank holds the parameters whole, and they are all-gathered after the step; in stage 3 a rank keeps its
-share of them too (see :mod:`meshwright.optim.zero3_layers`). Passes under ``no_sync`` and micro-batches leave
+rank holds the parameters whole, and they are all-gathered after the step. In stage 3 a rank keeps only its
+share of them (see :mod:`meshwright.optim.zero3_layers`). Passes under ``no_sync`` and micro-batches leave
 whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision parameters have float32
 master slices and float32 gradients.
 
@@ -32,19 +32,19 @@ from meshwright.parallel.tensor_guards import HeldGradient, is_cleared, is_stand
 
 
 class Weights(Protocol):
-    """Where the values of a bucket's parameters are kept, and how a step reaches them."""
+    """The storage of the values of a bucket's parameters, and how a step reaches them."""
 
     master: Tensor
     """This rank's 1/dp part of the flat bucket, which the optimizer steps."""
 
     def publish(self) -> None:
-        """Have the next forward pass use the stepped values."""
+        """Make the next forward pass use the stepped values."""
 
     def refresh(self) -> None:
         """Take over values that were set from outside."""
 
     def take_over(self) -> None:
-        """Before a step: take over what the program wrote into the parameters, if anything."""
+        """Take over, before a step, what the program wrote into the parameters, if anything."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,9 +53,9 @@ class Slice:
 
     Args:
         parameter: the model's (TP-sharded) parameter.
-        start: first element of it, in its flattened order.
+        start: index of the part's first element in the flattened parameter.
         shard: the optimizer's parameter, a 1-d view into the bucket's master shard.
-        in_shard: position in that shard.
+        in_shard: the part's position in that master shard.
     """
 
     parameter: nn.Parameter
@@ -68,14 +68,14 @@ class ShardedBucket:
     """A bucket of parameters of which this rank steps a 1/dp part.
 
     Args:
-        bucket: its length divides by the size of ``dp``.
+        bucket: the bucket, whose length is a multiple of the size of ``dp``.
         dp: the data-parallel axis.
-        weights: of the bucket's parameters.
+        weights: the storage of the parameters' values.
     """
 
     def __init__(self, bucket: Bucket, dp: Axis, weights: Weights):
         self.bucket, self.dp, self.weights = bucket, dp, weights
-        self.unsynced: Tensor | None = None  # gradients of passes under no_sync, this rank's own
+        self.unsynced: Tensor | None = None  # this rank's own gradients from passes under no_sync
         length = bucket.numel // dp.size
         self.slices = list(self._cut(dp.rank * length, length))
 
@@ -88,7 +88,7 @@ class ShardedBucket:
                 yield Slice(parameter=parameter, start=low - offset, shard=shard, in_shard=in_shard)
 
     def cut(self, parameter: nn.Parameter) -> RowLayout:
-        """Which of a parameter's elements, flattened, each data-parallel rank steps."""
+        """Which elements of a flattened parameter each data-parallel rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
         return RowLayout.stretches(offset, parameter.shape.numel(), self.bucket.numel // self.dp.size, self.dp.size)
 
@@ -101,19 +101,19 @@ class ShardedBucket:
         return all_gather(own, self.dp)
 
 
-Gradients = dict[int, Tensor]  # by ``id`` of a parameter, or of a slice's shard
+Gradients = dict[int, Tensor]  # keyed by the ``id`` of a parameter, or of a slice's shard
 
 
 class ReduceScatter:
-    """The reduction that ZeRO gives GradientSync: gradients go to the slices, ``.grad`` holds a stand-in.
+    """ZeRO's reduction for GradientSync: gradients go to the slices, and ``.grad`` holds a stand-in.
 
     Args:
         dp: the data-parallel axis.
-        can_wait: gradients of passes under ``no_sync`` are kept whole (stage 1).
+        can_wait: whether gradients of passes under ``no_sync`` are kept whole (stage 1).
 
     Attributes:
         sharded: all buckets.
-        groups: the model's parameters of each of the optimizer's groups, frozen ones too.
+        groups: the model's parameters in each of the optimizer's groups, including frozen ones.
     """
 
     def __init__(self, dp: Axis, *, can_wait: bool):
@@ -123,7 +123,7 @@ class ReduceScatter:
         self._of: dict[int, ShardedBucket] = {}
         self._with: dict[int, ShardedBucket] = {}
         self._slices_of: dict[int, list[Slice]] = {}
-        self._arrived: set[int] = set()  # parameters whose gradients of the pass under way are in their ``.grad``
+        self._arrived: set[int] = set()  # parameters whose ``.grad`` holds gradients of the running pass
 
     def extend(self, sharded: list[ShardedBucket]) -> None:
         """Reduce these buckets too."""
@@ -141,7 +141,7 @@ class ReduceScatter:
 
     @property
     def slices(self) -> Iterator[Slice]:
-        """What this rank steps of them."""
+        """This rank's slices of them."""
         return (piece for sharded in self.sharded for piece in sharded.slices)
 
     def prepare(self, parameter: nn.Parameter) -> None:
@@ -175,7 +175,7 @@ class ReduceScatter:
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
         wait = start_reduce_scatter(flat, self.dp)
-        self._forget(p for p in bucket.parameters if not has_gradient(p))  # cleared, and used by another rank perhaps
+        self._forget(p for p in bucket.parameters if not has_gradient(p))  # cleared, and perhaps used by another rank
         self._stand_in(bucket)
 
         def finish() -> None:
@@ -196,7 +196,7 @@ class ReduceScatter:
 
     @contextlib.contextmanager
     def aside(self, gradients: Gradients) -> Iterator[None]:
-        """Backward passes inside add to ``gradients``, which is empty at first; the model's stay as they are."""
+        """Make backward passes inside add to ``gradients``, initially empty, and leave the model's as they are."""
         before = self._exchange(gradients)
         try:
             yield
@@ -204,7 +204,7 @@ class ReduceScatter:
             gradients |= self._exchange(before)
 
     def add(self, gradients: Gradients, factor: Tensor) -> None:
-        """Add gradients from :meth:`aside`, times a number, to the model's; they are used up."""
+        """Add gradients from :meth:`aside`, times ``factor``, to the model's; this uses them up."""
         self.settle()
         for parameter in self.parameters:
             if id(parameter) in gradients and parameter.grad is None:
@@ -220,7 +220,7 @@ class ReduceScatter:
                 piece.shard.grad.as_subclass(Tensor).add_(more.as_subclass(Tensor))
 
     def _exchange(self, gradients: Gradients) -> Gradients:
-        """Put these gradients in the place of all that there are; returns those, without their empty places."""
+        """Replace all present gradients with these, and return those that were not None."""
         holders = [*self.parameters, *(piece.shard for piece in self.slices)]
         before = {id(holder): holder.grad for holder in holders if holder.grad is not None}
         for holder in holders:
@@ -228,7 +228,7 @@ class ReduceScatter:
         return before
 
     def clear(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool = True) -> None:
-        """Forget every gradient of these parameters, synchronised or not; or make those that there are zero."""
+        """Clear all gradients of these parameters, synchronised or not, or set them to zero if not ``set_to_none``."""
         cleared = {id(p): p for p in parameters}
         for parameter in cleared.values():
             shards = [piece.shard for piece in self._slices_of.get(id(parameter), [])]
@@ -249,9 +249,9 @@ class ReduceScatter:
                     sharded.unsynced = None
 
     def settle(self) -> None:
-        """Do with the gradients in the slices what the program did with those of the model: cleared or set them.
+        """Clear or set the gradients in the slices as the program cleared or set those of the model.
 
-        A gradient that the program set is averaged over the axis. Where all ranks set the same it stays the same.
+        A gradient that the program set is averaged over dp. If all ranks set the same, it stays the same.
         """
         self._forget(self.parameters)
         for sharded in self.sharded:
@@ -269,7 +269,7 @@ class ReduceScatter:
                     piece.shard.grad = LocalGradient.of(own[piece.in_shard])
 
     def _forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clear what ``model.zero_grad()``, or the program by hand, cleared or zeroed on these parameters."""
+        """Clear the slices' gradients that the program cleared or zeroed on these parameters, as by ``zero_grad()``."""
         parameters = list(parameters)
         if cleared := [p for p in parameters if p.grad is None]:
             self.clear(cleared)
@@ -284,23 +284,23 @@ class ReduceScatter:
 
 
 def lay_out(parameters: Iterable[nn.Parameter], dp: Axis, bucket_bytes: int) -> list[ShardedBucket]:
-    """Stages 1 and 2: lay parameters that every rank holds into buckets, of each of which it steps a share.
+    """Put parameters that every rank holds (stages 1 and 2) into buckets of which each rank steps a share.
 
     Args:
-        parameters: of one group of the optimizer, with records, in the order in which backward finishes them.
+        parameters: parameters of one optimizer group, with records, in the order in which backward finishes them.
         dp: the data-parallel axis.
-        bucket_bytes: gradients communicate in buckets of this size.
+        bucket_bytes: size of the buckets in which gradients are reduced.
     """
     buckets = make_buckets(parameters, max_bytes=bucket_bytes, multiple=dp.size, accumulate_in_float32=True)
     return [ShardedBucket(bucket, dp, WholeWeights(bucket, dp)) for bucket in buckets]
 
 
 def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Empty an optimizer's groups, for :func:`step_slices` to put slices in the place of the parameters.
+    """Empty an optimizer's groups, so that :func:`step_slices` can put slices in the place of the parameters.
 
     Args:
-        optimizer: changed in place.
-        reduction: told the optimizer's groups.
+        optimizer: the optimizer, which is changed in place.
+        reduction: the reduction, which gets the optimizer's groups.
     """
     reduction.groups = [list(group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -308,11 +308,11 @@ def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
 
 def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[ShardedBucket]) -> None:
-    """Put this rank's slices of some parameters into the groups of these, with the state that they already have.
+    """Put this rank's slices of new parameters into their groups, with the state that the parameters already have.
 
     Args:
-        optimizer: bound by :func:`bind_optimizer`; changed in place.
-        reduction: knows the groups.
+        optimizer: an optimizer bound by :func:`bind_optimizer`, which is changed in place.
+        reduction: the reduction, which has the groups.
         new: buckets of parameters that were not stepped before.
     """
     pieces = [piece for sharded in new for piece in sharded.slices]
@@ -337,7 +337,7 @@ def _slice_state(value: Any, piece: Slice) -> Any:
 
 
 def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Have the steps of a bound optimizer use the reduced gradients, and reach the model."""
+    """Make the steps of a bound optimizer use the reduced gradients and reach the model."""
 
     def prepare(*_: Any) -> None:
         for sharded in reduction.sharded:
@@ -356,14 +356,14 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
         reduction.clear((p for group in reduction.groups for p in group), set_to_none=set_to_none)
 
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before the call")
+        raise OptimizerMismatchError("parameters cannot be added to a sharded optimizer; add them before sharding it")
 
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = types.MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
 
 def slice_copies(piece: Slice) -> Tensor | float:
-    """How many copies over the TP axis each element of a slice has."""
+    """The number of copies over the TP axis of each element of a slice."""
     record: ShardRecord = record_of(piece.parameter)
     copies = record.copies(piece.shard)
     if isinstance(copies, float):

@@ -1,6 +1,6 @@
-"""What a model's own forward adds to the loss that its loss function returned: a router's auxiliary loss, for example.
+"""Terms that a model's forward adds to the loss from its loss function, such as a router's auxiliary loss.
 
-The loss function returns the loss of the global batch. Of what is added nothing is known.
+The loss function returns the loss of the global batch. Nothing is known about the added terms.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ logger = logging.getLogger(__name__)
 
 
 def check_nothing_added(mean: GlobalMean, output: Any) -> None:
-    """Refuse it where a batch is split into micro-batches, whose losses are added up.
+    """Refuse added terms if batches are split into micro-batches, since the losses of micro-batches are summed.
 
     Args:
-        mean: of the loss function that the model calls.
-        output: of the model's forward.
+        mean: the global mean in the loss function that the model calls.
+        output: the output of the model's forward.
 
     Raises:
-        ValueError: naming the fields of the plan.
+        ValueError: if the forward added a term; names the fields of the plan to change.
     """
     if not mean.returned(loss_of(output)):
         raise ValueError(
             "the model's forward adds something to the loss that its loss function returns, such as a router's "
             "auxiliary loss (config.output_router_logits) or a penalty. With micro-batches it would count once for "
-            "each of them. Set ParallelPlan.gradient_accumulation_steps=1 and micro_batch_size=None, or leave it out "
-            "of the model and add it to the loss that the model returns"
+            "each of them. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None), or remove it from "
+            "the model and add it to the loss that the model returns"
         )
 
 
 class AddedToLoss:
-    """Says once what data parallelism makes of it.
+    """Warns once that data parallelism averages added terms over the ranks.
 
     Args:
-        mean: of the loss function that the model calls.
+        mean: the global mean in the loss function that the model calls.
     """
 
     def __init__(self, mean: GlobalMean):
@@ -48,7 +48,7 @@ class AddedToLoss:
         self._has_warned = mean.dp.size == 1
 
     def watch(self, model: nn.Module) -> None:
-        """Look at all that the model returns from now on."""
+        """Check every output of the model from now on."""
         model.register_forward_hook(self._look)
 
     def _look(self, model: nn.Module, _: Any, output: Any) -> None:
@@ -59,8 +59,8 @@ class AddedToLoss:
             logger.warning(
                 "the forward of %s adds something to the loss that its loss function returns, such as a router's "
                 "auxiliary loss (config.output_router_logits) or a penalty. Each data-parallel rank computes it from "
-                "its own rows, and the mean of the ranks' is taken: that is another number than on one device, unless "
-                "all ranks compute the same. Leave it out of the model, and pass what the program computes itself to "
+                "its own rows, and the ranks' values are averaged: the result differs from one device unless all ranks "
+                "compute the same value. Remove it from the model; if the program computes it instead, write loss = "
                 "meshwright.global_mean(model, loss, count)",
                 type(model).__name__,
             )

@@ -1,4 +1,4 @@
-"""Numbers of every rank of an axis, read without waiting for the device."""
+"""Gather numbers from every rank of an axis without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from meshwright.parallel.collectives import Axis, all_gather
 
 
 def is_deferred(device: torch.device) -> bool:
-    """Whether the host reads the device's numbers a step later, rather than waits for them."""
+    """Whether the host reads the device's numbers one step later instead of waiting for them."""
     return device.type != "cpu"
 
 
 class Gathered:
-    """The numbers of all ranks of an axis, on their way to the host.
+    """Gathers the numbers of all ranks of an axis and starts to copy them to the host.
 
     Args:
-        own: this rank's, of one shape on all ranks.
-        axis: the ranks.
-        step: in which they were taken, for messages.
+        own: this rank's numbers, of the same shape on all ranks.
+        axis: the axis of these ranks.
+        step: the step in which the numbers were taken, for messages.
     """
 
     def __init__(self, own: Tensor, axis: Axis, step: int):
@@ -35,7 +35,7 @@ class Gathered:
             self._host = gathered
 
     def numbers(self) -> Tensor:
-        """One row for each rank; on CUDA it is there without a wait once the device has begun the next step."""
+        """Return one row per rank; on CUDA without a wait once the device has begun the next step."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

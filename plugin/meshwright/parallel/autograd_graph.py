@@ -1,4 +1,4 @@
-"""Autograd's graph: what a forward pass returned, the parameters it depends on, and gradients on their way back."""
+"""Autograd's graph: tensors in an output, the parameters that they depend on, and gradients in backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward pass returned: in sequences, mappings and dataclasses, at any depth."""
+    """Yield the tensors in an output of a forward pass: in sequences, mappings and dataclasses, at any depth."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -26,10 +26,10 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
-    """Whether the first tensor of a result depends on ``start`` on a way that does not pass the graph node ``gate``.
+    """Whether the first tensor in ``output`` depends on ``start`` along a path that avoids the graph node ``gate``.
 
-    The second may be attention's weights. Only nodes younger than that of ``start`` are looked at, so what came
-    before is never walked through.
+    Later tensors may be attention weights. The walk skips nodes older than that of ``start``, so it never visits
+    earlier parts of the graph.
     """
     if start.grad_fn is None:
         return False
@@ -48,7 +48,7 @@ def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
 
 
 def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that no output depends on; none where the graph does not tell."""
+    """Return the parameters that no output depends on; an empty list if the graph does not show them."""
     unused = {id(p): p for p in parameters}
     seen: set[Any] = set()
     nodes: list[Any] = [t.grad_fn for t in outputs]
@@ -58,7 +58,7 @@ def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> 
         node = nodes.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "CheckpointFunctionBackward":  # reentrant: its part of the graph is made in backward
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: backward builds its part of the graph
             return []
         seen.add(node)
         unused.pop(id(getattr(node, "variable", None)), None)
@@ -67,12 +67,12 @@ def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> 
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same values; the gradient that comes back through them is multiplied by a number."""
+    """Return the values of ``x``; backward multiplies the gradient by ``factor``."""
     return _ScaleGradient.apply(x, factor)
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread, in which a layer runs for its recomputation only."""
+    """Whether autograd runs a backward pass on this thread. A layer that runs then is being recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,6 +1,6 @@
-"""The two borders of an attention or MLP block: activations are gathered at its entry, its result is reduced.
+"""The two borders of an attention or MLP block: its input is gathered or shared, its result is reduced.
 
-What stock code could do that would make a sharded block wrong without a word is looked for in its first pass.
+A block's first pass checks for stock code that would silently make the sharded block wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.roles.projection import is_transposed
 
 
 class BlockHooks:
-    """The two borders of one block."""
+    """Hooks at the two borders of one block."""
 
     def __init__(self, block: Block, axis: Axis, sequence: SequenceSharding | None, streams: DropoutStreams):
         self.axis, self.sequence, self.streams = axis, sequence, streams
@@ -35,17 +35,17 @@ class BlockHooks:
         self._name, self._is_whole_module = block.name, block.entries == (block.module,)
         self._names = tuple(inspect.signature(block.module.forward).parameters)
         self._is_entered = self._is_reduced = self._is_checked = False
-        self._entered: Tensor | None = None  # what the block was given, and the node that made its result whole,
-        self._reduction: Any = None  # for the one pass in which they are compared
+        self._entered: Tensor | None = None  # the block's full input, kept for the pass that is checked
+        self._reduction: Any = None  # the graph node that reduces the block's result, kept for the same pass
         self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
         self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
         for entry in block.entries:
-            # First of its hooks: an entry may be a projection, whose input is then to be seen gathered.
+            # prepend: an entry may be a projection, whose other hooks must see the gathered input.
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             entry.register_forward_hook(self._close, always_call=True)
         for dropout in block.shared_dropouts:
             _SharedDropout(dropout, streams)
-        # The bias is the projection's own; the sum is that of its output and its adapters'.
+        # Only the projection has the bias; the reduction sums its output and that of its adapters.
         self._row = projection(block.row)
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)
@@ -59,7 +59,7 @@ class BlockHooks:
         x, put_back = hidden_states(args, kwargs, self._names)
         x = _cast_for_autocast(x)
         if self.sequence is None:
-            if self._restore is None and self._rates.is_any_on():  # else the second column of a layer's own MLP
+            if self._restore is None and self._rates.is_any_on():  # if set: second column of a layer's own MLP
                 self._restore = self.streams.enter_shard(x)
             full = share(x, self.axis)
         else:
@@ -78,33 +78,34 @@ class BlockHooks:
         self._is_entered = False
         if output is not None and not self._is_reduced:
             raise PlanError(
-                f"{self._name} ran without calling its output projection as a module, so its result would be one "
-                "rank's part; it must not read the projection's weight itself (pretraining_tp, slow_but_exact)"
+                f"{self._name} ran without calling its output projection as a module, so its result would be only one "
+                "rank's part. Call the projection instead of reading its weight; if the model's config has these "
+                "options, set pretraining_tp=1 and slow_but_exact=False"
             )
         if self._entered is not None and output is not None and torch.is_grad_enabled():
             self._check_result(output)
         self._entered = self._reduction = None
 
     def _check_result(self, output: Any) -> None:
-        """Once: the result may depend on the block's input through the output projection only."""
+        """Check once that the result depends on the block's input only through the output projection."""
         assert self._entered is not None
         if bypasses(output, self._entered, self._reduction):
             raise PlanError(
-                f"{self._name} adds to its output what it was given (a residual connection of its own?): each rank "
-                "would count that part of the gradient; let the layer add it"
+                f"{self._name} adds its input to its output (a residual connection of its own?), and that part of "
+                "the gradient would count once for each rank. Add it in the decoder layer: x + block(x)"
             )
         self._is_checked = self._entered.requires_grad
 
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._is_reduced = True
-        # Each rank would add the bias to its partial sum: take it out of the call, add it once after.
+        # Every rank would add the bias to its partial sum: leave it out of the call, add it once after the reduction.
         self._bias = self._row._parameters["bias"]
         none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
-        self._row._parameters["bias"] = none  # Conv1D cannot do without
+        self._row._parameters["bias"] = none  # Conv1D needs a bias
         if not self._is_entered:
             raise PlanError(
-                f"the output projection of {self._name} ran before the block was called as a module, so its input "
-                "would lack a part of its gradient; call the block itself, not its forward method"
+                f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "
+                "its input would lack the other ranks' parts. Call block(x), not block.forward(x)"
             )
 
     def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
@@ -122,7 +123,7 @@ class BlockHooks:
 
 
 class _SharedDropout:
-    """A dropout that all ranks apply to the same activation, amid others on parts of one."""
+    """A dropout on an activation that every rank holds whole, between dropouts on sharded activations."""
 
     def __init__(self, dropout: nn.Module, streams: DropoutStreams):
         self.streams = streams
@@ -140,18 +141,20 @@ class _SharedDropout:
             self._restore = None
 
 
-# What attention calls the same activation where it takes it three times.
+# The names of the arguments if attention takes the same activation three times.
 _TWINS = frozenset({"q", "k", "v", "query", "key", "value", "queries", "keys", "values"})
 
 
 def hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = ()
 ) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The activation among a block's arguments, and how to put another in its place.
+    """Return the activation among a block's arguments, and a function that puts another in its place.
 
     Args:
-        names: of the positional arguments; the activation may be given again as one of _TWINS. (It may also
-            be given again as a residual, which stays as it is.)
+        args: the block's positional arguments.
+        kwargs: the block's keyword arguments.
+        names: the names of the positional arguments. The same activation under a name in _TWINS is replaced too; as
+            a residual, under another name, it stays.
     """
     candidates = [*enumerate(args[:1]), *((n, kwargs.get(n)) for n in ("hidden_states", "x", *kwargs))]
     for place, value in candidates:
@@ -170,6 +173,6 @@ def hidden_states(
 
 
 def _cast_for_autocast(x: Tensor) -> Tensor:
-    """Under autocast the projections would cast their input anyway: doing it first halves the bytes."""
+    """Cast to autocast's dtype, as the projections would, before the collective: that halves its bytes."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -1,6 +1,6 @@
-"""The causal-LM loss of one device, on every rank: one global mean over all valid tokens.
+"""The causal-LM loss of one device, on every rank: one mean over all valid tokens of the global batch.
 
-It takes the place of transformers' ``ForCausalLMLoss`` through ``model.loss_function``, with the same
+It replaces transformers' ``ForCausalLMLoss`` through ``model.loss_function``, with the same
 arguments: label shift, ``shift_labels``, ``ignore_index`` and ``num_items_in_batch``.
 """
 
@@ -22,12 +22,12 @@ from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class CausalLMLoss:
-    """Sum over the valid tokens of all data-parallel ranks, divided by their global count; see GlobalMean.
+    """Sums the loss over the valid tokens of all data-parallel ranks and divides by their count; see GlobalMean.
 
     Args:
-        vocab_size: words of the full vocabulary.
-        tp: axis over which the logits may be sharded.
-        mean: over the axis by which the batch is split.
+        vocab_size: the number of words in the full vocabulary.
+        tp: the axis over which the logits may be sharded.
+        mean: the mean over the axis that splits the batch.
     """
 
     def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
@@ -51,11 +51,11 @@ class CausalLMLoss:
         return self.mean.of(loss_sum.reshape(1), valid_labels(targets_N, ignore_index).reshape(1), num_items_in_batch)
 
     def counts(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many words of this rank's part of a batch are predicted."""
+        """Return the number of words to predict in this rank's part of a batch."""
         return next_words(batch).reshape(1)
 
     def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
-        """What a pass of the model's forward returned, whose loss is global already."""
+        """Check the output of a forward pass and return it as it is: its loss is global already."""
         check_nothing_added(self.mean, output)
         return output
 
@@ -63,7 +63,7 @@ class CausalLMLoss:
         if isinstance(logits, ShardedLogits):
             logits = logits.as_subclass(Tensor)
         words = logits.shape[-1]
-        if words >= self.vocab_size:  # whole: by its width, since the fake tensors of a traced plan have no such type
+        if words >= self.vocab_size:  # whole, by width: the fake tensors of a traced plan never have the type
             logits_NV = at_least_float32(logits.reshape(-1, words))
             return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
         require_words(targets_N, self.vocab_size, "label", ignored=ignore_index)
@@ -80,16 +80,16 @@ class CausalLMLoss:
 
 
 def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Labels moved so that each token's target is the token after it."""
+    """Shift labels so that each token's target is the token after it."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def next_words(batch: Mapping[str, Any]) -> Tensor:
-    """How many labels of a batch count as the next word of a token."""
+    """Count the valid labels of a batch after the shift: the next words that the loss predicts."""
     targets, ignore_index = batch.get("shift_labels"), batch.get("ignore_index", IGNORE_INDEX)
     return valid_labels(shift(batch["labels"], ignore_index) if targets is None else targets, ignore_index)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half-precision logits are too coarse for a softmax over a vocabulary."""
+    """Cast half-precision logits to float32, since they are too coarse for a softmax over a vocabulary."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,6 +1,6 @@
 """Collectives over one mesh axis, and their differentiable forms.
 
-Each differentiable pair is named for its forward; its docstring says what the backward does, since
+Each differentiable function is named for its forward; its docstring says what the backward does, since
 that is where tensor parallelism goes wrong. Rows are dim 0.
 """
 
@@ -27,10 +27,10 @@ class Axis:
     """This rank's place on one mesh axis.
 
     Args:
-        name: the axis, e.g. "tp".
+        name: the name of the axis, e.g. "tp".
         size: its number of ranks.
         rank: this rank's coordinate on it.
-        group: its process group; None where size is 1 and nothing was launched.
+        group: its process group; None if size is 1 and nothing was launched.
     """
 
     name: str
@@ -47,7 +47,7 @@ Operation = Callable[[Tensor, Axis], Tensor]
 
 @own_collectives()
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """The rows of every rank of the axis, in order of rank."""
+    """Return the rows of every rank of the axis, in rank order."""
     if axis.size == 1:
         return x
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
@@ -57,7 +57,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 @own_collectives()
 def start_all_gather(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin an all-gather of rows; the returned call waits for it and gives its result."""
+    """Start an all-gather of rows; the returned function waits for it and returns its result."""
     if axis.size == 1:
         return lambda: x
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
@@ -73,13 +73,13 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> None:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis of this rank's equal share of rows."""
+    """Sum ``x`` over the axis and return this rank's equal share of the rows."""
     return start_reduce_scatter(x, axis)()
 
 
 @own_collectives()
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin a reduce-scatter; the returned call waits for it and gives its result."""
+    """Start a reduce-scatter; the returned function waits for it and returns its result."""
     if axis.size == 1:
         return lambda: x
     assert x.shape[0] % axis.size == 0
@@ -96,13 +96,13 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis, in place."""
+    """Sum ``x`` over the axis, in place."""
     return start_all_reduce(x, axis)()
 
 
 @own_collectives()
 def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin an all-reduce in place; the returned call waits for it and gives ``x``."""
+    """Start an all-reduce in place; the returned function waits for it and returns ``x``."""
     if axis.size == 1:
         return lambda: x
     work = dist.all_reduce(x, group=axis.group, async_op=True)
@@ -111,14 +111,14 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 @own_collectives()
 def maximum(x: Tensor, axis: Axis) -> Tensor:
-    """The largest value over the axis, in place."""
+    """Take the maximum of each element of ``x`` over the axis, in place."""
     if axis.size > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
     return x
 
 
 def agree(x: Tensor, *axes: Axis) -> Tensor:
-    """The value of the rank that comes first on every axis, on every rank."""
+    """Return, on every rank, the value of the rank that comes first on every axis."""
     for axis in axes:
         x = all_gather(x[None], axis)[0]
     return x
@@ -130,7 +130,7 @@ def _wait(work: Any, result: Tensor) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """One operation forward, its counterpart backward."""
+    """Runs one operation in forward and its counterpart in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, run: Operation, run_backward: Operation) -> Tensor:
@@ -148,7 +148,7 @@ def _own_rows(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _sum(x: Tensor, axis: Axis) -> Tensor:
-    # Of a copy, since the reduction is in place and autograd may hand the same tensor to another consumer.
+    # A copy: the reduction is in place, and autograd may hand the same tensor to another consumer.
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
@@ -157,35 +157,35 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
-    """All rows, for a consumer that is sharded; backward sums the partial gradients of each row's owner."""
+    """Gather all rows for a sharded consumer; backward sums the partial gradients into each row's owner."""
     return _Collective.apply(x, axis, all_gather, reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
-    """Own rows of a partial sum; backward gathers the gradients of all rows."""
+    """Sum partial results and keep this rank's rows; backward gathers the gradients of all rows."""
     return _Collective.apply(x, axis, reduce_scatter, all_gather)
 
 
 def split_rows(x: Tensor, axis: Axis) -> Tensor:
-    """Own rows of a replicated tensor; backward gathers, so the gradient is replicated again."""
+    """Keep this rank's rows of a replicated tensor; backward gathers, so the gradient is replicated again."""
     return _Collective.apply(x, axis, _own_rows, all_gather)
 
 
 def unsplit_rows(x: Tensor, axis: Axis) -> Tensor:
-    """All rows, for a consumer that is replicated; backward takes own rows of its (equal) gradients."""
+    """Gather all rows for a replicated consumer; backward keeps this rank's rows of its (equal) gradients."""
     return _Collective.apply(x, axis, all_gather, _own_rows)
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:
-    """A replicated tensor handed to sharded consumers; backward sums their partial gradients."""
+    """Hand a replicated tensor to sharded consumers; backward sums their partial gradients."""
     return _Collective.apply(x, axis, _same, _sum) if axis.size > 1 else x
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of partial results, for a replicated consumer; backward passes its gradient through."""
+    """Sum partial results for a replicated consumer; backward passes its gradient through."""
     return _Collective.apply(x, axis, _sum, _same) if axis.size > 1 else x
 
 
 def reduce_for_shards(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of partial results, for sharded consumers; backward sums their partial gradients."""
+    """Sum partial results for sharded consumers; backward sums their partial gradients."""
     return _Collective.apply(x, axis, _sum, _sum) if axis.size > 1 else x

@@ -1,8 +1,8 @@
 """Cross-entropy over logits that are sharded along the vocabulary.
 
-Each rank reduces its own rows of the vocabulary; one small all-gather (three numbers a token) joins
-them. The logits are overwritten by their exponentials and, in backward, by their gradient: at
-32k words they are the largest tensor of a step by far, and nobody may read them (see ShardedLogits).
+Each rank reduces its own rows of the vocabulary; one small all-gather (three numbers per token) joins
+the results. The logits are overwritten by their exponentials and, in backward, by their gradient: at
+32k words they are by far the largest tensor of a step, and nothing else may read them (see ShardedLogits).
 
 Shape suffixes: N tokens, W words of this rank.
 """
@@ -24,10 +24,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     """The sum over valid tokens of -log softmax(logits)[target].
 
     Args (of ``apply``):
-        logits_NW: this rank's words, destroyed; float32 or float64.
-        targets_N: words of the full vocabulary, or ``ignore_index``.
-        first_word: this rank's first word.
-        num_words: how many of the W columns are real; the rest is padding.
+        logits_NW: the logits of this rank's words, float32 or float64; overwritten.
+        targets_N: the target words by their index in the full vocabulary, or ``ignore_index``.
+        first_word: the index of this rank's first word.
+        num_words: the number of the W columns that are words; the rest is padding.
         ignore_index: the target of tokens that do not count.
         axis: the TP axis.
     """
@@ -74,7 +74,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        # In place: a second backward through the same graph fails autograd's version check, loudly.
+        # In place: a second backward through the same graph raises in autograd's version check.
         grad_NW, scale_N, column_N, is_ours_N = ctx.saved_tensors
         scale_N = scale_N * grad
         target_grad_N = is_ours_N * -grad

@@ -1,4 +1,4 @@
-"""Packed rows: transformers reads where a document ends from ``position_ids``, but only in a pass without a cache."""
+"""Packed rows: transformers finds the ends of documents in ``position_ids``, but only in passes without a cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.parallel.forward_state import arguments
 
 
 def keep_documents_apart(model: nn.Module) -> None:
-    """Run passes that nothing decodes from without a key-value cache, which hides the documents of a packed row.
+    """Turn off the key-value cache, which hides the documents of a packed row, in passes that do not decode.
 
-    These are passes with labels, passes with gradients in training, and passes whose positions begin anew inside a
-    row. A pass that is given ``use_cache`` or ``past_key_values`` stays as it is, as do those of ``generate``.
+    These are passes with labels, passes with gradients in training, and passes whose positions restart inside a row.
+    A pass that is given ``use_cache`` or ``past_key_values`` stays as it is, as do the passes of ``generate``.
     """
     signature = inspect.signature(model.forward)
     if "use_cache" in signature.parameters:
@@ -38,7 +38,7 @@ class _WithoutCache:
 
 
 def _begins_anew(given: dict[str, Any]) -> bool:
-    """Whether positions begin anew inside a row; transformers itself waits for the device to ask this."""
+    """Whether positions restart inside a row; transformers' own check waits for the device too."""
     positions = given.get("position_ids")
     if positions is None or positions.ndim != 2 or given.get("attention_mask") is not None:
         return False

@@ -1,9 +1,9 @@
 """Random streams of a model whose activations are partly replicated, partly sharded.
 
-Ranks that hold the same activation must draw the same mask (or noise), ranks that hold different parts of one
-must not. Every pass of a model has a stream of its own, in training and in evaluation, whatever draws from it: dropout
-at any rate and in any mode, NEFTune's noise, a hook of the user's. The random state is switched at the borders between
-replicated and sharded activations. Each such switch draws its seed from the state it leaves, so activation
+Ranks that hold the same activation must draw the same mask (or noise), and ranks that hold different parts of one must
+draw different masks. Every forward pass has its own stream, in training and in evaluation, for everything that draws:
+dropout at any rate and in any mode, NEFTune's noise, a user's hook. The random state is switched at the borders between
+replicated and sharded activations. Each switch draws its seed from the state that it leaves, so activation
 checkpointing, which restores the state at a layer's start, replays the same masks in backward.
 """
 
@@ -27,24 +27,28 @@ Restore = Callable[[], None]
 class DropoutStreams:
     """The random streams of one model's forward passes.
 
-    On one rank there is nothing to keep apart, and the model draws from torch's own random state.
+    On one rank the model draws from torch's own random state.
 
     Args:
-        tp: axis whose ranks share the replicated stream.
-        dp: axis whose ranks never share one: their rows differ.
-        seed: the same number on every rank.
+        tp: the axis whose ranks share the stream of replicated activations.
+        dp: the axis whose ranks never share a stream, since their rows differ.
+        seed: the seed of the streams, the same on every rank.
     """
 
     def __init__(self, *, tp: Axis, dp: Axis, seed: int):
         self.tp, self.dp = tp, dp
         self._seed = seed
-        self._passes = {"training": 0, "evaluation": 0}  # counted apart, so that an evaluation changes no mask
+        self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
-        """Start a forward pass: one stream for each data-parallel rank, equal over the TP axis.
+        """Switch to the stream of a new forward pass: one per data-parallel rank, equal over the TP axis.
+
+        Args:
+            device: the device on which the pass draws.
+            trains: whether the pass trains; training and evaluation passes are counted separately.
 
         Returns:
-            The call that goes back to the state before.
+            A function that restores the previous random state.
         """
         if self.tp.size * self.dp.size == 1 or _is_capturing(device):
             return _nothing
@@ -54,25 +58,25 @@ class DropoutStreams:
         return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the seeds of the next forward passes come from; the same on every rank, JSON."""
+        """Return the seed and pass counts that determine later passes' seeds: JSON, the same on every rank."""
         return {"seed": self._seed, **self._passes}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from a :meth:`state_dict`."""
         self._seed = state["seed"]
         self._passes = {kind: state[kind] for kind in self._passes}
 
     def enter_shard(self, x: Tensor) -> Restore:
-        """Start a stretch in which each rank of the TP axis holds another part of ``x``."""
+        """Switch to a stream of this rank's own, for code in which each rank of the TP axis holds a part of ``x``."""
         if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
             return _nothing
-        seed = int(torch.randint(_MAX_SEED, ()))  # from the CPU's state: the device's would have to be waited for
+        seed = int(torch.randint(_MAX_SEED, ()))  # drawn on the CPU, so that the host does not wait for the device
         return _switch(x.device, seed + 1 + self.tp.rank)
 
     def enter_shared(self, x: Tensor) -> Restore:
-        """Start a stretch, amid one of :meth:`enter_shard`, in which each rank of the TP axis holds all of ``x``.
+        """Switch to a shared stream, inside :meth:`enter_shard`, for code in which every rank holds all of ``x``.
 
-        The ranks have no random state in common there, so the first one's seed is sent to the others.
+        The ranks' random states differ there, so the first rank's seed is sent to the others.
         """
         if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
             return _nothing
@@ -81,10 +85,10 @@ class DropoutStreams:
 
 
 class Rates:
-    """The dropout rates inside a module, as they are now.
+    """The current dropout rates inside a module.
 
     Args:
-        module: its dropout modules, and the rates that attention code keeps as plain numbers, are looked for once.
+        module: the module, searched once for dropout modules and for rates that attention code keeps as plain numbers.
     """
 
     def __init__(self, module: nn.Module):
@@ -97,7 +101,7 @@ class Rates:
             ]
 
     def is_any_on(self) -> bool:
-        """Whether some of it drops anything in the next pass."""
+        """Whether any dropout is active in the next pass."""
         return any(part.training and getattr(part, name) > 0 for part, name in self._places)
 
 
@@ -106,13 +110,13 @@ def _is_rate(value: Any) -> bool:
 
 
 def dropout_seed() -> int:
-    """A seed that follows from torch's random state and leaves it as it is, since loaders draw their orders from it."""
+    """Derive a seed from torch's random state without changing it, since loaders draw their orders from it."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(state, digest_size=4).digest()) >> 1
 
 
 def _nothing() -> None:
-    """The way back from a state that was not left."""
+    """Restore nothing, since no state was switched."""
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -120,7 +124,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _switch(device: torch.device, seed: int) -> Restore:
-    """Seed the CPU's random state, from which stretches draw their seeds, and the device's."""
+    """Seed the random states of the CPU, from which later switches draw their seeds, and of the device."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     if device.type != "cuda":

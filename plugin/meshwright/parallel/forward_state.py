@@ -1,4 +1,4 @@
-"""What one forward pass of a distributed model has to know before its layers run."""
+"""The state of one forward pass of a distributed model, set up before its layers run."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ from meshwright.parallel.user_hooks import HookedModules
 
 
 class ForwardState:
-    """Hooks on the whole model: what the ranks compare, whether its logits may stay sharded, and its random stream.
+    """Hooks on the whole model that compare the ranks, decide whether logits stay sharded, and set the random stream.
 
     Args:
         model: the model.
-        inner: the modules inside it that a program may call by themselves, such as transformers' base model.
-        streams: its dropout streams.
-        tp: the ranks that must get the same inputs.
-        dp: the ranks that share a loss.
-        guard: compares them, and counts the steps.
-        comparison: what the replicas must have in common; None without a guard.
-        has_sharded_loss: the model's loss function can use sharded logits.
-        has_known_loss: a loss that the model returns is that of the global batch.
-        uneven: told of the passes whose loss is not known.
-        hooked: finds the program's hooks inside the model, of which a loss may be computed.
-        refuses_internals: hidden states and attention maps would be one rank's share, so asking for
-            them raises.
-        shares_weights: the data-parallel ranks gather the weights from each other, so all of them must run every pass.
-        follow: called with each pass that may train, when the ranks were compared.
+        inner: the modules inside it that a program may call directly, such as transformers' base model.
+        streams: the model's dropout streams.
+        tp: the axis whose ranks must get the same inputs.
+        dp: the axis whose ranks share a loss.
+        guard: the guard that compares the ranks and counts the steps; None on one process.
+        comparison: the comparison of the model's replicas; None without a guard.
+        has_sharded_loss: whether the model's loss function can use sharded logits.
+        has_known_loss: whether a loss that the model returns is that of the global batch.
+        uneven: the check for uneven batches, for losses that are not known.
+        hooked: the search for the program's hooks inside the model, since a loss may be computed from what they see.
+        refuses_internals: whether asking for hidden states or attention maps raises, since a rank has only its share.
+        shares_weights: whether data-parallel ranks gather weights from each other, so that all must run every pass.
+        follow: a function called in each pass with gradients enabled, after the ranks were compared.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class ForwardState:
         self._keeps_sharded = False
         self._restore: Restore | None = None
         self._model = model
-        self._outermost: nn.Module | None = None  # the module whose call is under way
+        self._outermost: nn.Module | None = None  # the module whose call is running
         self._signatures: dict[nn.Module, inspect.Signature] = {}
         for module in {id(x): x for x in (model, *inner)}.values():
             self._signatures[module] = inspect.signature(module.forward)
@@ -76,12 +75,12 @@ class ForwardState:
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
 
     def keep_logits_sharded(self) -> bool:
-        """Whether the pass under way computes a training loss from sharded logits."""
+        """Whether the current pass computes a training loss from sharded logits."""
         return self._keeps_sharded
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._outermost not in (None, module):
-            return None  # part of a pass that was entered already
+            return None  # part of the pass that is running
         self._outermost = module
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
@@ -102,9 +101,9 @@ class ForwardState:
         return tuple(self._averaged(x) for x in args), {name: self._averaged(x) for name, x in kwargs.items()}
 
     def _averaged(self, x: Any) -> Any:
-        """An input of which the program wants the gradient, which carries the loss's factor dp until it is averaged.
+        """Divide the gradient of a leaf input by dp: it carries the loss's factor dp, and no reduction averages it.
 
-        What was computed from parameters is not one: their gradients are averaged when they arrive.
+        Inputs computed from parameters stay as they are, since the parameters' gradients are averaged.
         """
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
             return scale_gradient(x, 1 / self.dp.size)
@@ -116,7 +115,7 @@ class ForwardState:
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
         if self.tp.size > 1:
             self._inputs.look()
-            with torch._C.DisableTorchFunctionSubclass():  # what a class of tensors makes of being read is not meant
+            with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = self._inputs.statement(module, inputs)
             guard.meet("forward", self.tp.group, statement, *statements)
             with torch._C.DisableTorchFunctionSubclass():
@@ -142,9 +141,9 @@ class ForwardState:
 
 
 def _without_graph(output: Any) -> Any:
-    """The outputs, with sharded logits cut off from the graph: the loss has overwritten them.
+    """Detach sharded logits in the outputs from the graph, since the loss has overwritten them.
 
-    An engine that puts a node of its own behind each output (DeepSpeed's ZeRO-3) would go through them otherwise.
+    An engine that puts its own node behind each output (DeepSpeed's ZeRO-3) would otherwise go through them.
     """
     if isinstance(output, tuple):
         return tuple(x.detach() if isinstance(x, ShardedLogits) else x for x in output)
@@ -170,5 +169,5 @@ def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
         if getattr(getattr(model, "config", None), option, False) if value is None else value:
             raise ValueError(
                 f"{option}=True is not available under tensor parallelism: each rank has only its own heads, and "
-                "under sequence parallelism its own tokens. Turn it off, or run this on the one-device model"
+                "under sequence parallelism only its own tokens. Turn the option off, or run the model on one device"
             )

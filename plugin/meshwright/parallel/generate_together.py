@@ -1,4 +1,4 @@
-"""Text that tensor-parallel ranks generate together: they share its rows, so they must draw the same tokens."""
+"""Make tensor-parallel ranks draw the same tokens in ``generate``, since they share its rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from meshwright.parallel.method_override import MethodOverride
 def sample_together(model: nn.Module, tp: Axis, guard: Guard | None) -> None:
     """Make ``model.generate`` begin with the first rank's random state on all ranks of the TP axis.
 
-    Seeded like one device on that rank, it gives one device's tokens; all ranks end in the same state.
+    If that rank is seeded like one device, the tokens are those of one device. All ranks end in the same state.
 
     Args:
         model: a model or an adapter's wrapper around one, changed in place if it has a ``generate``.
-        tp: the ranks that share rows.
-        guard: compares that all of them are there.
+        tp: the axis whose ranks share rows.
+        guard: the guard that checks that all of them call ``generate``; None on one process.
     """
     if tp.size == 1 or not callable(getattr(model, "generate", None)):
         return

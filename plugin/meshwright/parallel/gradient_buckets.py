@@ -1,4 +1,4 @@
-"""Parameters in flat buckets, in the order in which backward finishes them."""
+"""Flat buckets of parameters, in the order in which backward finishes them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshwright.parallel.tensor_guards import is_stand_in
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters whose gradients travel together.
+    """Parameters whose gradients are reduced together.
 
     Args:
-        parameters: of one dtype and one device.
-        multiple: the flat length is padded to a multiple of this (the data-parallel size, so that a
-            reduce-scatter divides).
-        dtype: of the flat gradient; float32 for half-precision parameters under ZeRO.
+        parameters: the bucket's parameters, of one dtype and on one device.
+        multiple: the unit to which the flat length is padded: the data-parallel size under ZeRO, whose reduce-scatter
+            needs equal parts; 1 without it.
+        dtype: the dtype of the flat gradient; float32 for half-precision parameters under ZeRO.
     """
 
     parameters: list[nn.Parameter]
@@ -37,16 +37,16 @@ class Bucket:
 
     @property
     def is_grad_partial(self) -> bool:
-        """Whether some of the gradients are partial over the TP axis."""
+        """Whether any of the gradients is partial over the TP axis."""
         return any(record_of(parameter).is_grad_partial for parameter in self.parameters)
 
     def segments(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its part of ``flat``, in the parameter's shape."""
+        """Yield each parameter with its part of ``flat``, in the parameter's shape."""
         for parameter, offset in zip(self.parameters, self.offsets, strict=True):
             yield parameter, flat[offset : offset + parameter.shape.numel()].view(parameter.shape)
 
     def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
-        """The gradients times ``scale`` in one flat tensor, zeros where there is none, and ``extra`` zeros behind."""
+        """Return the gradients times ``scale`` in one flat tensor, zeros if missing, and ``extra`` zeros behind."""
         flat = torch.empty(self.numel + extra, dtype=self.dtype, device=self.parameters[0].device)
         flat[self.offsets[-1] + self.parameters[-1].shape.numel() :].zero_()
         for parameter, segment in self.segments(flat):
@@ -58,10 +58,10 @@ class Bucket:
         return flat
 
     def average_copies(self, flat: Tensor, tp: Axis) -> None:
-        """Give every copy of a row the mean over its copies, in place, in one all-reduce.
+        """Replace every copy of a row by the mean over its copies, in place, with one all-reduce.
 
-        Contributions were scaled by the number of copies when they arrived (see GradientSync), so
-        this mean is their sum. Gradients that are not partial stay as they are.
+        Contributions were multiplied by the number of copies when they arrived (see GradientSync), so
+        this mean is the sum of the contributions. Gradients that are not partial stay as they are.
         """
         partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
         full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p, _ in partial]
@@ -79,7 +79,7 @@ class Bucket:
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether ``.grad`` is a gradient that nobody has taken yet."""
+    """Whether ``.grad`` is a gradient, not the stand-in for one that ZeRO has taken."""
     return parameter.grad is not None and not is_stand_in(parameter.grad)
 
 
@@ -91,10 +91,17 @@ def make_buckets(
     accumulate_in_float32: bool,
     last_bytes: int | None = None,
 ) -> list[Bucket]:
-    """Fill buckets of ``max_bytes`` in the given order; a larger parameter has one of its own.
+    """Fill buckets with parameters in the given order.
 
-    Parameters whose gradients are partial over the TP axis come last and apart: they are summed over
-    that axis first, when backward is over. ``last_bytes`` limits the last bucket of the others.
+    Parameters whose gradients are partial over the TP axis get separate buckets, which come last: they are summed
+    over that axis first, when backward is over.
+
+    Args:
+        parameters: the parameters, with records.
+        max_bytes: the size limit of a bucket; a larger parameter gets its own bucket.
+        multiple: see Bucket.
+        accumulate_in_float32: whether gradients of half-precision parameters are flattened in float32.
+        last_bytes: the size limit of the last bucket whose gradients are not partial; None for ``max_bytes``.
     """
     parameters = list(parameters)
     whole = [p for p in parameters if not record_of(p).is_grad_partial]
@@ -106,7 +113,7 @@ def make_buckets(
 def group_parameters(
     parameters: list[nn.Parameter], max_bytes: int, last_bytes: int | None = None
 ) -> list[list[nn.Parameter]]:
-    """Groups of one dtype and at most ``max_bytes``, by the position of their last parameter."""
+    """Group parameters of one dtype up to ``max_bytes``; the groups are ordered by their last parameter's position."""
     tail = len(parameters) if last_bytes is None else _tail_start(parameters, last_bytes)
     groups: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -124,7 +131,7 @@ def group_parameters(
 
 
 def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
-    """Where the longest tail of at most ``last_bytes`` starts; it has one parameter at least."""
+    """The index where the longest tail of at most ``last_bytes`` starts; the tail has at least one parameter."""
     start, filled = len(parameters) - 1, parameters[-1].nbytes if parameters else 0
     while start > 0 and filled + parameters[start - 1].nbytes <= last_bytes:
         start -= 1
@@ -133,6 +140,6 @@ def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
 
 
 def flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool = True) -> torch.dtype:
-    """Of the gradients of parameters of a dtype, and of the copy that the optimizer steps under ZeRO."""
+    """The dtype of the flat gradients of ``dtype`` parameters, and of the copy that the optimizer steps under ZeRO."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_half and accumulate_in_float32 else dtype

@@ -1,9 +1,9 @@
 """Synchronise gradients while backward runs: over the data-parallel axis, and between copies over TP.
 
-Every reduction is an average. The loss carries a factor dp (see GlobalMean) and the gradient of a
-row with n copies arrives times n, so an average gives the sum that is wanted, and averaging what is
-already equal changes nothing: a backward pass may synchronise into a gradient that an earlier one
-synchronised. (transformers sums q/k-norm gradients in place at every pass: with two accumulation
+Every reduction is an average. The loss carries a factor dp (see GlobalMean), and the gradient of a
+row with n copies is multiplied by n on arrival, so an average gives the required sum. Averaging equal
+values changes nothing, so a backward pass may synchronise into a gradient that an earlier pass
+synchronised. (transformers sums q/k-norm gradients in place in every pass: with two accumulation
 steps and tp=2 they come out 1.5 times too large.)
 """
 
@@ -25,50 +25,50 @@ from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import LocalGradient
 
-IN_FLIGHT = 4  # buckets that are reduced at a time
+IN_FLIGHT = 4  # buckets that are reduced at the same time
 
 
 class Reduction(Protocol):
-    """What happens to a bucket's gradients over the data-parallel axis."""
+    """How a bucket's gradients are reduced over the data-parallel axis."""
 
     @property
     def can_wait(self) -> bool:
-        """Whether a pass under ``no_sync`` leaves its gradients whole; otherwise it reduces them like any other."""
+        """Whether passes under ``no_sync`` leave their gradients whole; otherwise they reduce them as usual."""
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Called before backward adds to ``parameter.grad``."""
 
     def aside(self, gradients: dict[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside reduce into ``gradients`` instead; only asked of those that cannot wait."""
+        """Backward passes inside reduce into ``gradients`` instead; called only if ``can_wait`` is False."""
 
     def add(self, gradients: dict[int, Tensor], factor: Tensor) -> None:
-        """Add what :meth:`aside` collected, times a number."""
+        """Add the gradients that :meth:`aside` collected, times ``factor``."""
 
     def hold(self, bucket: Bucket) -> None:
         """Called for a complete bucket of a pass that does not synchronise."""
 
     def holds(self, bucket: Bucket) -> bool:
-        """Whether the bucket has gradients from such passes that were neither synchronised nor cleared since."""
+        """Whether the bucket has gradients of such passes that were neither synchronised nor cleared since."""
 
     def take(self, bucket: Bucket) -> Tensor:
-        """Give the flat gradients of a complete bucket, not yet reduced."""
+        """Return the flat gradients of a complete bucket, not yet reduced."""
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
-        """Begin to reduce; the returned call waits and puts the result in its place."""
+        """Start the reduction; the returned function waits for it and stores the result."""
 
 
 class GradientSync:
     """Hooks on parameters that reduce gradients in buckets, overlapped with backward.
 
     Args:
-        buckets: in the order in which backward completes them; partial ones last.
-        tp: axis over which copies are averaged.
-        reduction: what to do over the data-parallel axis.
-        unreduced: sharded parameters in no bucket, whose gradients are whole as they come.
-        meet: called once a synchronised pass, before the gradients are used: compares the ranks.
-        in_flight: buckets that are reduced at a time.
-        peers: all that synchronise parameters of the same model, in order. The first overlaps with backward; the
-            others follow at its end, since ranks need not get their gradients in the same order.
+        buckets: the buckets, in the order in which backward completes them; partial ones last.
+        tp: the axis over which copies are averaged.
+        reduction: the reduction over the data-parallel axis.
+        unreduced: sharded parameters in no bucket, whose gradients need no reduction.
+        meet: a function that compares the ranks, called once per synchronised pass, before the gradients are used.
+        in_flight: the number of buckets that are reduced at the same time.
+        peers: all objects that synchronise parameters of the same model, in order. The first overlaps with backward;
+            the others follow at its end, since ranks may get their gradients in different orders.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GradientSync:
         self.extend(buckets, unreduced)
 
     def extend(self, buckets: Iterable[Bucket], unreduced: Iterable[nn.Parameter] = ()) -> None:
-        """Synchronise more parameters, between two backward passes; see the arguments of the class."""
+        """Synchronise more parameters, between two backward passes; see the class for the arguments."""
         for bucket in buckets:
             self._bucket_of |= {id(p): len(self.buckets) for p in bucket.parameters}
             self._copies |= {id(p): record_of(p).copies(p) for p in bucket.parameters if record_of(p).is_grad_partial}
@@ -113,17 +113,17 @@ class GradientSync:
             parameter.register_post_accumulate_grad_hook(_guard)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copied or pickled model takes none of this along: its parameters have no hooks.
+        # A copied or pickled model gets None instead: its parameters have no hooks.
         return type(None), ()
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether some gradients are this rank's own, from passes under ``no_sync``."""
+        """Whether some gradients are still this rank's own, from passes under ``no_sync``."""
         return any(self.reduction.holds(bucket) for bucket in self.buckets)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the first one outside synchronises their sum."""
+        """Backward passes inside only accumulate, if the reduction can wait; the next pass synchronises their sum."""
         before, self._enabled = self._enabled, not self.reduction.can_wait
         try:
             yield
@@ -132,7 +132,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Gradients computed inside are nobody's yet: no scaling, no reduction."""
+        """Gradients computed inside are neither scaled nor reduced."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -140,7 +140,7 @@ class GradientSync:
             self._paused = before
 
     def arrive(self, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
-        """Called with a gradient that is about to be added to ``parameter.grad``."""
+        """Called before ``grad`` is added to ``parameter.grad``; multiplies a partial one by its copies."""
         if self._paused:
             return None
         self._check_pass(parameter)
@@ -149,7 +149,7 @@ class GradientSync:
         return None if copies is None else grad * copies
 
     def _check_pass(self, parameter: nn.Parameter) -> None:
-        """Refuse ``torch.autograd.grad``, whose gradients no reduction would take; once for each pass."""
+        """Refuse ``torch.autograd.grad``, whose gradients are never reduced; checks once per pass."""
         task = torch._C._current_graph_task_id()
         if task == self._checked_task:
             return
@@ -158,23 +158,23 @@ class GradientSync:
             with reading_shards():
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
             torch._C._will_engine_execute_node(node)
-        except RuntimeError as error:  # torch's answer about a leaf whose gradient is handed out, not accumulated
+        except RuntimeError as error:  # torch raises for a leaf whose gradient is returned, not accumulated
             raise UnreadableTensorError(
-                f"torch.autograd.grad would give this rank's own gradient of {record_of(parameter).name}: no reduction "
-                "takes what does not arrive in parameter.grad, so it differs between the ranks. Instead call "
-                "loss.backward(), and on all ranks meshwright.full_gradients(model)"
+                f"torch.autograd.grad would return this rank's own gradient of {record_of(parameter).name}, which "
+                "differs between the ranks: only gradients in parameter.grad are reduced. Instead, on all ranks, call "
+                "loss.backward() and then meshwright.full_gradients(model)"
             ) from error
 
     def expect_none(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do not wait in the next pass for these parameters; of several calls before it, those named by all."""
+        """Do not wait for these parameters in the next pass; after several calls, for those that all calls named."""
         unused = {id(p) for p in parameters}
         self._unused = unused if self._unused is None else self._unused & unused
 
     def begin(self) -> None:
-        """Make the running backward pass the one at whose end gradients are synchronised.
+        """Synchronise gradients at the end of the backward pass that is running.
 
-        Passes nested in it (reentrant checkpointing) belong to it. Without this call it is the pass in
-        which the first gradient arrives.
+        Passes nested in it (reentrant checkpointing) belong to it. Without this call, gradients are synchronised at
+        the end of the pass in which the first one arrives.
         """
         for sync in self._peers:
             sync._begin()
@@ -183,7 +183,7 @@ class GradientSync:
         if self._end_of_pass() is not None:
             return
         end = functools.partial(self._finalize)
-        # The engine alone keeps it: a pass that raised never calls it, but takes it along.
+        # Only autograd's engine keeps it alive: a pass that raises drops it uncalled.
         self._end_of_pass = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
@@ -195,18 +195,19 @@ class GradientSync:
         self._finish = []
 
     def accumulated(self, parameter: nn.Parameter) -> None:
-        """Called when a gradient was added to ``parameter.grad``."""
+        """Called after a gradient was added to ``parameter.grad``."""
         self.begin()
         index = self._bucket_of[id(parameter)]
         if index < self._next:
             raise ValueError(
                 f"a gradient of {record_of(parameter).name} arrived after its bucket was reduced. Either the loss uses "
-                "it although no output of the forward pass depends on it: use find_unused_parameters=False. Or it is "
-                "used inside and outside of a reentrant checkpoint: use torch.utils.checkpoint with use_reentrant=False"
+                "the parameter although no output of the forward pass depends on it: use find_unused_parameters=False. "
+                "Or it is used inside and outside of a reentrant checkpoint: use torch.utils.checkpoint with "
+                "use_reentrant=False"
             )
         self._has_gradients = True
         self._missing[index].discard(id(parameter))
-        # A gradient from a nested pass may arrive again from the next one: then only the end is safe.
+        # Another nested pass may add to this gradient again, so buckets are reduced only at the end.
         self._is_nested |= torch._C._current_graph_task_id() != self._task
         if self._enabled and not self._is_nested and self is self._peers[0]:
             self._start_complete()
@@ -218,7 +219,7 @@ class GradientSync:
             self._next += 1
 
     def _is_idle(self, bucket: Bucket) -> bool:
-        """Whether all of a bucket is frozen, with nothing left to synchronise."""
+        """Whether all parameters of a bucket are frozen, with no gradients left to synchronise."""
         return not any(p.requires_grad for p in bucket.parameters) and not self.reduction.holds(bucket)
 
     def _start(self, bucket: Bucket) -> None:
@@ -228,13 +229,13 @@ class GradientSync:
         if bucket.is_grad_partial:
             bucket.average_copies(flat, self.tp)
         self._finish.append(self.reduction.start(bucket, flat))
-        # A reduction keeps its buffers until it is finished: those of a large model must not all live at once.
+        # A reduction keeps its buffers until it is finished: a large model's must not all be alive at once.
         if len(self._finish) > self._in_flight:
             self._finish.pop(0)()
 
     def _finalize(self) -> None:
         self._end_of_pass = _no_pass
-        # Another rank may have gradients here where this one has some elsewhere only.
+        # Peers count: another rank may have gradients here when this rank has them only in a peer.
         if not any(sync._has_gradients for sync in self._peers):  # torch.autograd.grad
             return
         self._unused = None
@@ -251,7 +252,7 @@ class GradientSync:
 
 
 def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
-    # Weakly: through autograd's hooks a parameter would keep alive itself, the process groups and their threads.
+    # Weak references: autograd's hooks would keep the parameter, the process groups and their threads alive.
     own, synchroniser = weakref.ref(parameter), weakref.ref(sync)
 
     def arrive(grad: Tensor) -> Tensor | None:
@@ -267,7 +268,7 @@ def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
 
 
 class AllReduce:
-    """Without ZeRO: every data-parallel rank ends with the whole averaged gradient in ``.grad``."""
+    """The reduction without ZeRO: every data-parallel rank ends with the whole averaged gradient in ``.grad``."""
 
     can_wait = True
 
@@ -275,13 +276,13 @@ class AllReduce:
         self.dp = dp
 
     def prepare(self, parameter: nn.Parameter) -> None:
-        """Nothing to prepare: gradients accumulate in ``.grad`` as on one device."""
+        """Do nothing: gradients accumulate in ``.grad`` as on one device."""
 
     def aside(self, gradients: dict[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        raise AssertionError("whole gradients wait in autograd")
+        raise AssertionError("aside() is for reductions that cannot wait; AllReduce leaves whole gradients to autograd")
 
     def add(self, gradients: dict[int, Tensor], factor: Tensor) -> None:
-        raise AssertionError("whole gradients wait in autograd")
+        raise AssertionError("add() is for reductions that cannot wait; AllReduce leaves whole gradients to autograd")
 
     def hold(self, bucket: Bucket) -> None:
         for parameter in bucket.parameters:
@@ -294,7 +295,7 @@ class AllReduce:
 
     def take(self, bucket: Bucket) -> Tensor:
         flat = bucket.flatten_gradients(1 / self.dp.size, extra=len(bucket.parameters))
-        # One element a parameter says whether this rank has a gradient: zeros alone cannot tell.
+        # One element per parameter records whether this rank has a gradient, since zeros alone do not tell.
         has_one = flat[bucket.numel :].fill_(1)
         for index, parameter in enumerate(bucket.parameters):
             if parameter.grad is None:
@@ -317,7 +318,7 @@ class AllReduce:
         return finish
 
 
-# Marks a gradient that no_sync() left unsynchronised; a reduced gradient is another tensor.
+# Marks a gradient that no_sync() left unsynchronised; a reduction replaces the tensor, and so drops the mark.
 _OWN = "meshwright_own"
 
 

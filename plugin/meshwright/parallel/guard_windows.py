@@ -1,4 +1,4 @@
-"""Times in which guarded parameters are plain ones: while their own module runs, or their optimizer steps."""
+"""Make guarded parameters plain ones while their own module runs or their optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.parallel.sharded_parameter import Shard, ShardedParameter, becom
 
 
 class Window:
-    """Some sharded parameters, which are plain ones from :meth:`open` to :meth:`close`: module or optimizer hooks."""
+    """Makes sharded parameters plain ones between :meth:`open` and :meth:`close`, which serve as hooks."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = [p for p in parameters if type(p) is ShardedParameter]
@@ -29,14 +29,14 @@ class Window:
             become(parameter, ShardedParameter)
 
     def over(self, module: nn.Module) -> None:
-        """Open it while a module runs."""
+        """Keep the window open while ``module`` runs."""
         if self.parameters:
             module.register_forward_pre_hook(self.open, prepend=True)
             module.register_forward_hook(self.close, always_call=True)
 
 
 class OnShards(MethodOverride):
-    """A method that is exact on shards as they are: merging a low-rank adapter, each rank its rows."""
+    """Runs a method that is exact on shards, such as merging a low-rank adapter: each rank merges its own rows."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with reading_shards():
@@ -44,7 +44,7 @@ class OnShards(MethodOverride):
 
 
 class StepWindow:
-    """The parameters of an optimizer and their gradients are plain tensors while it steps them.
+    """Makes an optimizer's parameters and their gradients plain tensors while it steps them.
 
     torch's optimizers choose their kernels by the class of a parameter.
     """
@@ -69,7 +69,7 @@ class StepWindow:
         return tuple(self._closed(optimizer, x) for x in args), named
 
     def _closed(self, optimizer: Optimizer, argument: Any) -> Any:
-        """The program's closure, during which its parameters say again what they are; other arguments as they are."""
+        """Wrap the program's closure so that the window is closed while it runs; return other arguments as they are."""
         if not callable(argument):
             return argument
 

@@ -1,4 +1,4 @@
-"""How attention heads are dealt to the ranks of the TP axis, replicated key/value heads included."""
+"""How attention heads are divided over the ranks of the TP axis, replicated key/value heads included."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from meshwright.parallel.row_layout import RowLayout, Span
 class HeadLayout:
     """The heads of one attention block over ``tp`` ranks.
 
-    Query heads are dealt in equal runs. A rank needs the key/value heads of its queries: where those
-    do not divide evenly, a head is held by several ranks (even twice by one), in such a way that each
-    local key/value head serves the same number of consecutive local queries. The stock attention
-    code then runs unchanged on the local heads.
+    Each rank gets an equal run of query heads and the key/value heads that they use. If those do not
+    divide evenly, several ranks hold the same head (or one rank holds it twice), so that each local
+    key/value head serves the same number of consecutive local query heads. The stock attention code
+    then runs unchanged on the local heads.
 
     Args:
-        heads: query heads of the full model.
-        kv_heads: key/value heads of the full model; it divides ``heads``.
-        head_dim: width of a head.
-        tp: size of the TP axis; it divides ``heads``.
+        heads: the number of query heads of the full model.
+        kv_heads: the number of key/value heads of the full model; it divides ``heads``.
+        head_dim: the width of a head.
+        tp: the size of the TP axis; it divides ``heads``.
 
     Example:
-        Six queries in three groups, two ranks. Rank 1 has queries 3, 4, 5 of the groups 1, 2, 2:
+        Six query heads in three groups over two ranks. Rank 1 has heads 3, 4 and 5, of groups 1, 2 and 2:
 
         >>> layout = HeadLayout(heads=6, kv_heads=3, head_dim=1, tp=2)
         >>> layout.local_kv_heads(1), layout.queries_per_kv_head
@@ -52,12 +52,12 @@ class HeadLayout:
 
     @property
     def local_heads(self) -> int:
-        """Query heads of a rank."""
+        """The number of query heads of a rank."""
         return self.heads // self.tp
 
     @property
     def queries_per_kv_head(self) -> int:
-        """Consecutive local queries that one local key/value head serves."""
+        """The number of consecutive local query heads that one local key/value head serves."""
         return math.gcd(self.heads // self.kv_heads, self.local_heads)
 
     @property
@@ -101,9 +101,9 @@ class HeadLayout:
         return RowLayout(0, size, tuple(tuple(spans(rank)) for rank in range(self.tp)))
 
     def rows_in_four(self) -> RowLayout:
-        """The rows of a projection of four parts, each a quarter of the queries, then values, then keys.
+        """The rows of a projection of four parts; each stacks a quarter of the queries, of the values, of the keys.
 
-        The code that reads it cuts the local rows in four again, so each rank's heads must divide by four.
+        The model's code splits the local rows in four again, so each rank's number of heads must divide by four.
         """
         if self.local_heads % 4 or self.kv_heads != self.heads:
             raise PlanError(
@@ -129,7 +129,7 @@ class HeadLayout:
         return first_head * self.head_dim, (first_head + count) * self.head_dim
 
     def take_heads(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
-        """This rank's part of a tensor whose ``dim`` counts the query heads, or batch times query heads."""
+        """Return a rank's part of a tensor whose ``dim`` runs over query heads, or over batch times query heads."""
         by_head = x.unflatten(dim, (-1, self.heads))
         return by_head.narrow(dim + 1, rank * self.local_heads, self.local_heads).flatten(dim, dim + 1)
 
@@ -137,7 +137,7 @@ class HeadLayout:
         """The attributes of a stock attention module that count heads or their width, with their local values.
 
         Raises:
-            PlanError: for a count that is not that of the projections: what the module does with it is unknown.
+            PlanError: if a count does not match the projections, since what the module does with it is unknown.
         """
         local, own = {}, vars(attention)
         for names, value, local_value in (
@@ -152,8 +152,8 @@ class HeadLayout:
                     continue
                 if own[name] != value:
                     raise PlanError(
-                        f"{type(attention).__name__}.{name} is {own[name]}, but its projections make {value}, so "
-                        "tensor parallelism cannot tell what it counts"
+                        f"{type(attention).__name__}.{name} is {own[name]}, but its projections imply {value}, so "
+                        "tensor parallelism cannot tell what it counts. Correct it, or use ParallelPlan(tp=1)"
                     )
                 local[name] = local_value
         return local
@@ -171,11 +171,14 @@ def head_layout(attention: nn.Module, config: object, *, query_width: int, kv_wi
     """Read the width of a head from the module, else from the model's config, and count the heads in the widths.
 
     Args:
-        query_width: columns of the output projection.
-        kv_width: rows that make the keys.
+        attention: the attention module.
+        config: the model's config.
+        query_width: the number of columns of the output projection.
+        kv_width: the number of rows that make the keys.
+        tp: the size of the TP axis.
 
     Raises:
-        PlanError: if neither tells the heads, or they do not match the projections.
+        PlanError: if neither gives the number or width of the heads, or they do not match the projections.
     """
     head_dim = _read(attention, _HEAD_WIDTHS)
     for owner in (attention, config):
@@ -185,11 +188,11 @@ def head_layout(attention: nn.Module, config: object, *, query_width: int, kv_wi
     if not head_dim:
         raise PlanError(
             f"cannot tell the attention heads of {type(attention).__name__}: neither it nor the model's config "
-            "has num_attention_heads (or num_heads) and head_dim"
+            "has num_attention_heads (or num_heads) or head_dim. Set config.num_attention_heads"
         )
     if query_width % head_dim or kv_width % head_dim:
         raise PlanError(
-            f"{type(attention).__name__}: heads of width {head_dim} do not make the {query_width} columns of its "
+            f"{type(attention).__name__}: the head width {head_dim} must divide the {query_width} columns of its "
             f"output projection and the {kv_width} rows of its keys"
         )
     return HeadLayout(heads=query_width // head_dim, kv_heads=kv_width // head_dim, head_dim=head_dim, tp=tp)

@@ -1,6 +1,6 @@
-"""Losses that are a mean over rows or labels, made the mean over those of the global batch.
+"""Turn losses that are a mean over a rank's rows or labels into the mean over those of the global batch.
 
-What a model's loss averages over follows from the loss function of transformers that it calls; from its class, for
+What a model's loss averages over is known from the loss function of transformers that it calls; from its class, for
 families that compute the loss in their own forward; or from ToDistributedConfig.loss_averages_over.
 """
 
@@ -29,26 +29,26 @@ Batch = Mapping[str, Any]
 
 
 class BatchLoss(Protocol):
-    """A model's loss, which is that of the global batch on every rank."""
+    """A model's loss, on every rank the loss of the global batch."""
 
     mean: GlobalMean
 
     def counts(self, batch: Batch) -> Tensor:
-        """Over how much this rank's part of the loss goes, one number for each of its means."""
+        """Return the number of items that this rank's loss averages over, one number for each of its means."""
 
     def of_output(self, batch: Batch, output: Any) -> Any:
-        """What a pass of the model's own forward returned, with the loss of the global batch."""
+        """Return an output of the model's own forward with the loss of the global batch in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
-    """Which loss a model has.
+    """The kind of loss that a model has.
 
     Args:
-        counts: what this rank's part of a batch has of what the loss averages over.
-        is_function: the model calls it as ``model.loss_function``; otherwise it is seen in the output only.
-        is_causal_lm: it is the one that works on logits sharded over the vocabulary.
-        has_positions: it is the average of two means, over start and end positions.
+        counts: a function that counts, in this rank's part of a batch, the items that the loss averages over.
+        is_function: whether the model calls it as ``model.loss_function``; otherwise it is visible in the output only.
+        is_causal_lm: whether it is the causal-LM loss, which works on logits sharded over the vocabulary.
+        has_positions: whether it is the average of two means, over start and end positions.
     """
 
     counts: Callable[[Batch], Tensor]
@@ -58,14 +58,14 @@ class LossKind:
 
 
 def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> LossKind | None:
-    """What is known of a model's loss; None for one of the user's own that no option describes.
+    """Return the kind of a model's loss; None for a loss of the user's own that no option describes.
 
     Args:
-        model: without adapters around it.
+        model: the model, without adapters around it.
         averages_over: ToDistributedConfig.loss_averages_over.
 
     Raises:
-        PlanError: for an option about a loss that is known without it.
+        PlanError: if ``averages_over`` is set for a loss that is known without it.
     """
     kind = _of_function(model) or _of_class(model)
     if averages_over is None:
@@ -73,7 +73,7 @@ def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> Lo
     if kind is not None:
         raise PlanError(
             f"ToDistributedConfig.loss_averages_over={averages_over!r}: the loss that {type(model).__name__} returns "
-            "is transformers' own, and is exact without the option; leave it out. For a loss that the program computes "
+            "is transformers' own and is exact without the option; leave it out. For a loss that the program computes "
             "from the model's outputs, write loss = meshwright.global_mean(model, loss, count)"
         )
     if averages_over == "rows":
@@ -86,12 +86,12 @@ def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> Lo
 def _of_function(model: nn.Module) -> LossKind | None:
     name = getattr(getattr(model, "loss_function", None), "__name__", None)
     kind = _FUNCTIONS.get(name or "")
-    # Every model of transformers has the attribute; those of older families do not read it.
+    # Every model of transformers has the attribute, but older families do not read it.
     return kind if kind is not None and "loss_function" in _names_read(type(model)) else None
 
 
 def _of_class(model: nn.Module) -> LossKind | None:
-    """A head that computes its loss itself, by the recipe that all families share."""
+    """The loss of a head that computes it in its own forward, in the same way in all families."""
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     task = re.search(r"For(\w+?)(Simple)?$", owner.__name__)
     if task is None or not owner.__module__.startswith("transformers.models."):
@@ -99,13 +99,13 @@ def _of_class(model: nn.Module) -> LossKind | None:
     names = _names_read(owner)
     if "CrossEntropyLoss" not in names:
         return None
-    if task[1] == "QuestionAnswering":  # some search for spans instead, and know no index to ignore
+    if task[1] == "QuestionAnswering":  # some heads search for spans instead, without ignored_index
         return LossKind(counts=_positions, has_positions=True) if "ignored_index" in names else None
     return LossKind(counts=_labels) if task[1] in _TASKS else None
 
 
 def _names_read(kind: type) -> set[str]:
-    """The names in the code of a class's forward, and of those that it calls of its bases."""
+    """The names in the code of a class's forward, and of the base classes' forwards that it calls."""
     names: set[str] = set()
     for owner in (k for k in kind.__mro__ if "forward" in vars(k)):
         code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
@@ -121,7 +121,8 @@ def _labels(batch: Batch) -> Tensor:
     if not isinstance(labels, Tensor):
         raise ValueError(
             "ToDistributedConfig.loss_averages_over='labels', but the model was called without labels, so the mean "
-            "cannot be made that of the global batch; pass them to the model, or a callable that counts in the batch"
+            "over the global batch is unknown. Call model(..., labels=labels), or set loss_averages_over to a callable "
+            "that counts in the batch"
         )
     return valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
 
@@ -131,7 +132,7 @@ def _rows(batch: Batch) -> Tensor:
     tensors = (x for x in (labels, *batch.values()) if isinstance(x, Tensor) and x.ndim > 0)
     rows = next(tensors)
     count = torch.tensor(rows.shape[0], device=rows.device)
-    # A rank without rows is kept in step by one whose labels do not count.
+    # A rank without rows runs one row whose labels do not count, to stay in step.
     return count * (valid_labels(rows) > 0) if rows is labels and len(rows) == 1 else count
 
 
@@ -155,10 +156,11 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
     """Make a model return the loss of the global batch.
 
     Args:
-        model: whose loss ``kind`` is; changed in place.
-        mean: over the axis by which the batch is split.
-        tp: axis over which a causal LM's logits may be sharded.
-        vocab_size: words of its full vocabulary.
+        model: the model; changed in place.
+        kind: the kind of its loss.
+        mean: the mean over the axis that splits the batch.
+        tp: the axis over which a causal LM's logits may be sharded.
+        vocab_size: the number of words in its full vocabulary.
     """
     if kind.is_causal_lm:
         AddedToLoss(mean).watch(model)
@@ -174,12 +176,12 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
 
 
 class HeadLoss:
-    """Stands in for a loss function of transformers other than the causal-LM one, with the same arguments.
+    """Replaces a loss function of transformers other than the causal-LM one, with the same arguments.
 
     Args:
-        stock: the function; its mean of this rank's rows is what it is asked for.
-        kind: what it averages over.
-        mean: over the axis by which the batch is split.
+        stock: the replaced function, called for the mean over this rank's rows.
+        kind: the kind of the loss.
+        mean: the mean over the axis that splits the batch.
     """
 
     def __init__(self, stock: Callable[..., Any], kind: LossKind, mean: GlobalMean):
@@ -195,7 +197,7 @@ class HeadLoss:
                 return None
             return self.mean.of_means(*_span_means(named, named), num_items)
         labels = named["labels"]
-        # transformers' regressions do not look at the number.
+        # transformers' regression losses ignore the number.
         num_items = None if labels.is_floating_point() else num_items
         count = valid_labels(labels, named.get("ignore_index", IGNORE_INDEX))
         own = self.stock(**named)
@@ -212,19 +214,19 @@ class HeadLoss:
 
 
 class OutputLoss:
-    """Replaces the mean that a forward returned by that of the global batch.
+    """Replaces the mean in a forward's output by the mean over the global batch.
 
     Args:
-        kind: what it averages over.
-        mean: over the axis by which the batch is split.
+        kind: the kind of the loss.
+        mean: the mean over the axis that splits the batch.
     """
 
     def __init__(self, kind: LossKind, mean: GlobalMean):
         self.kind, self.mean = kind, mean
-        self.is_done = False  # for the output on its way out of the model, piece by piece
+        self.is_done = False  # whether of_output has replaced the loss in the output that the hook sees next
 
     def watch(self, model: nn.Module) -> None:
-        """Replace the loss of all that the model returns from now on."""
+        """Replace the loss in every output of the model from now on."""
         self._signature = inspect.signature(model.forward)
         model.register_forward_hook(self._replace, with_kwargs=True)
 
@@ -247,8 +249,8 @@ class OutputLoss:
             return output
         if own.numel() != 1:
             raise ValueError(
-                f"the model returned a loss of shape {tuple(own.shape)}, and only a mean can be made that of the "
-                "global batch: return loss.mean()"
+                f"the model returned a loss of shape {tuple(own.shape)}, but only a mean, one number, can "
+                "become the mean over the global batch. Return loss.mean()"
             )
         if self.kind.has_positions:
             logits = output if isinstance(output, Mapping) else dict(zip(_SPAN_LOGITS, output[1:3], strict=True))
@@ -261,7 +263,7 @@ _SPAN_LOGITS = ("start_logits", "end_logits")
 
 
 def _span_means(logits: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
-    """This rank's mean over start positions and that over end positions, and how many each has."""
+    """Return this rank's means over start positions and over end positions, and their numbers of positions."""
     means, counts = [], []
     for logits_name, positions_name in zip(_SPAN_LOGITS, _SPAN, strict=True):
         scores = logits[logits_name]
@@ -272,5 +274,5 @@ def _span_means(logits: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _clamped(positions: Tensor, length: int) -> Tensor:
-    """Positions as transformers has them: what lies behind the row is ignored."""
+    """Clamp positions as transformers does: those beyond the row get the ignored index."""
     return (positions.squeeze(-1) if positions.ndim > 1 else positions).clamp(0, length)

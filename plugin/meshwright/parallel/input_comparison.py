@@ -1,4 +1,4 @@
-"""What the ranks that share the layers are fed: compared value by value at each forward pass."""
+"""Compare the model inputs of tensor-parallel ranks value by value at each forward pass."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
 
 ADVICE = (
-    "Tensor-parallel ranks each compute a part of the same tokens: with other tokens on one of them, the sums are of "
-    "no batch at all. Read the data through the loader that to_distributed or shard_dataloader returned, and skip or "
-    "sample a batch on all ranks of the axis or on none:\n"
+    "Each tensor-parallel rank computes a part of the sums for the same tokens: if one rank has other tokens, the sums "
+    "belong to no batch. Read the data through the loader that to_distributed or shard_dataloader returned, and skip "
+    "or sample a batch on all ranks of the axis or on none:\n"
     "    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, ...)"
 )
 
@@ -26,11 +26,11 @@ ADVICE = (
 class ComparedInputs:
     """Compares the tensors that the ranks of the TP axis pass to a model.
 
-    On the CPU their bytes are part of what the ranks say when they meet. Elsewhere a read would wait for the device: a
-    digest is gathered there, and looked at in the next pass.
+    On the CPU a digest of their bytes is in the statement that the ranks compare. On other devices the host would wait
+    for it, so the digests are gathered there and checked in the next pass.
 
     Args:
-        tp: the axis.
+        tp: the TP axis.
     """
 
     def __init__(self, tp: Axis):
@@ -39,24 +39,24 @@ class ComparedInputs:
         self._names: list[str] = []
 
     def statement(self, model: nn.Module, inputs: dict[str, Any]) -> Statement:
-        """What this rank is fed, for the meeting of the pass that is about to run."""
+        """Describe this rank's inputs, for the ranks to compare before the pass runs."""
         details = {name: _describe(value) for name, value in inputs.items() if _is_compared(value)}
         mode = "training" if model.training else "evaluation"
         texts = [mode, _precision(inputs), *(f"{name} {value}" for name, value in details.items())]
         return Statement(text=", ".join(filter(None, texts)), details=lambda: details, advice=ADVICE)
 
     def gather(self, inputs: dict[str, Any], step: int) -> None:
-        """Begin to compare what is on a device, once the ranks agree on what that is."""
+        """Start to compare the inputs on a device, once the ranks agree on which inputs those are."""
         late = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and _is_late(x)}
         if late:
             self._names = list(late)
             self._gathered = Gathered(torch.stack([ordered_digest(x) for x in late.values()]), self.tp, step)
 
     def look(self) -> None:
-        """Look at what the device compared in the pass before.
+        """Check the digests that were gathered in the previous pass.
 
         Raises:
-            DivergenceError: naming the input that differed, and the ranks.
+            DivergenceError: if they differ; names the inputs and the ranks.
         """
         gathered, self._gathered = self._gathered, None
         if gathered is None:
@@ -69,7 +69,7 @@ class ComparedInputs:
             column = numbers[:, self._names.index(differ[0])].tolist()
             shown = "; ".join(f"rank {rank}: digest {_short(value)}" for rank, value in zip(ranks, column, strict=True))
             raise DivergenceError(
-                f"tensor-parallel ranks {ranks} got other values of {', '.join(differ)} in step {gathered.step} "
+                f"tensor-parallel ranks {ranks} got different values of {', '.join(differ)} in step {gathered.step} "
                 f"({differ[0]}: {shown}). {ADVICE}"
             )
 
@@ -79,13 +79,13 @@ def _is_compared(value: Any) -> bool:
 
 
 def _is_late(x: Tensor) -> bool:
-    # Kernels of a device may sum in any order, so what is computed there may differ in its last bits.
+    # A device's kernels may sum in any order, so numbers computed there may differ in their last bits.
     is_exact = not (x.is_floating_point() or x.is_complex())
     return is_deferred(x.device) and is_exact and is_plain(x) and x.numel() > 0
 
 
 def _describe(value: Any) -> str:
-    """The value itself, or a tensor's type, shape and, where the host has it, digest."""
+    """The value itself; for a tensor, its type, its shape and, if the host has it, its digest."""
     if not isinstance(value, Tensor):
         return repr(value)
     shape = describe_tensors(value)

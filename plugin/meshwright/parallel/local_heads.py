@@ -1,4 +1,4 @@
-"""What stock attention code reads beside its projections, made this rank's: counts of heads, per-head biases."""
+"""Give stock attention code this rank's counts of heads and per-head biases, which it reads beside its projections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.roles.projection import is_transposed, out_features
 
 
 class LocalConfig:
-    """A model's config with some values replaced, for one module that reads its head counts there."""
+    """A model's config with some values replaced, for one module that reads its head counts from it."""
 
     def __init__(self, config: Any, **local: int):
         self.__dict__.update(_config=config, **local)
@@ -26,7 +26,7 @@ class LocalConfig:
 
 
 def localise_attributes(block: Block) -> None:
-    """Give a block's modules the counts and widths of this rank's part."""
+    """Set the head counts and widths in a block's modules to those of this rank's part."""
     for projection in (*block.columns, block.row):
         if is_transposed(projection):
             setattr(projection, "nf", out_features(projection))  # noqa: B010  the width that Conv1D reshapes to
@@ -42,14 +42,14 @@ def localise_attributes(block: Block) -> None:
 
 
 class HeadInputs:
-    """The arguments of an attention block that count heads: per-head biases, and masks that carry them."""
+    """Cuts an attention block's per-head arguments to this rank's heads: biases, and masks that contain them."""
 
     def __init__(self, attention: nn.Module, heads: HeadLayout, axis: Axis):
         self._names = tuple(inspect.signature(attention.forward).parameters)
         self._heads, self._rank = heads, axis.rank
 
     def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with only this rank's heads in them."""
+        """Return the arguments with only this rank's heads in them."""
         own = tuple(self._take(name, value) for name, value in zip(self._names, args, strict=False))
         return (*own, *args[len(own) :]), {name: self._take(name, value) for name, value in kwargs.items()}
 
@@ -58,7 +58,7 @@ class HeadInputs:
             return value
         if value.ndim == 4 and name in ("attention_mask", *_HEAD_BIASES) and value.shape[1] == self._heads.heads:
             return self._heads.take_heads(value, self._rank, dim=1)
-        if value.ndim == 3 and name in _HEAD_BIASES:  # heads, or batch times heads, come first
+        if value.ndim == 3 and name in _HEAD_BIASES:  # dim 0 is heads, or batch times heads
             return self._heads.take_heads(value, self._rank)
         return value
 

@@ -1,4 +1,4 @@
-"""The mean over the rows or labels of all data-parallel ranks, from what each rank has."""
+"""Compute the mean over the rows or labels of all data-parallel ranks from each rank's own sum and count."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from meshwright.errors import ItemCountError
 from meshwright.parallel.collectives import Axis, all_gather
 from meshwright.parallel.tensor_checks import require
 
-IGNORE_INDEX = -100  # transformers' label of what does not count
+IGNORE_INDEX = -100  # the label that transformers' losses skip
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
-BLANK = -(2.0**40)  # the same for labels that are real numbers, of a row that only keeps a rank in step
+BLANK = -(2.0**40)  # the same for floating-point labels, of a row that only keeps a rank in step with the others
 
 
 def valid_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """How many labels count."""
+    """Count the labels that a loss does not skip."""
     return (labels != (BLANK if labels.is_floating_point() else ignore_index)).sum()
 
 
 def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The same rows, which no loss counts."""
+    """Return the same rows with targets that every loss skips."""
     out = dict(batch)
     for name in TARGETS:
         if isinstance(target := out.get(name), Tensor):
             if "positions" in name:
-                blank: float = torch.iinfo(target.dtype).max  # behind every row
+                blank: float = torch.iinfo(target.dtype).max  # past the end of every row, which transformers skips
             else:
                 blank = BLANK if target.is_floating_point() else batch.get("ignore_index", IGNORE_INDEX)
             out[name] = torch.full_like(target, blank)
@@ -38,25 +38,25 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GlobalMean:
-    """Sums over the data-parallel ranks, divided by the global count.
+    """Sums over the data-parallel ranks and divides by the global count.
 
     The value is the same on every rank. The gradient carries a factor dp, so that averaging gradients over the
     data-parallel axis (as torch DDP does) gives the gradient of that value.
 
     Args:
-        dp: axis over which the batch is split.
-        num_items: how a ``num_items_in_batch`` is meant; see ToDistributedConfig.num_items_in_batch.
+        dp: the axis over which the batch is split.
+        num_items: what a ``num_items_in_batch`` counts; see ToDistributedConfig.num_items_in_batch.
     """
 
     def __init__(self, dp: Axis, num_items: NumItems = "auto"):
         self.dp, self.num_items = dp, num_items
-        self.used_items: bool | None = None  # whether the last mean was divided by a number passed; None before
+        self.used_items: bool | None = None  # whether the last mean was divided by num_items; None before the first
         self._divisors: Tensor | None = None
-        self._last: int | None = None  # the node of the last mean in autograd's graph, which is not kept
+        self._last: int | None = None  # number of the last mean's autograd node; the node itself is not kept
 
     @contextlib.contextmanager
     def divided_by(self, divisors: Tensor) -> Iterator[None]:
-        """Divide every sum inside by the divisors of a larger global batch."""
+        """Divide every sum inside the context by the divisors of a larger global batch."""
         self._divisors = divisors
         try:
             yield
@@ -64,24 +64,24 @@ class GlobalMean:
             self._divisors = self._last = None
 
     def divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """What the sums of a global batch are divided by: its counts, or the number of items passed.
+        """Return the divisors of a global batch's sums: its counts, or the number of items that was passed.
 
         Args:
-            counts: what this rank has, one for each sum.
+            counts: this rank's counts, one for each sum.
             num_items: the number passed on this rank, if any.
         """
         ranks = all_gather(self._with_items(counts.double(), num_items)[None], self.dp)
         return self._divisors_of(ranks, len(counts), has_items=num_items is not None)
 
     def of(self, sums: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """The mean, over the global batch; where there are several sums, the average of their means.
+        """Return the mean over the global batch; for several sums, the average of their means.
 
         Args:
-            sums: this rank's, in one dim.
-            counts: over how many rows or labels each of them goes.
-            num_items: a number to divide by instead, if the program passed one.
+            sums: this rank's sums, ``[n]``.
+            counts: how many rows or labels each sum covers, ``[n]``.
+            num_items: the number to divide by instead, if the program passed one.
         """
-        # float64: a count above 2**24 would lose tokens in float32.
+        # float64, since float32 cannot represent every count above 2**24.
         own = torch.cat([sums.detach().double(), self._with_items(counts.double(), num_items)])
         ranks = all_gather(own[None], self.dp)
         size = len(sums)
@@ -91,25 +91,25 @@ class GlobalMean:
         self.used_items = num_items is not None
         divisors = divisors.to(sums.dtype)
         value = (ranks[:, :size].sum(0).to(sums.dtype) / divisors).mean()
-        # As torch has it, a mean over nothing is not a number, and has a gradient of zero.
+        # As in torch, a mean over nothing is NaN and its gradient is zero.
         factors = torch.where(divisors > 0, self.dp.size / size / divisors, 0)
         mean = _ReplaceValue.apply(sums, value, factors)
         self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
         return mean
 
     def returned(self, loss: Tensor | None) -> bool:
-        """Whether a loss is the last mean, to which nothing was added; True for one without a graph."""
+        """Return whether a loss is the last mean with nothing added to it; True for a loss without a graph."""
         last, self._last = self._last, None
         return last is None or loss is None or loss.grad_fn is None or loss.grad_fn._sequence_nr() == last
 
     def of_means(self, means: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """The same from each rank's means; that of a rank without anything to count may be any number, or none."""
+        """Like :meth:`of`, from each rank's means; where a rank's count is 0, its mean may be anything, even NaN."""
         return self.of(means.where(counts > 0, 0) * counts, counts, num_items)
 
     def _with_items(self, counts: Tensor, num_items: Tensor | float | None) -> Tensor:
         if num_items is None:
             return counts
-        with torch._C.DisableTorchFunctionSubclass():  # a number that tells when a program reads it
+        with torch._C.DisableTorchFunctionSubclass():  # num_items may be a tensor that notices when it is read
             items = torch.as_tensor(num_items, device=counts.device, dtype=counts.dtype)
             return torch.cat([counts, items.reshape(1)])
 
@@ -120,7 +120,7 @@ class GlobalMean:
         return self._items(ranks[:, size], counts[:, 0]).expand(size)
 
     def _items(self, passed: Tensor, counts: Tensor) -> Tensor:
-        """The global count that ``num_items_in_batch`` means, from what each rank passed and has."""
+        """Return the global count that the ranks' ``num_items_in_batch`` stand for, given each rank's own count."""
         if self.dp.size == 1:
             return passed[0]
         if self.num_items == "global":
@@ -134,15 +134,15 @@ class GlobalMean:
                 ),
             )
             return passed[0]
-        # A number that is each rank's own count of this batch is nothing else. One that equals the global count may
-        # also be a rank's count over a window of dp batches, so that its value says nothing.
+        # Each rank's own count of this batch has one meaning. A number that equals the global count may also be a
+        # rank's count over a window of dp batches, so its value is ambiguous.
         if self.num_items == "auto" and not bool((passed == counts).all()):
             raise ItemCountError(
-                "num_items_in_batch may count the global batch or each rank's own, over one batch or a window of them, "
-                f"and its value does not say which. {_described(passed, counts)}. Dividing by the wrong one scales the "
-                "loss and its gradient. Set ToDistributedConfig(num_items_in_batch='global') if every rank passes the "
-                "count of all ranks, or num_items_in_batch='local' if each passes that of its own rows; or leave "
-                "num_items_in_batch out, and the loss is the mean over the valid labels of the global batch"
+                f"num_items_in_batch is ambiguous: {_described(passed, counts)}. It may count the global batch or each "
+                "rank's own rows, of one batch or of an accumulation window, and dividing by the wrong count scales "
+                "the loss and its gradient. Set ToDistributedConfig(num_items_in_batch='global') if every rank passes "
+                "the count of all ranks, or num_items_in_batch='local' if each rank passes the count of its own rows. "
+                "Or leave num_items_in_batch out: the loss is then the mean over the valid labels of the global batch"
             )
         return passed.sum()
 
@@ -160,7 +160,7 @@ def _described(passed: Tensor, counts: Tensor) -> str:
 
 
 class _ReplaceValue(torch.autograd.Function):
-    """A scalar in the place of a vector whose gradient is the given factors."""
+    """Replaces a vector by a given scalar, whose gradient with respect to the vector is the given factors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, factors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What stands in the place of a model's method, and is copied with the model."""
+"""A replacement for a model's method that is copied with the model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 class MethodOverride:
-    """Called in the place of one bound method of a model, which it has as ``self.method``.
+    """Replaces one bound method of a model; the original is ``self.method``.
 
-    An object rather than a function: ``copy.deepcopy`` of a model binds the methods of its copy to the copy, but
-    takes a function as it is, so that the copy would call the model it was made from.
+    It is an object because ``copy.deepcopy`` of a model binds methods to the copy, but keeps a function as it is, so
+    that the copy would call the original model.
     """
 
     def __init__(self, method: Callable[..., Any]):
-        functools.update_wrapper(self, method)  # its signature, for those that inspect it
+        functools.update_wrapper(self, method)  # keeps the signature for callers that inspect it
         self.method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

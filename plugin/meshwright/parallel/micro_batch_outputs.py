@@ -1,4 +1,4 @@
-"""What a forward pass returns whose batch ran as micro-batches: the outputs of all of them, or an error when read."""
+"""The output of a batch that ran as micro-batches: all their outputs joined, or tensors that raise when read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshwright.parallel.tensor_guards import ShardedLogits, is_metadata
 
 
 class Pieces:
-    """The outputs of the micro-batches of one batch.
+    """Collects the outputs of one batch's micro-batches.
 
     Args:
-        rows: of each micro-batch; 0 where it only keeps this rank in step.
+        rows: the number of rows of each micro-batch; 0 for one that only keeps this rank in step with the others.
         keeps: whether tensors of all micro-batches are kept (``ToDistributedConfig.gather_logits``).
     """
 
@@ -26,12 +26,12 @@ class Pieces:
         self._outputs: list[Any] = []
 
     def add(self, output: Any) -> None:
-        """Note the output of the next micro-batch but the last."""
+        """Add the output of the next micro-batch; the last one goes to :meth:`whole`."""
         if self.keeps:
             self._outputs.append(_mapped(output, lambda x, _: x.detach(), []))
 
     def whole(self, last: Any, loss: Tensor) -> Any:
-        """The output of the last micro-batch, made that of the batch."""
+        """Return the output of the batch, given the output of its last micro-batch and the batch's loss."""
         if len(self.rows) == 1:
             return last
         return _mapped(last, self._join if self.keeps else self._stand_in, self._outputs, loss)
@@ -46,16 +46,16 @@ class Pieces:
 
 
 def _mapped(output: Any, join: Callable[[Tensor, list[Any]], Tensor], before: list[Any], loss: Any = None) -> Any:
-    """The output with each tensor but the loss replaced, given those of the outputs ``before`` in the same place."""
+    """Replace each tensor of an output but the loss by ``join(tensor, [its counterparts in before])``."""
 
     def at(value: Any, others: list[Any]) -> Any:
-        if isinstance(value, ShardedLogits):  # which say themselves that they cannot be read
+        if isinstance(value, ShardedLogits):  # which raise by themselves when they are read
             return value
         if isinstance(value, Tensor) and value.ndim:
             return join(value, others)
         if isinstance(value, tuple | list):
             return tuple(at(x, [other[i] for other in others]) for i, x in enumerate(value))
-        return None if not isinstance(value, Tensor) else value  # a cache is of no use to a batch in training
+        return None if not isinstance(value, Tensor) else value  # training has no use for a cache
 
     if isinstance(output, Tensor):
         return output if loss is None else loss
@@ -74,7 +74,7 @@ def _mapped(output: Any, join: Callable[[Tensor, list[Any]], Tensor], before: li
 
 
 class _Read(torch.autograd.Function):
-    """Outputs that may be read, and whose gradient comes too late: the backward passes of most of them are over."""
+    """Lets joined outputs be read but not trained on, since the backward passes of most of them are over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -83,14 +83,15 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise UnreadableTensorError(
-            "the plan runs this batch as micro-batches, whose backward passes are over when outputs.logits is read, so "
-            "a second loss on it would train on nothing. Set gradient_accumulation_steps=1 (and micro_batch_size=None) "
-            "in the ParallelPlan, and accumulate in the loop; a metric reads outputs.logits.detach()"
+            "a second loss on outputs.logits would not reach the parameters: the plan runs this batch as "
+            "micro-batches, whose backward passes are over when outputs.logits is read. Set "
+            "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None) and accumulate in the loop. For a "
+            "metric, read outputs.logits.detach()"
         )
 
 
 class _Unkept(Tensor):
-    """Outputs of the whole batch, of which none were kept."""
+    """Stands in for an output of the whole batch that was not kept; reading it raises."""
 
     @classmethod
     def __torch_function__(
@@ -99,10 +100,10 @@ class _Unkept(Tensor):
         if is_metadata(func):
             return super().__torch_function__(func, types, args, kwargs or {})
         raise UnreadableTensorError(
-            "the plan runs this batch as micro-batches, and keeps none of their outputs but the loss, so that they "
-            "need not fit in memory together. To read outputs.logits of the batch pass "
+            "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
+            "their outputs need not fit in memory together. To read outputs.logits of the batch, pass "
             "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "(of micro-batches, not kept: see ToDistributedConfig.gather_logits)"
+        return "(output of micro-batches, not kept: see ToDistributedConfig.gather_logits)"

@@ -1,4 +1,4 @@
-"""The sizes that a decoder's structure shows, for the planner, where no transformers config tells them."""
+"""Read a decoder's sizes from its modules for the planner, for a model without a transformers config."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from meshwright.roles.projection import in_features, out_features
 
 
 def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
-    """Return the sizes of a decoder from its modules; its parameters are counted, each once.
+    """Return the sizes of a decoder, read from its modules; each parameter counts once.
 
     Args:
         model: a decoder.
         plan: the roles of its modules.
 
     Raises:
-        PlanError: for a model whose structure is not a decoder's.
+        PlanError: if the model's structure is not a decoder's.
     """
     structure = describe_structure(model, plan, tp=1, sequence_parallel=False)
     attention = next((block for block in structure.blocks if block.heads is not None), None)

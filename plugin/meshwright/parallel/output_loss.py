@@ -1,4 +1,4 @@
-"""The loss in what a model returned, whatever it returned."""
+"""Find and replace the loss in a model's output, whatever the output's type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in a forward's output: its ``loss``, a tuple's first number, or a scalar itself; None without one."""
+    """Return the loss in an output: its ``loss``, a tuple's first item, or a scalar itself; None if it has none."""
     if isinstance(output, tuple | list):
         output = output[0] if output else None
     if isinstance(output, Tensor):
@@ -19,7 +19,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:
-    """The output with another loss, in place where it can be."""
+    """Return the output with another loss, changed in place where possible."""
     if isinstance(output, Tensor):
         return loss
     if isinstance(output, tuple | list):
@@ -33,7 +33,7 @@ def with_loss(output: Any, loss: Tensor) -> Any:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors at the top of a forward's output."""
+    """Return the tensors at the top level of an output."""
     if isinstance(output, Tensor):
         return [output]
     values = output.values() if isinstance(output, MutableMapping) else output

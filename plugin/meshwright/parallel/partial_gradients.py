@@ -1,7 +1,8 @@
-"""Whole parameters of whose gradient each rank of tp computes a part: norms under sequence parallelism, and biases.
+"""Whole parameters with partial gradients: norms under sequence parallelism, and biases.
 
-The runtime adds the parts up over tp. What the program computes from such a parameter outside of the model, a penalty
-on weights for example, gives every rank the same gradient. Each rank therefore takes its share of that one.
+Each rank of tp computes a part of such a gradient, and the runtime sums the parts. What the program computes from such
+a parameter outside of the model, for example a penalty on weights, gives every rank the same gradient. Each rank
+therefore divides that one by the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshwright.parallel.sharded_parameter import become
 
 
 class PartialParameter(nn.Parameter):
-    """Divides a gradient that comes back to it by way of the program's own operations by the ranks that compute it."""
+    """Divides gradients from the program's own operations on it by the number of ranks that compute them."""
 
     @classmethod
     def __torch_function__(
@@ -34,14 +35,14 @@ class PartialParameter(nn.Parameter):
                 result = func(*args, **(kwargs or {}))
             for x in partial.values():
                 if x.requires_grad:
-                    # An operation in place may return nothing; its graph is that of an argument.
+                    # An in-place operation may return nothing; its graph is then that of an argument.
                     _take_a_share((result, args, kwargs), x, first)
         return result
 
 
 @contextlib.contextmanager
 def _own_casts() -> Iterator[None]:
-    """Autocast casts a parameter once for the model and the program; here the program's cast is one of its own."""
+    """Disable autocast's cache, so that the program's cast of a parameter is not the model's."""
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -51,11 +52,11 @@ def _own_casts() -> Iterator[None]:
 
 
 class ModelWindow:
-    """Partial parameters are plain ones while the layers run, or what holds them.
+    """Makes partial parameters plain ones while the layers, or a module that holds them, run.
 
     Args:
-        model: that has them.
-        parameters: of the model.
+        model: the model.
+        parameters: its partial parameters.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]):
@@ -68,7 +69,7 @@ class ModelWindow:
         self.close()
 
     def over(self, module: nn.Module) -> None:
-        """Open it while a module runs."""
+        """Open the window while a module runs."""
         module.register_forward_pre_hook(self.open, prepend=True)
         module.register_forward_hook(self.close, always_call=True)
 
@@ -90,26 +91,26 @@ class ModelWindow:
                 become(parameter, new)
 
     def _check_places(self) -> None:
-        """Refuse other tensors in the parameters' places, whose gradients nothing adds up over tp."""
+        """Raise if another tensor takes a parameter's place: nothing would sum its gradient over tp."""
         for module, name, parameter in self._places:
             found = module._parameters.get(name)
             if found is not None and found is not parameter and found.requires_grad:
                 record = record_if_any(parameter)
                 raise ValueError(
                     f"the model runs with another tensor in the place of {name if record is None else record.name}, as "
-                    "torch.func.functional_call does. Of its gradient each rank of tp computes a part, and the runtime "
-                    "adds up those of the model's own parameters only. Leave this parameter out of the call, compute "
-                    "it by torch.nn.utils.parametrize inside of the model, or use a plan with tp=1"
+                    "torch.func.functional_call does. Each rank of tp computes a part of its gradient, and the runtime "
+                    "sums the parts of the model's own parameters only. Leave this parameter out of the call, compute "
+                    "it inside the model with torch.nn.utils.parametrize, or use ParallelPlan(tp=1)"
                 )
 
 
 def _take_a_share(changed: Any, parameter: PartialParameter, first: int) -> None:
-    """Of the gradient that comes back to a parameter by way of an operation.
+    """Divide the gradient that an operation passes back to a parameter by the number of ranks that compute it.
 
     Args:
-        changed: what the operation returned or may have written.
-        parameter: that it was given.
-        first: the sequence number of the graph's first node that the operation made.
+        changed: the tensors that the operation returned or may have written.
+        parameter: the parameter that it was given.
+        first: the sequence number of the first graph node that the operation made.
     """
     record = record_if_any(parameter)
     ranks = 1 if record is None else len(record.layout.spans)
@@ -128,7 +129,7 @@ def _take_a_share(changed: Any, parameter: PartialParameter, first: int) -> None
 
 
 class _Share:
-    """A hook on a node of the graph: of some of the gradients that it computes each rank takes its share."""
+    """A hook on an autograd node that divides some of its gradients by the number of ranks."""
 
     def __init__(self, places: list[int], ranks: int):
         self.places, self.ranks = places, ranks

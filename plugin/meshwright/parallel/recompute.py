@@ -1,4 +1,4 @@
-"""Recomputation of layers in backward, which transformers' models do themselves."""
+"""Turn on recomputation of layers in backward, which transformers' models implement."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import nn
 
 
 def can_recompute(model: nn.Module) -> bool:
-    """Whether a model can compute its layers again in backward."""
+    """Return whether a model can recompute its layers in backward."""
     return _switch(model) is not None
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Make a model, for which ``can_recompute`` holds, compute its layers again in backward."""
+    """Make a model recompute its layers in backward; ``can_recompute`` must hold for it."""
     _switch(model)({"use_reentrant": False})
 
 
 def _switch(model: nn.Module) -> Any:
-    """The method of transformers' models that turns recomputation on; its older name is deprecated."""
+    """Return the method that turns recomputation on, or None; its older name is deprecated."""
     old = getattr(model, "gradient_checkpointing_enable", None)
     return getattr(model, "activation_checkpointing_enable", old)

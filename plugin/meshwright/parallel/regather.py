@@ -1,8 +1,8 @@
-"""Keep a block's gathered input for backward as this rank's rows only, and gather it again there.
+"""Save only this rank's rows of a block's gathered input, and gather the input again in backward.
 
 The projections of a block all save its input for their weight gradients. Under sequence parallelism
-that input is the whole sequence: kept as it is, it would undo most of what sharding the activations
-saves. Megatron's answer (Korthikanti et al. 2022, section 4.2.2) is one more all-gather in backward.
+that input is the whole sequence, and keeping it would undo most of what sharding the activations
+saves. As in Megatron (Korthikanti et al. 2022, section 4.2.2), backward does one more all-gather instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.parallel.collectives import Axis, all_gather
 
 
 class GatheredInput:
-    """The input of one block in one forward pass: gathered for now, local for keeps."""
+    """The input of one block in one forward pass: gathered in forward, saved as this rank's rows."""
 
     def __init__(self, full: Tensor, local: Tensor, axis: Axis):
         self._local = local.detach().flatten(0, -2)
@@ -29,7 +29,7 @@ class GatheredInput:
         self._full: Tensor | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the gathered input, under whatever shape."""
+        """Return whether ``tensor`` is the gathered input, in any shape."""
         return tensor.numel() == self._numel and saved.memory(tensor) == self._memory
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -42,7 +42,7 @@ class GatheredInput:
             self._full = all_gather(self._local, self._axis)
         full = self._full
         self._unpacked += 1
-        if self._unpacked == self._packed:  # the last projection of the block has it: free it
+        if self._unpacked == self._packed:  # the block's last projection has it, so it is freed
             self._full, self._unpacked = None, 0
         return full.flatten()[: self._numel].view(shape)
 
@@ -61,7 +61,7 @@ class RegatheredProjections:
             projection.register_forward_hook(self._pop, always_call=True)
 
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
-        if torch.is_grad_enabled() and not saved.is_checkpointing():  # which drops the gathered input anyway
+        if torch.is_grad_enabled() and not saved.is_checkpointing():  # checkpointing drops the gathered input anyway
             self._current = GatheredInput(full, local, axis)
 
     def close(self) -> None:

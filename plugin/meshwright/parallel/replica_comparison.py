@@ -1,12 +1,12 @@
-"""What replicas of a model must have in common while they train: compared over tp and dp, on by default.
+"""Compare over tp and dp what replicas of a model must have in common while they train; on by default.
 
-- The optimizer's settings and its number of steps, ``requires_grad`` of each parameter, and whether gradients were
-  cleared: in the text of each meeting.
-- The weights: digests of their memory, every few steps and before they are saved. Replicas over dp get the same reduced
-  gradients and take the same elementwise steps, so they are equal to the bit, and so are norms and copied key/value
-  rows whose gradients are averaged over tp. Replicated weights whose gradients each rank of tp computes by itself are
-  equal on the CPU; on CUDA kernels may add in another order, so they are compared under
-  ``torch.use_deterministic_algorithms(True)`` only.
+- The text of each meeting has the optimizer's settings and number of steps, ``requires_grad`` of each parameter, and
+  whether gradients were cleared.
+- Digests of the weights' memory are compared every few steps and before a save. Replicas over dp get the same reduced
+  gradients and take the same elementwise steps, so they are equal to the bit. So are norms and copied key/value rows
+  whose gradients are averaged over tp. Replicated weights whose gradients each rank of tp computes by itself are equal
+  on the CPU. On CUDA, kernels may add in another order, so there these weights are compared only under
+  ``torch.use_deterministic_algorithms(True)``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
 
 ADVICE = (
-    "Each rank steps a replica of the same weights: after another step the replicas part for good, and averaged "
-    "gradients are those of neither. Take decisions (a skipped step, a learning rate, what is frozen) from numbers "
-    "that all ranks have, such as outputs.loss, and act on all ranks alike"
+    "Each rank steps a replica of the same weights: after one more step the replicas differ for good, and averaged "
+    "gradients belong to none of them. Base decisions (a skipped step, a learning rate, what is frozen) on numbers "
+    "that are equal on all ranks, such as outputs.loss, and act on all ranks alike"
 )
 WEIGHT_ADVICE = (
-    "The replicas have parted: each rank trains another model from there on, and averaged gradients are those of "
-    "neither. Either the program changed a weight or a gradient on one rank alone, or a rank's memory is faulty. "
-    "Change weights on all ranks alike, and go on from a checkpoint that was saved before:\n"
+    "From there on each rank trains a different model, and averaged gradients belong to none of them. Either the "
+    "program changed a weight or a gradient on one rank only, or a rank's memory is faulty. Change weights on all "
+    "ranks alike, and resume from a checkpoint that was saved before:\n"
     "    mw.load_weights(model, CHECKPOINT)"
 )
 
@@ -49,9 +49,9 @@ class Rows:
     """Rows of a parameter that several ranks of an axis hold.
 
     Args:
-        name: of the parameter on one device.
-        start, stop: the rows on one device; None for the whole parameter.
-        local: the dim, and where in the shard they begin.
+        name: the parameter's one-device name.
+        start, stop: the range of one-device rows; None for the whole parameter.
+        local: the dim of the rows, and the index in the shard at which they begin.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Rows:
         return self.name if self.start is None else f"{self.name}[{self.start}:{self.stop}]"
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Their values in this rank's shard."""
+        """Return the values of the rows in this rank's shard."""
         if self.start is None or self.stop is None:
             return parameter.detach()
         return parameter.detach().narrow(*self.local, self.stop - self.start)
@@ -74,11 +74,11 @@ class ReplicaComparison:
     """Compares the replicas of one model.
 
     Args:
-        model: whose parameters carry records.
-        tp, dp: the axes.
-        guard: tells the step.
-        every: steps between two comparisons of the weights; 0 for never.
-        has_weights: whether this process holds the weights, and the runtime steps them; else only the rest is compared.
+        model: a model whose parameters have records.
+        tp, dp: the axes over which the replicas are compared.
+        guard: the guard, which counts the steps and holds the meetings.
+        every: the number of steps between two comparisons of the weights; 0 for never.
+        has_weights: whether this process holds the weights and the runtime steps them; if not, weights are left out.
     """
 
     def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, guard: Guard, every: int, has_weights: bool):
@@ -91,7 +91,7 @@ class ReplicaComparison:
         self._gathered: dict[str, tuple[Gathered, list[list[str]]]] = {}
 
     def for_copy(self) -> ReplicaComparison:
-        """The comparison of a copy of the model, which has no optimizer; :meth:`look_at` tells it the copy."""
+        """Return a comparison without an optimizer for a copy of the model; pass the copy to :meth:`look_at`."""
         new = copy.copy(self)
         new._named, new._optimizer, new._compared, new._gathered = [], None, {}, {}
         new._steps = new._steps_seen = 0
@@ -99,7 +99,7 @@ class ReplicaComparison:
         return new
 
     def look_at(self, model: nn.Module) -> None:
-        """Compare the parameters of this model."""
+        """Compare the parameters of this model from now on."""
         self._named = list(model.named_parameters())
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -111,7 +111,7 @@ class ReplicaComparison:
         self._steps += 1
 
     def statement(self) -> Statement:
-        """What must be equal on all ranks before the next step of the optimizer."""
+        """Return what must be equal on all ranks before the next step of the optimizer."""
         trained = bytes(parameter.requires_grad for _, parameter in self._named)
         parts = [f"parameters trained {zlib.crc32(trained):08x}"]
         if self._optimizer is not None:
@@ -120,7 +120,7 @@ class ReplicaComparison:
         return Statement(text=", ".join(parts), details=self._details, advice=ADVICE)
 
     def statement_before_forward(self) -> Statement:
-        """As :meth:`statement`, and whether gradients were cleared since the optimizer's last step."""
+        """Like :meth:`statement`, plus whether gradients were cleared since the optimizer's last step."""
         statement = self.statement()
         if self._steps != self._steps_seen:
             # Only right after a step: passes under no_sync may leave gradients on some ranks.
@@ -145,10 +145,10 @@ class ReplicaComparison:
         return found | {f"requires_grad of {name}": str(p.requires_grad) for name, p in self._named}
 
     def compare_weights(self, axis: Axis) -> None:
-        """Compare the weights that the ranks of an axis share, if a comparison is due; all of them are at one place.
+        """Compare the weights that the ranks of an axis share, if a comparison is due. All its ranks make the call.
 
         Raises:
-            DivergenceError: naming the weights and ranks that differ, and since when.
+            DivergenceError: if weights differ; it names them and their ranks, and says since when.
         """
         self._look(axis)
         if not self.every or self.guard.step - self._compared.get(axis.name, 0) < self.every:
@@ -158,10 +158,10 @@ class ReplicaComparison:
             self._look(axis)
 
     def compare_now(self) -> None:
-        """Compare all that there is to compare and wait for the answer: before a save. Every rank makes the call.
+        """Compare everything and wait for the result, as before a save. Every rank makes the call.
 
         Raises:
-            DivergenceError: naming the weights and ranks that differ, and since when.
+            DivergenceError: if weights differ; it names them and their ranks, and says since when.
         """
         if not self.every:
             return
@@ -206,7 +206,7 @@ class ReplicaComparison:
             raise DivergenceError(_parted(differ, axis, gathered.step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
-        """For each rank of an axis, what it holds that others hold too."""
+        """Return, for each rank of an axis, the rows that it holds and others hold too."""
         shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
             record: ShardRecord = parameter.meshwright  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ class ReplicaComparison:
 
 
 def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
-    """The rows of a rank's shard that another rank holds too."""
+    """Yield the rows of a rank's shard that another rank holds too."""
     place, runs = 0, iter(record.layout.copies(rank))
     for start, stop in record.layout.spans[rank]:
         while start < stop:
@@ -237,7 +237,7 @@ def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, str]:
-    """What an optimizer's group says, but for its parameters and for what is on a device, which would be a wait."""
+    """Return the settings of an optimizer's group as text, without tensors on a device: reading one would wait."""
     return {key: text for key, value in group.items() if key != "params" and (text := _text(value)) is not None}
 
 

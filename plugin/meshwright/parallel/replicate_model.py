@@ -1,4 +1,4 @@
-"""Make the ranks of an axis hold the same model: compare what they built, then send the first rank's tensors."""
+"""Make the ranks of an axis hold the same model: compare what they built, then broadcast the first rank's tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def describe_tensors(model: nn.Module) -> list[str]:
-    """A line for each parameter and buffer: all that replicas must have in common but the values."""
+    """Return a line for each parameter and buffer with all that replicas must share, except the values."""
     parameters = (
         f"parameter {name} {tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()
@@ -27,10 +27,10 @@ def describe_tensors(model: nn.Module) -> list[str]:
 
 
 def check_agreement(problem: str | None, lines: list[str], axis: Axis) -> None:
-    """Raise on every rank of the axis if one of them has a problem, or other lines than the rest.
+    """Raise on every rank of the axis if one of them has a problem, or if their lines differ.
 
     Raises:
-        ValueError: with the problem, or the first line that differs, and the ranks.
+        ValueError: with the problem or the first line that differs, and the ranks.
     """
     if axis.size == 1:
         if problem is not None:
@@ -50,10 +50,10 @@ def check_agreement(problem: str | None, lines: list[str], axis: Axis) -> None:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Give every rank the first rank's values, in place, in groups of one dtype and at most 128 MB.
+    """Give every rank the first rank's values, in place, in groups of one dtype and at most 128 MiB.
 
-    A larger tensor travels alone, without a copy. (torch's ``_broadcast_coalesced`` sends each dtype as
-    itself, which gloo refuses for int16 and float8; here all are bytes.)
+    A larger tensor is sent alone, without a copy. All tensors are sent as bytes: gloo refuses int16 and
+    float8, which torch's ``_broadcast_coalesced`` would send as they are.
     """
     if axis.size == 1:
         return
@@ -90,7 +90,7 @@ def _gather(value: T, axis: Axis) -> list[T]:
 
 
 def _by_rank(values: Iterable[str | None], axis: Axis) -> str:
-    """What each rank has, ranks that have the same named together."""
+    """Return what each rank has as text; ranks that have the same are named together."""
     assert axis.group is not None
     ranks: dict[str | None, list[int]] = {}
     for rank, value in zip(dist.get_process_group_ranks(axis.group), values, strict=True):

@@ -1,4 +1,4 @@
-"""From a parameter's role in its block to the rows that each rank of the TP axis holds."""
+"""Derive the rows that each rank of the TP axis holds of a parameter from its role in its block."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from meshwright.roles.sharding_plan import MLP_COLUMN_ROLES, ROW_ROLES, WIDE_NOR
 
 
 def rows_of(name: str, shape: tuple[int, ...], role: Role, heads: HeadLayout | None, width: int, tp: int) -> RowLayout:
-    """Which rows of a block's parameter each rank holds, a projection's weight being ``[out, in]``.
+    """Return which rows of a block's parameter each rank holds; a projection's weight is ``[out, in]``.
 
     Args:
-        name: of the parameter, for messages.
-        heads: of the block, if it is attention.
-        width: what the block's output projection reads.
+        name: the parameter's name, for messages.
+        heads: the block's heads, if it is attention.
+        width: the input width of the block's output projection.
 
     Raises:
-        PlanError: where ``tp`` does not divide.
+        PlanError: if the rows cannot be divided over ``tp`` ranks.
     """
     if role in (Role.HEAD_NORM, Role.SHARED) or (role in ROW_ROLES and len(shape) == 1):
         return RowLayout.replicated(shape[0] if shape else 1, tp)
@@ -49,7 +49,7 @@ _ROWS_BY_HEAD = {
 
 
 def wide_rows(name: str, role: Role, heads: HeadLayout | None, width: int, tp: int) -> RowLayout:
-    """Which part of a norm over a sharded width each rank holds."""
+    """Return which rows of a norm over a sharded width each rank holds."""
     if heads is not None:
         return heads.kv_rows() if role is Role.K_NORM else heads.query_rows()
     return RowLayout.even(_divisible(name, width, tp), tp)

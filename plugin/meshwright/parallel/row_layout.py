@@ -1,4 +1,4 @@
-"""Which rows of a full tensor each rank of the TP axis holds.
+"""Describe which rows of a full tensor each rank of the TP axis holds.
 
 One description serves slicing, gathering back, counting each element once in a norm and summing the
 gradients of rows that several ranks hold. "Row" means an index of the sharded dim.
@@ -18,13 +18,18 @@ Span = tuple[int, int]  # start and stop in the full tensor
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Per rank, the spans of rows of ``dim`` that its local shard concatenates, in order.
+    """For each rank, the spans of rows along ``dim`` that its local shard concatenates, in order.
 
-    A rank may hold a row that another holds too (replicated key/value heads), or fewer rows than the
-    rest (the end of an uneven vocabulary): then its shard ends in padding rows of zeros.
+    A rank may hold a row that another rank holds too (replicated key/value heads). The shard of a rank that
+    holds fewer rows than the rest (the end of an uneven vocabulary) ends in padding rows of zeros.
+
+    Args:
+        dim: the sharded dim.
+        size: the number of rows of the full tensor.
+        spans: the spans of each rank.
 
     Example:
-        Two ranks, a fused query-key-value matrix of 4 + 2 + 2 rows:
+        A fused query-key-value matrix of 4 + 2 + 2 rows on two ranks:
 
         >>> layout = RowLayout(dim=0, size=8, spans=(((0, 2), (4, 5), (6, 7)), ((2, 4), (5, 6), (7, 8))))
         >>> layout.take(torch.arange(8), rank=1).tolist()
@@ -37,12 +42,12 @@ class RowLayout:
 
     @staticmethod
     def replicated(size: int, ranks: int, dim: int = 0) -> RowLayout:
-        """Every rank holds every row."""
+        """Return a layout in which every rank holds every row."""
         return RowLayout(dim, size, (((0, size),),) * ranks)
 
     @staticmethod
     def even(size: int, ranks: int, dim: int = 0, *, parts: Sequence[int] | None = None) -> RowLayout:
-        """Contiguous equal pieces; with ``parts``, an equal piece of each consecutive part."""
+        """Return contiguous equal pieces; with ``parts``, an equal piece of each consecutive part."""
         starts, spans = 0, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
         for part in parts or (size,):
             assert part % ranks == 0
@@ -55,13 +60,13 @@ class RowLayout:
 
     @staticmethod
     def padded(size: int, ranks: int, dim: int = 0) -> RowLayout:
-        """Contiguous pieces of ceil(size / ranks) rows; the last ranks may hold fewer, even none."""
+        """Return contiguous pieces of ceil(size / ranks) rows; the last ranks may hold fewer, even none."""
         step = -(-size // ranks)
         return RowLayout(dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks)))
 
     @staticmethod
     def stretches(start: int, size: int, length: int, ranks: int) -> RowLayout:
-        """Of ``size`` elements that begin at ``start`` of a flat tensor, those in each rank's ``length`` of it."""
+        """Return which elements of ``flat[start : start + size]`` are in each rank's ``length``-element slice."""
         borders = [min(max(rank * length - start, 0), size) for rank in range(ranks + 1)]
         return RowLayout(0, size, tuple((span,) for span in pairwise(borders)))
 
@@ -71,15 +76,15 @@ class RowLayout:
 
     @property
     def local_size(self) -> int:
-        """Rows of every rank's shard, padding included."""
+        """The number of rows of every rank's shard, padding included."""
         return max(self.real_rows(rank) for rank in range(len(self.spans)))
 
     def real_rows(self, rank: int) -> int:
-        """Rows of this rank's shard without padding."""
+        """Return the number of rows of a rank's shard without padding."""
         return sum(stop - start for start, stop in self.spans[rank])
 
     def take(self, full: Tensor, rank: int) -> Tensor:
-        """This rank's shard of ``full``, contiguous, in memory of its own."""
+        """Return a rank's shard of ``full``, contiguous and in memory of its own."""
         pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.spans[rank]]
         missing = self.local_size - self.real_rows(rank)
         if missing:
@@ -89,12 +94,12 @@ class RowLayout:
         return torch.cat(pieces, self.dim).contiguous()
 
     def put(self, full: Tensor, local: Tensor, rank: int) -> None:
-        """Write this rank's shard into ``full``; the inverse of :meth:`take`."""
+        """Write a rank's shard into ``full``; the inverse of :meth:`take`."""
         for target, piece in self._pairs(full, local, rank):
             target.copy_(piece)
 
     def add(self, full: Tensor, local: Tensor, rank: int) -> None:
-        """Add this rank's shard to ``full``; rows held more than once are summed."""
+        """Add a rank's shard to ``full``; rows held more than once are summed."""
         for target, piece in self._pairs(full, local, rank):
             target.add_(piece)
 
@@ -107,7 +112,7 @@ class RowLayout:
         return pairs
 
     def copies(self, rank: int) -> list[tuple[int, int]]:
-        """Runs of this rank's rows and how many shard rows in all hold each of them (padding: 1)."""
+        """Return a rank's runs of rows as pairs: length, and how many shard rows hold each of the rows (padding: 1)."""
         everywhere = [span for spans in self.spans for span in spans]
         borders = sorted({border for span in everywhere for border in span})
         runs = []
@@ -127,15 +132,15 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a parameter of this rank is a shard of; kept on the parameter as ``.meshwright``.
+    """Describes what a parameter of this rank is a shard of; stored on it as ``.meshwright``.
 
     Args:
         name: its name in the one-device model.
         global_shape: its one-device shape.
         layout: which rows each rank of the TP axis holds.
         rank: this rank's coordinate on the TP axis.
-        is_grad_partial: True where a backward pass leaves each holder of a row with only a part of
-            the row's gradient (norms under sequence parallelism, replicated key/value heads).
+        is_grad_partial: whether a backward pass gives each rank that holds a row only a part of the
+            row's gradient (norms under sequence parallelism, replicated key/value heads).
     """
 
     name: str
@@ -149,13 +154,13 @@ class ShardRecord:
         return not self.layout.is_replicated
 
     def zero_padding(self, local: Tensor) -> None:
-        """Set the rows of a shard that no one-device row stands behind to zero, in place."""
+        """Set the padding rows of a shard to zero, in place."""
         real = self.layout.real_rows(self.rank)
         if missing := self.layout.local_size - real:
             local.narrow(self.layout.dim, real, missing).zero_()
 
     def copies(self, like: Tensor) -> Tensor | float:
-        """How many copies of each element the TP axis holds, shaped to broadcast over the shard."""
+        """Return how many copies of each element the TP axis holds, shaped to broadcast over the shard."""
         runs = self.layout.copies(self.rank)
         if len({copies for _, copies in runs}) == 1:
             return float(runs[0][1])
@@ -165,18 +170,18 @@ class ShardRecord:
 
 
 def expanded(runs: list[tuple[int, int]], like: Tensor) -> Tensor:
-    """A value a row from runs of rows, of the dtype and on the device of ``like``."""
+    """Return one value per row from runs of (rows, value), with the dtype and device of ``like``."""
     return torch.cat([torch.full((rows,), value, dtype=like.dtype, device=like.device) for rows, value in runs])
 
 
 def record_of(parameter: Tensor) -> ShardRecord:
-    """The record that sharding left on a parameter."""
+    """Return the record that sharding left on a parameter."""
     record = getattr(parameter, "meshwright", None)
-    assert isinstance(record, ShardRecord), "a parameter without a record escaped sharding"
+    assert isinstance(record, ShardRecord), "a parameter has no record, so it was not sharded"
     return record
 
 
 def global_shape(tensor: Tensor) -> torch.Size:
-    """The one-device shape of a model's parameter or buffer, sharded or not."""
+    """Return the one-device shape of a model's parameter or buffer, sharded or not."""
     record = getattr(tensor, "meshwright", None)
     return record.global_shape if isinstance(record, ShardRecord) else tensor.shape

@@ -1,7 +1,7 @@
-"""Decide, for one module's forward pass, how some of the tensors that it saves for backward are kept.
+"""Choose how to keep some of the tensors that a module's forward pass saves for backward.
 
-torch asks only the innermost of its saved-tensor hooks; these pass on what they do not keep themselves,
-so that they nest in each other and in activation checkpointing.
+torch calls only the innermost saved-tensor hooks. These hooks pass on what they do not keep themselves,
+so they nest in each other and in activation checkpointing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Given a tensor that is about to be saved: how to get it back, or None to leave it to others.
+# Takes a tensor that is about to be saved; returns a function that gives it back, or None to leave it to outer hooks.
 Keep = Callable[[Tensor], Callable[[], Tensor] | None]
 
 
@@ -38,7 +38,7 @@ def pop() -> None:
 
 
 def is_checkpointing() -> bool:
-    """Whether activation checkpointing holds what is saved now: it drops it, and computes it again."""
+    """Return whether what is saved now goes to activation checkpointing, which drops and recomputes it."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is None:
         return False
@@ -46,7 +46,7 @@ def is_checkpointing() -> bool:
 
 
 def memory(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor's values begin; unlike its data pointer, a fake tensor of a traced plan has it too."""
+    """Return where a tensor's values begin; unlike a data pointer, it exists for a traced plan's fake tensors."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 

@@ -1,9 +1,9 @@
 """Sequence parallelism: between blocks, each rank of the TP axis holds a share of the tokens.
 
-Outside attention a decoder treats every token alone, so any share will do. We take contiguous runs
-of the flattened batch: they need no transposition around a collective, and the shape a rank works on,
-``[batch, sequence / tp, hidden]``, still tells the full one. A sequence that does not divide is padded
-with zero rows at the end of the flattened batch, cut off again at every gather.
+Outside attention a decoder treats each token by itself, so any share works. A rank has a contiguous run
+of the flattened batch: collectives then need no transposition, and the local shape,
+``[batch, sequence / tp, hidden]``, still determines the full one. If tp does not divide the sequence, zero
+rows pad the end of the flattened batch, and every gather cuts them off again.
 
 Shape suffixes: B batch, S sequence, L local sequence (padded S / tp), H hidden.
 """
@@ -27,30 +27,30 @@ class SequenceSharding:
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        # The true sequence length of the forward pass under way. Recomputation in backward reads it
-        # too; it matters only for lengths that tp does not divide.
+        # The true sequence length of the last forward pass, which recomputation in backward reads too. It
+        # matters only for lengths that tp does not divide.
         self._length = 0
 
     def split(self, x_BSH: Tensor) -> Tensor:
-        """This rank's tokens of a replicated activation, ``[B, L, H]``."""
+        """Return this rank's tokens of a replicated activation, ``[B, L, H]``."""
         self._length = x_BSH.shape[1]
         return self._shape_local(split_rows(self._flatten(x_BSH), self.axis), x_BSH)
 
     def gather(self, x_BLH: Tensor) -> Tensor:
-        """All tokens, ``[B, S, H]``, for sharded projections (backward: reduce-scatter).
+        """Return all tokens, ``[B, S, H]``, for sharded projections (backward: reduce-scatter).
 
-        A layer that has flattened its tokens to rows gets all rows, the padding included.
+        A layer that has flattened its tokens to rows gets all rows, padding included.
         """
         if x_BLH.ndim == 2:
             return gather_rows(x_BLH, self.axis)
         return self._shape_full(gather_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
 
     def unsplit(self, x_BLH: Tensor) -> Tensor:
-        """All tokens, ``[B, S, H]``, for replicated consumers (backward: own tokens)."""
+        """Return all tokens, ``[B, S, H]``, for replicated consumers (backward: own tokens)."""
         return self._shape_full(unsplit_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
 
     def reduce_scatter(self, x_BSH: Tensor) -> Tensor:
-        """This rank's tokens of a partial sum, ``[B, L, H]`` (backward: all-gather); or rows, as ``gather``."""
+        """Return this rank's tokens of a partial sum, ``[B, L, H]`` (or rows, as in gather; backward: all-gather)."""
         if x_BSH.ndim == 2:
             return reduce_scatter_rows(x_BSH, self.axis)
         return self._shape_local(reduce_scatter_rows(self._flatten(x_BSH), self.axis), x_BSH)

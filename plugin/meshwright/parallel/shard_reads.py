@@ -1,4 +1,4 @@
-"""Why a tensor of which this rank holds a part cannot be read as the whole, and what to call instead."""
+"""Errors for code that reads this rank's part of a tensor as the whole, with what to call instead."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.row_layout import ShardRecord
 
 reading_shards = torch._C.DisableTorchFunctionSubclass
-"""A context in which shards are plain tensors: for code that knows they are shards."""
+"""A context in which shards are plain tensors, for code that knows they are shards."""
 
 _MODULES_NAMES = """
     linear bilinear embedding embedding_bag matmul rmatmul mm addmm bmm einsum mv dot t
 """
 MODULES = frozenset(_MODULES_NAMES.split())
-"""Operations that a module does with its weight."""
+"""Operations that a module applies to its weight."""
 
 _DRAWS_NAMES = """
     normal uniform bernoulli random exponential trunc_normal rand_like randn_like dropout
@@ -26,35 +26,35 @@ _DRAWS = frozenset(_DRAWS_NAMES.split())
 
 
 class Values(Protocol):
-    """Where the values of a parameter are that has no memory of its own (ZeRO stage 3)."""
+    """The values of a parameter that has no memory of its own (ZeRO stage 3)."""
 
     def own(self) -> Tensor:
-        """This rank's elements, 1-d; writing into them changes the parameter."""
+        """Return this rank's elements, 1-d; writing into them changes the parameter."""
 
     def cut(self, local: Tensor) -> Tensor:
-        """This rank's elements of a tensor of the shard's shape."""
+        """Return this rank's elements of a tensor that has the shard's shape."""
 
     def changed(self) -> None:
-        """Called after they were written."""
+        """Called after the elements were written."""
 
 
 def values_of(x: Any) -> Values | None:
-    """Where a shard's values are, if it has no memory."""
+    """Return the values of a shard that has no memory; None for any other tensor."""
     return getattr(x, "__dict__", {}).get("_meshwright_values")
 
 
 def record_if_any(x: Any) -> ShardRecord | None:
-    """What a tensor is a shard of, if that is known."""
+    """Return the record of what a tensor is a shard of, or None."""
     return getattr(x, "__dict__", {}).get("meshwright")
 
 
 def plain_name(name: str) -> str:
-    """An operation's name without what says that it works in place, or on lists."""
+    """Return an operation's name without the affixes of its in-place and list variants."""
     return name.strip("_").removeprefix("foreach_")
 
 
 def describe(x: Tensor) -> str:
-    """A shard's ``repr``, which communicates nothing."""
+    """Return a shard's ``repr`` without communication."""
     with reading_shards():
         record, shape, dtype = record_if_any(x), list(x.shape), x.dtype
     what = (
@@ -66,14 +66,14 @@ def describe(x: Tensor) -> str:
 def unreadable(
     name: str, x: Tensor, *, into: Tensor | None = None, other: Tensor | None = None, is_cast: bool = False
 ) -> UnreadableTensorError:
-    """The error for an operation on a shard.
+    """Return the error for an operation on a shard.
 
     Args:
-        name: of the operation.
+        name: the operation.
         x: the shard.
-        into: what the operation would write the shard's values into, if that is the trouble.
-        other: what it would combine them with, if that is.
-        is_cast: whether it would change the dtype of values that are elsewhere.
+        into: the tensor that the operation would write the shard's values into, if that is the problem.
+        other: the tensor that it would combine them with, if that is the problem.
+        is_cast: whether it would change the dtype of values that are stored elsewhere.
     """
     with reading_shards():
         record, plain, is_gradient = record_if_any(x), plain_name(name), getattr(x, "is_gradient", False)
@@ -85,31 +85,31 @@ def unreadable(
             why = "a cast would not reach the parts that ZeRO stage 3 keeps"
             cure = "call model.to(...), .double(), .float() or the like before to_distributed"
         elif into is not None:
-            why = f"{name}() would write it into a tensor {list(into.shape)} that is no shard"
+            why = f"{name}() would write it into a tensor {list(into.shape)} that is not a shard"
             cure = (
                 "make an average of weights after to_distributed (AveragedModel(model), copy.deepcopy(model)), or "
-                "distribute it too: mw.to_distributed(ema.module, config=config)"
+                "distribute the average too: mw.to_distributed(ema.module, config=config)"
             )
         elif other is not None:
-            why = f"{name}() with a tensor {list(other.shape)} would not be the part of what one device computes"
-            cure = "combine it with whole tensors of its one-device shape, or with tensors that are cut like it"
+            why = f"{name}() with a tensor {list(other.shape)} would not give this rank's part of the one-device result"
+            cure = "combine it with whole tensors of its one-device shape, or with tensors that are sharded like it"
         elif plain in MODULES:
-            why = f"{name}() would multiply by this part alone"
+            why = f"{name}() would multiply by this part only"
             cure = "call the module that owns the weight, e.g. model.lm_head(hidden), which communicates"
         elif plain in _DRAWS or plain.endswith(("normal", "uniform")):
             why = f"{name}() would draw other numbers than one device"
             cure = "initialise before to_distributed, or load whole values: model.load_state_dict(state)"
         elif is_gradient:
-            why = f"{name}() of it differs between the ranks, and from one device"
+            why = f"the result of {name} differs between the ranks and from one device"
             cure = (
-                "clip with meshwright.clip_grad_norm_(model, max_norm), which also gives the norm, or on all ranks "
-                "call meshwright.full_gradients(model) and read the whole there"
+                "clip with meshwright.clip_grad_norm_(model, max_norm), which also returns the norm, or call "
+                "meshwright.full_gradients(model) on all ranks and read the whole gradient on rank 0"
             )
         else:
-            why = f"{name}() of it differs between the ranks, and from one device"
+            why = f"the result of {name} differs between the ranks and from one device"
             cure = (
-                "on all ranks call meshwright.full_state_dict(model) and read the whole there; a penalty on weights "
-                "is the optimizer's weight_decay"
+                "call meshwright.full_state_dict(model) on all ranks and read the whole tensor on rank 0; for a "
+                "penalty on weights, set the optimizer's weight_decay"
             )
     return UnreadableTensorError(
         f"{held}, and {why}. Instead, {cure}. (This rank's part is tensor.as_subclass(torch.Tensor).)"

@@ -1,8 +1,8 @@
-"""Parameters and gradients of which this rank holds a part say so: what would read a part as the whole raises.
+"""Parameters and gradients of which this rank holds a part, and which raise if read as the whole.
 
-A sharded parameter is of the class :class:`ShardedParameter` wherever the user may see it, and a plain
+A sharded parameter has the class :class:`ShardedParameter` wherever the user may see it. It is a plain
 ``nn.Parameter`` while its own module runs or its optimizer steps (see :mod:`meshwright.parallel.guard_windows`), so
-that neither pays for it. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
+neither is slowed down. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.parallel.shard_reads import (
 
 
 class Shard(Tensor):
-    """This rank's part of a tensor that is no parameter: a parameter's ``.data``, or arithmetic with one."""
+    """This rank's part of a tensor that is not a parameter: a parameter's ``.data``, or arithmetic with shards."""
 
     is_gradient: ClassVar[bool] = False
 
@@ -49,7 +49,7 @@ class Shard(Tensor):
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter of which this rank holds a part; the object is the user's, only its class was changed."""
+    """A parameter of which this rank holds a part: the user's own object with its class changed."""
 
     @classmethod
     def __torch_function__(
@@ -77,15 +77,15 @@ class ShardedParameter(nn.Parameter):
 class LocalGradient(Shard):
     """The gradient of a sharded parameter, or of this rank's elements of one.
 
-    ``torch.nn.utils.clip_grad_norm_`` on such gradients would clip each rank by another factor, and
-    the replicas would drift apart without a word.
+    ``torch.nn.utils.clip_grad_norm_`` on such gradients would clip each rank by a different factor, and
+    the replicas would silently diverge.
     """
 
     is_gradient = True
 
     @staticmethod
     def of(gradient: Tensor, record: ShardRecord | None = None) -> Tensor:
-        """The gradient, which says that it is a shard."""
+        """Return the gradient marked as a shard."""
         guarded = gradient.as_subclass(LocalGradient)
         if record is not None:
             guarded.__dict__["meshwright"] = record
@@ -93,11 +93,11 @@ class LocalGradient(Shard):
 
 
 def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter:
-    """Make a parameter one that says it is a shard.
+    """Make a parameter raise if it is read as the whole.
 
     Args:
-        parameter: with a record; of a class of its own (quantised, fake) it stays as it is.
-        values: where its values are, if it has no memory.
+        parameter: a parameter with a record; one with a class of its own (quantised, fake) keeps that class.
+        values: its values, if it has no memory.
     """
     if values is not None:
         parameter.__dict__["_meshwright_values"] = values
@@ -107,7 +107,7 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
 
 
 def become(tensor: Any, kind: type) -> None:
-    """Change the class of a tensor, which stays the object that it is."""
+    """Change the class of a tensor, which stays the same object."""
     tensor.__class__ = kind
 
 
@@ -120,8 +120,8 @@ _METADATA_NAMES = """
 """
 METADATA = frozenset(_METADATA_NAMES.split())
 
-# Each element of the result depends on the elements in the same place alone. Without their underscores: in place and
-# on lists (torch._foreach_*) too.
+# Each element of the result depends only on the elements in the same place. The names, without underscores, stand for
+# the in-place and list (torch._foreach_*) variants too.
 _ELEMENTWISE_NAMES = """
     detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like
     copy fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
@@ -134,7 +134,7 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``__torch_function__`` does where one of the arguments is a shard."""
+    """Run a torch function of which an argument is a shard, or raise."""
     if isinstance(func, torch._ops.OpOverload):  # called again by a dispatch mode (a profiler's), not by the program
         with reading_shards():
             return func(*args, **kwargs)
@@ -163,7 +163,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def is_shard(x: Any) -> bool:
-    """Whether this is a parameter or another tensor that says it is a shard."""
+    """Return whether this is a sharded parameter or another shard."""
     return isinstance(x, Shard | ShardedParameter)
 
 
@@ -236,7 +236,7 @@ def _flat(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterable[Any]:
 
 
 def _operand(x: Any, like: Tensor, name: str) -> Any:
-    """An argument of an elementwise operation, as the elements that this rank has of it; called with reading_shards."""
+    """Return this rank's elements of an argument of an elementwise operation; called inside reading_shards."""
     if not isinstance(x, Tensor) or x.ndim == 0:
         return x
     values, record = values_of(like), record_if_any(like)
@@ -266,7 +266,7 @@ def _operand(x: Any, like: Tensor, name: str) -> Any:
 
 
 class _OwnValues:
-    """The elements of a result that has no memory of its own shape."""
+    """This rank's elements of a result that has no memory of its own."""
 
     def __init__(self, own: Tensor, source: Values):
         self._own, self._source = own, source
@@ -283,7 +283,7 @@ class _OwnValues:
 
 
 def _marked(result: Any, like: Tensor) -> Any:
-    """The result of an operation on shards, as a shard."""
+    """Return the result of an operation on shards as a shard."""
     if not isinstance(result, Tensor):
         return result
     values, kind = values_of(like), LocalGradient if isinstance(like, LocalGradient) else Shard

@@ -1,7 +1,7 @@
-"""Sum the gradients of rows that several ranks hold while backward runs, before an engine sees them.
+"""While backward runs, sum the gradients of rows that several ranks hold, before an engine sees them.
 
-The runtime's own synchroniser does it once for all of them when backward is over (see gradients.py). An
-engine that takes each gradient as it arrives (ZeRO partitions it at once) leaves no such moment.
+The runtime's own synchroniser sums all of them once when backward is over (see gradient_sync.py). It cannot
+do so for an engine that takes each gradient as it arrives (ZeRO partitions it at once).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from meshwright.parallel.row_layout import ShardRecord, record_of
 
 
 def sum_copies_in_backward(parameters: Iterable[nn.Parameter], tp: Axis) -> None:
-    """Make each partial gradient (see ``ShardRecord.is_grad_partial``) whole as it arrives, on every holder alike.
+    """Sum each partial gradient (see ``ShardRecord.is_grad_partial``) as it arrives, on every rank that holds it.
 
-    One all-reduce over tp a parameter and pass. Backward visits the parameters in the same order on all ranks
-    of the axis, since they run the same graph.
+    This is one all-reduce over tp per parameter and pass. Backward visits the parameters in the same order on
+    all ranks of the axis, since they run the same graph.
 
     Args:
-        parameters: trainable, with records.
+        parameters: trainable parameters with records.
         tp: the axis whose ranks hold the copies.
     """
     for parameter in parameters:
@@ -35,12 +35,12 @@ def _add_hook(parameter: nn.Parameter, record: ShardRecord, tp: Axis) -> None:
 
 
 def sum_copies(local: Tensor, record: ShardRecord, tp: Axis) -> Tensor:
-    """The sum over all copies of each row, on each rank that holds it.
+    """Return the sum over all copies of each row, on each rank that holds it.
 
     Args:
-        local: this rank's part, of its shard's shape; half precision is summed in float32.
-        record: says which rows those are.
-        tp: the axis over which they are held.
+        local: this rank's part, with the shape of its shard; half precision is summed in float32.
+        record: the parameter's record, which says which rows the shard has.
+        tp: the axis whose ranks hold the rows.
     """
     dtype = torch.promote_types(local.dtype, torch.float32)
     if not record.is_sharded:

@@ -1,9 +1,9 @@
-"""Run one batch as several micro-batches inside ``model(**batch)``, for the user's loop unchanged.
+"""Run one batch as several micro-batches inside ``model(**batch)``, with the user's loop unchanged.
 
-All but the last micro-batch run forward and backward within the call, into gradients of their own.
-The returned loss is that of the whole batch; its backward adds those gradients while it runs the last
-micro-batch's, so reduction still overlaps with computation and happens once. Without ``backward()``
-nothing is left behind. Under ZeRO stages 2 and 3 each micro-batch's gradients are reduced as they come,
+All but the last micro-batch run forward and backward within the call, into separate gradients. The
+returned loss is that of the whole batch. Its backward runs that of the last micro-batch and adds those
+gradients, so reduction still overlaps with computation and happens once. Without ``backward()``
+nothing is left behind. Under ZeRO stages 2 and 3 each micro-batch's gradients are reduced as they arrive,
 and a rank keeps its shard of their sum.
 """
 
@@ -32,12 +32,13 @@ class SplitForward(MethodOverride):
     """The ``forward`` of a model whose plan has micro-batches: splits training batches along dim 0.
 
     Args:
-        model: its forward returns an output with ``.loss``.
-        count: given a rank's number of rows, into how many micro-batches they are split.
-        dp: axis over which the batch is split already.
-        syncs: where the gradients of inner micro-batches wait; either whole, all of them, or reduced, in the only one.
-        loss: the model's loss, told to divide by the counts of the whole batch.
-        keeps_logits: whether the outputs of all micro-batches are kept for whoever reads them.
+        model: a model whose forward returns an output with ``.loss``.
+        count: a function from a rank's number of rows to the number of its micro-batches.
+        dp: the axis over which the batch is already split.
+        syncs: the model's synchronisers. If all of them can wait, the gradients of inner micro-batches (all but the
+            last) stay whole; otherwise there is only one, which reduces them.
+        loss: the model's loss, which is made to divide by the counts of the whole batch.
+        keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
 
     def __init__(
@@ -63,22 +64,22 @@ class SplitForward(MethodOverride):
         for name, value in batch.items():
             if isinstance(value, Tensor) and value.requires_grad:
                 raise ValueError(
-                    f"{name} requires a gradient, and a plan with micro-batches gives those of the model's parameters "
-                    "alone: set ParallelPlan.gradient_accumulation_steps=1 and micro_batch_size=None, or pass "
+                    f"{name} requires a gradient, but a plan with micro-batches computes gradients of the model's "
+                    "parameters only. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None), or pass "
                     f"{name}.detach()"
                 )
         rows = targets.shape[0]
-        # Every rank runs the same number of passes: the loss of each is a collective.
+        # Every rank runs the same number of passes, since the loss of each is a collective.
         count = int(maximum(torch.tensor(self.count(rows), device=targets.device), self.dp))
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
-        # A number of items is about the whole batch, so that what it means is settled before the batch is split.
+        # num_items_in_batch counts the whole batch, so its meaning is settled before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors):
             return _run(self.model, self.method, self.syncs, self.loss, _split(batch, rows, count), pieces)
 
 
 def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Pieces along dim 0 of what has the batch's rows; a piece without rows is one that does not count."""
+    """Split all tensors that have the batch's rows along dim 0; a piece without rows gets one that no loss counts."""
 
     def rows_of(value: Any, low: int, high: int) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
@@ -119,7 +120,7 @@ def _run(
 
 
 class _WholeGradients:
-    """The sum of inner micro-batches' gradients, whole, for autograd to hand to the parameters."""
+    """The sum of the inner micro-batches' whole gradients, which autograd passes to the parameters."""
 
     def __init__(self, model: nn.Module, syncs: list[GradientSync]):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -142,7 +143,7 @@ class _WholeGradients:
 
 @contextlib.contextmanager
 def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Inside, hooks on gradients do not run: they run once for the sum, as on one device."""
+    """Turn off hooks on gradients inside the context: they run once for the sum, as on one device."""
     hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
     for registered, _ in hooks:
         registered.clear()
@@ -154,7 +155,7 @@ def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 class _ReducedGradients:
-    """The sum of inner micro-batches' gradients, this rank's shard of it."""
+    """This rank's shard of the sum of the inner micro-batches' gradients."""
 
     def __init__(self, syncs: list[GradientSync]):
         (self.sync,) = syncs
@@ -183,11 +184,14 @@ def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return grad if total is None else total.add_(grad)
 
 
-_TWICE = "backward ran a second time through a batch that the plan splits into micro-batches"
+_TWICE = (
+    "backward ran a second time through a batch that the plan splits into micro-batches, but the first time used up "
+    "the gradients of all but the last one. Call the model again before each backward"
+)
 
 
 class _AddGradients(torch.autograd.Function):
-    """A loss plus a number whose gradients are known."""
+    """Adds to a loss a number whose gradients are known."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
@@ -196,7 +200,7 @@ class _AddGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # In place, and let go: they are as large as all gradients of the model.
+        # Scaled in place and released, since they are as large as all gradients of the model.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(_TWICE)
@@ -204,7 +208,7 @@ class _AddGradients(torch.autograd.Function):
 
 
 class _AddReduced(torch.autograd.Function):
-    """A loss plus a number whose gradients are reduced already."""
+    """Adds to a loss a number whose gradients are already reduced."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: _ReducedGradients) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of what is in a tensor, without the host waiting for a device."""
+"""Checks of a tensor's values that do not make the host wait for a device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from meshwright.errors import OutOfVocabularyError
 
 
 def require(holds: Tensor, error: Callable[[], Exception]) -> None:
-    """Fail unless a condition holds: on the CPU by an error; on a device, as torch's own kernels do, by an assertion.
+    """Fail unless a condition holds: with an error on the CPU, with an assertion on a device, as torch's kernels do.
 
     Args:
-        holds: a boolean, the same on all ranks that have the tensors it is about.
-        error: makes the error; what it says must fit an assertion's message, since it is made before on a device.
+        holds: a boolean, equal on all ranks that hold the tensors that are checked.
+        error: a function that makes the error. On a device it is called before the outcome is known, and its text is
+            the assertion's message.
     """
-    if type(holds) is not Tensor:  # a fake one, of a traced step
+    if type(holds) is not Tensor:  # a fake tensor of a traced step
         return
     if holds.device.type == "cpu" and not torch.compiler.is_compiling():
         if not bool(holds):
@@ -27,12 +28,12 @@ def require(holds: Tensor, error: Callable[[], Exception]) -> None:
 
 
 def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | None = None) -> None:
-    """Refuse words that no rank of the TP axis owns: they would count as zero on all of them.
+    """Raise for words that no rank of the TP axis owns, which would count as zero on all ranks.
 
     Args:
         words: indices into the full vocabulary.
-        vocab_size: its size.
-        what: they are, in the message: "token id" or "label".
+        vocab_size: the size of the full vocabulary.
+        what: the name of a word in the message: "token id" or "label".
         ignored: the one value outside of the vocabulary that is legal.
     """
     outside = (words < 0) | (words >= vocab_size)
@@ -45,8 +46,8 @@ def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | N
         legal = f"0 to {vocab_size - 1}" + ("" if ignored is None else f", or {ignored} for none")
         return OutOfVocabularyError(
             f"{found} outside of the model's vocabulary of {vocab_size} words ({legal}), so no rank has its row. Use "
-            "the tokenizer of this model, or build the model with as many words as the tokenizer has: "
-            "model.resize_token_embeddings(len(tokenizer)), before to_distributed"
+            "the tokenizer of this model, or give the model as many words as the tokenizer has: call "
+            "model.resize_token_embeddings(len(tokenizer)) before to_distributed"
         )
 
     require(~outside.any(), error)

@@ -1,6 +1,6 @@
-"""Tensors and models of which this rank holds a part: arithmetic passes, what would be wrong raises.
+"""Guards for tensors and models of which this rank holds a part: a use that would be wrong raises.
 
-A read never communicates: one rank alone that looks at a tensor would hang in a hidden collective.
+A read never communicates, since a single rank that reads a tensor would hang in a hidden collective.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _SHAPE: frozenset[Any] = frozenset(
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether a function of a tensor reads none of its values."""
+    """Return whether a function of a tensor reads none of its values."""
     return func in _METADATA or func in _SHAPE
 
 
 class ShardedLogits(Tensor):
     """Logits of this rank's vocabulary rows, in training with labels.
 
-    Models scale and cap logits before the loss, so elementwise arithmetic with numbers works; all
-    else raises and names the option that gathers them.
+    Models scale and cap logits before the loss, so elementwise arithmetic with numbers works.
+    Everything else raises and names the option that gathers the logits.
     """
 
     _ELEMENTWISE: ClassVar[set[Any]] = {
@@ -65,8 +65,8 @@ class ShardedLogits(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         raise UnreadableTensorError(
             "in training with labels the logits stay sharded over the vocabulary, and each rank has only its own "
-            "rows; to read outputs.logits pass ToDistributedConfig(gather_logits=True), or call the model in eval "
-            "mode or without labels, where they are whole"
+            "words. To read outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval "
+            "mode or without labels, where the logits are whole"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -74,7 +74,7 @@ class ShardedLogits(Tensor):
 
 
 class HeldGradient(Tensor):
-    """Stands in ``parameter.grad`` for a gradient that ZeRO has taken to its shards.
+    """Stands in ``parameter.grad`` for a gradient that ZeRO has moved to its shards.
 
     It has the parameter's shape and no memory. Setting it to None or zeroing it clears the gradient.
     """
@@ -90,7 +90,7 @@ class HeldGradient(Tensor):
 
     @staticmethod
     def restore(grad: Tensor) -> None:
-        """Note that what a stand-in stands for is zero as well, by now."""
+        """Reset a stand-in whose clearing has been applied to the gradient that it stands for."""
         if is_stand_in(grad):
             grad.__dict__["is_cleared"] = False
 
@@ -114,8 +114,8 @@ class HeldGradient(Tensor):
         if is_metadata(func):
             return super().__torch_function__(func, types, args, kwargs or {})
         raise UnreadableTensorError(
-            "under ZeRO the reduced gradient lives in shards over the data-parallel axis, not in parameter.grad; "
-            "clip with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
+            "under ZeRO the reduced gradient is in shards over the data-parallel axis, not in parameter.grad. Clip "
+            "with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -123,26 +123,26 @@ class HeldGradient(Tensor):
 
 
 class _NoWrapper:
-    """Stands where DistributedDataParallel looks up which parameters to leave alone."""
+    """Raises when DistributedDataParallel looks up which parameters to ignore."""
 
     def __iter__(self) -> Iterator[str]:
         raise AlreadyDistributedError(
-            "this model is distributed by meshwright; DistributedDataParallel (which accelerate's prepare and the "
-            "stock Trainer put around models) would overwrite the shards of all ranks by those of the first. Use the "
-            "model as it is, or prepare it by meshwright_hf"
+            "this model is distributed by meshwright. DistributedDataParallel (which accelerate's prepare and the "
+            "stock Trainer put around models) would overwrite the shards of all ranks with those of the first. Use "
+            "the model as it is, or prepare it with meshwright_hf"
         )
 
 
 def refuse_wrapping(model: nn.Module) -> None:
-    """Make DistributedDataParallel an error around a model whose ranks hold different shards."""
+    """Make DistributedDataParallel raise for a model whose ranks hold different shards."""
     object.__setattr__(model, "_ddp_params_and_buffers_to_ignore", _NoWrapper())
 
 
 def is_stand_in(grad: Tensor | None) -> bool:
-    """Whether this stands for a gradient that ZeRO has taken: by its note, since a traced one has a fake's class."""
+    """Return whether this is a stand-in. Its mark says so, since in a traced step its class is a fake tensor's."""
     return grad is not None and "is_cleared" in grad.__dict__
 
 
 def is_cleared(grad: Tensor | None) -> bool:
-    """Whether a parameter's gradient was zeroed since ZeRO took it."""
+    """Return whether a parameter's gradient was cleared since ZeRO moved it."""
     return grad is None or grad.__dict__.get("is_cleared", False)

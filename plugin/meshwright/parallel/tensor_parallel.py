@@ -1,8 +1,8 @@
 """Apply tensor and sequence parallelism to a stock decoder: give its parameters their shards, and add hooks.
 
-Per block and pass there is one gather at the input and one reduction at the output (design: four
-collectives a layer, not one a projection). Without sequence parallelism the pair is "nothing forward,
-all-reduce backward" and its mirror image; with it, all-gather and reduce-scatter.
+In each pass a block has one gather at its input and one reduction at its output: four collectives per layer,
+not one per projection. Without sequence parallelism the input does nothing in forward and an all-reduce in
+backward, and the output the reverse. With it, the two are an all-gather and a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from meshwright.parallel.sharded_parameter import LocalGradient, guard
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
-# Given a parameter and its layout: this rank's shard, or None where the parameter holds its values itself.
+# Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
 ShardSource = Callable[[nn.Parameter, RowLayout], Tensor | None]
 
-# Given a parameter and its shard: the values that the parameter is to have.
+# Takes a parameter and its shard; returns the values that the parameter gets.
 Keep = Callable[[nn.Parameter, Tensor], Tensor]
 
-Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that is to hold them
+Shards = dict[int, tuple[Tensor, ShardRecord]]  # by ``id`` of the parameter that gets them
 
 
 def make_shards(
@@ -45,9 +45,9 @@ def make_shards(
     source: ShardSource,
     keep: Keep = lambda _, shard: shard,
 ) -> Shards:
-    """This rank's shard of each parameter, or what ``keep`` makes of it; the model is not changed."""
+    """Return this rank's shard of each parameter, or what ``keep`` makes of it; the model is not changed."""
     shards: Shards = {}
-    # Largest first: a shard may pass through its full tensor, which then adds to the fewest other shards.
+    # Largest first: making a shard may need its full tensor, which is then in memory with the fewest other shards.
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
     for name, parameter in named:
         if id(parameter) not in shards:
@@ -67,7 +67,7 @@ def make_shards(
 
 
 def shard_shape(parameter: nn.Parameter, layout: Any | None) -> torch.Size:
-    """The shape of a rank's shard of a parameter, given its ParameterLayout, if it has one."""
+    """Return the shape of a rank's shard of a parameter, given its ParameterLayout; None if it has none."""
     shape = list(parameter.shape)
     if layout is not None and not layout.rows.is_replicated:
         shape[layout.rows.dim] = layout.rows.local_size
@@ -75,9 +75,9 @@ def shard_shape(parameter: nn.Parameter, layout: Any | None) -> torch.Size:
 
 
 def attach_shards(model: nn.Module, shards: Shards) -> None:
-    """Give each parameter its shard, its record, and its part of the gradient that it has.
+    """Give each parameter its shard, its record, and this rank's part of its gradient, if it has one.
 
-    The parameters stay the objects that the user's lists, hooks and optimizers know.
+    The parameters stay the same objects, so the user's lists, hooks and optimizers still refer to them.
     """
     for parameter in model.parameters():
         shard, record = shards[id(parameter)]
@@ -92,13 +92,13 @@ def attach_shards(model: nn.Module, shards: Shards) -> None:
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Give a parameter other values, of any shape and device; its attributes and hooks stay."""
     if parameter.shape != values.shape:
-        # A graph may still hold the node that expects the old shape; torch lets go of it where the dtype changes.
+        # An old graph may hold a node that expects the old shape; torch drops it when the dtype changes.
         other = torch.float32 if parameter.dtype is not torch.float32 else torch.float64
         parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     if not parameter.is_meta:
         parameter.data = values
         return
-    # torch gives no memory to what is on the meta device. Not torch.utils.swap_tensors, which refuses weak references.
+    # torch cannot give memory to a meta tensor, and torch.utils.swap_tensors refuses tensors with weak references.
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, made)
     parameter._backward_hooks = parameter._backward_hooks  # the swap took torch's record of them along
@@ -134,7 +134,7 @@ def install_tensor_parallel(
 
 
 def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
-    """Let the sharded parameters say that they are, wherever their own modules do not run."""
+    """Make sharded parameters raise if read as the whole, except while their own modules run."""
     for parameter in model.parameters():
         if record_of(parameter).is_sharded:
             guard(parameter)
@@ -151,12 +151,12 @@ def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
 
 
 def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
-    """Count what the program computes from a parameter once, where the runtime adds gradients up over tp.
+    """Make what the program computes from a parameter count once where the runtime sums its gradient over tp.
 
     Args:
-        model: whose parameters have records.
-        decoder: the model, or what is inside the wrappers of adapters.
-        structure: of the decoder.
+        model: a model whose parameters have records.
+        decoder: the model, or the module inside its adapter wrappers.
+        structure: the decoder's structure.
     """
     records = [(p, record_of(p)) for p in model.parameters()]
     partial = [p for p, record in records if record.is_grad_partial and not record.is_sharded]
@@ -173,11 +173,11 @@ def _whole(parameter: Tensor, axis: Axis) -> RowLayout:
 
 
 class _SequenceRegion:
-    """From the first layer's input to the final norm's output, each rank has its own tokens.
+    """The region from the first layer's input to the final norm's output, in which each rank has its own tokens.
 
     It starts after the embedding because models derive positions and masks from the embedding's full
-    length, and ends with the norm so that ``last_hidden_state`` is whole. A model without one that is
-    known to come next ends it with the last layer.
+    length, and ends with the norm so that ``last_hidden_state`` is whole. In a model without a known
+    final norm it ends with the last layer.
     """
 
     def __init__(self, structure: DecoderStructure, sequence: SequenceSharding, streams: DropoutStreams):
@@ -221,13 +221,14 @@ class _SequenceRegion:
         if self._is_open:
             self._is_open = False
             raise PlanError(
-                f"the layers of {type(module).__name__} ran, but not after them what its sharding plan calls the final "
-                "norm; leave the FINAL_NORM out of the plan, and the sequence is whole again after the last layer"
+                f"the layers of {type(module).__name__} ran, but the final norm of its sharding plan did not run after "
+                "them, so each rank still has its own tokens only. To make the sequence whole after the last layer, "
+                "leave the FINAL_NORM out of the plan"
             )
 
 
 def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A layer's only input with a gradient is its hidden states: of any other each rank would get a part."""
+    """Raise if a layer gets an input with a gradient beside its hidden states: each rank would have a part of it."""
     if not torch.is_grad_enabled():
         return
     hidden, _ = hidden_states(args, kwargs)
@@ -240,16 +241,16 @@ def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs:
         named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         raise PlanError(
             f"{type(module).__name__} is given {', '.join(n for n, value in named.items() if has_gradient(value))} "
-            "beside its hidden states, with a gradient: under tensor parallelism each rank would have a part of that "
-            "gradient only. Use ParallelPlan(tp=1)"
+            "beside its hidden states, with a gradient. Under tensor parallelism each rank would have only a part of "
+            "that gradient. Use ParallelPlan(tp=1)"
         )
 
 
 class _WideNorm:
-    """An RMS norm over a width that is sharded: the mean square is that of all ranks.
+    """Makes an RMS norm over a sharded width use the mean square over all ranks.
 
     The stock module divides by the root mean square of the local part. Its output times
-    ``rms_local / rms_global`` is exact, whatever it does with its weight.
+    ``rms_local / rms_global`` is exact, however the module applies its weight.
     """
 
     def __init__(self, norm: nn.Module, rows: RowLayout, axis: Axis):

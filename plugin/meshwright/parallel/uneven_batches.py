@@ -1,4 +1,4 @@
-"""A loss that the program computes itself: say once what data parallelism makes of it where ranks have unlike rows."""
+"""Warn once if a loss of unknown kind is averaged over data-parallel ranks with unequal numbers of rows or labels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class UnevenBatches:
-    """Compares over dp what the ranks' own losses average over, until they differ once, and warns then.
+    """Compares over dp how much the ranks' own losses average over, and warns the first time it differs.
 
-    The comparison is a collective at the end of the backward pass, where all ranks are; a model whose loss is known
-    has none of it.
+    The comparison is a collective at the end of the backward pass, which all ranks reach. A model whose loss is known
+    does not need it.
 
     Args:
-        dp: the axis that averages gradients.
-        tp: the axis whose ranks have the same rows, and of which the first one speaks.
+        dp: the axis over which gradients are averaged.
+        tp: the axis whose ranks have the same rows, so that only its first rank warns.
     """
 
     def __init__(self, dp: Axis, tp: Axis):
@@ -35,12 +35,12 @@ class UnevenBatches:
         self._earlier: Callable[[], list[list[float]]] | None = None
 
     def stop(self) -> None:
-        """The program, or what drives it, knows what to do about such batches."""
+        """Stop comparing, because the program or its Trainer handles uneven batches."""
         self.is_on = False
 
     @contextlib.contextmanager
     def of_batch(self, batch: Any) -> Iterator[None]:
-        """Count in this batch, from which a program may take labels before the model is called."""
+        """Count in this batch instead of the model's inputs, since a program may take labels out before the call."""
         self._batch = batch if isinstance(batch, Mapping) else None
         try:
             yield
@@ -48,25 +48,25 @@ class UnevenBatches:
             self._batch = None
 
     def look(self, inputs: Mapping[str, Any], output: Any, known: Tensor | None = None) -> None:
-        """Compare, once the gradient of a loss comes back to what the model returned.
+        """Compare once the gradient of a loss comes back to the model's output.
 
         Args:
-            inputs: of the pass.
-            output: what the model returned.
-            known: the loss in it, where that is the global batch's; a pass whose gradient comes back through it is left
-                alone.
+            inputs: the inputs of the pass.
+            output: the model's output.
+            known: the output's loss, if it is that of the global batch. A pass whose gradient comes back through it is
+                not compared.
         """
-        # Sharded logits are the known loss's alone, which overwrites them.
+        # Sharded logits are used by the known loss only, which overwrites them.
         tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) is Tensor]
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
-        device = tensors[0].device  # a hook that held its own tensor would keep it for ever
+        device = tensors[0].device  # a hook that held its own tensor would keep it alive for ever
         is_queued = is_known = False
 
         def compare() -> None:
             if not is_known:
-                # Where the group communicates; a batch may still be on the host.
+                # To the device where the group communicates; a batch may still be on the host.
                 self._compare(rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True))
 
         def queue(_: Tensor) -> None:
@@ -102,23 +102,26 @@ class UnevenBatches:
             return
         logger.warning(
             "the model's loss is not one that is known, or the program computes its own, and the data-parallel ranks "
-            "had %s: data parallelism takes the mean of the ranks' means, in which a row or label of a rank that has "
-            "fewer of them weighs more than on one device. For the mean of the global batch write loss = "
-            "meshwright.global_mean(model, loss, count), with count what this rank's loss is the mean of, for example "
-            "(labels != -100).sum(); or, if the model returns the loss, set "
-            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch",
+            "had %s. Data parallelism averages the ranks' means, so a row or label of a rank that has fewer of them "
+            "weighs more than on one device. For the mean over the global batch, write loss = "
+            "meshwright.global_mean(model, loss, count), where count is how many items this rank's loss is the mean "
+            "of, for example (labels != -100).sum(). If the model returns the loss, you may set "
+            "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch instead",
             said_of_ranks(ranks),
         )
 
 
 def said_of_ranks(ranks: list[list[float]]) -> str:
-    """What each rank has, as ``rows_and_labels`` counted it."""
+    """Return as text what each rank has, as ``rows_and_labels`` counted it."""
     what = "{:g} rows" if ranks[0][1] < 0 else "{:g} rows with {:g} labels or tokens that count"
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
 def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
-    """Rows; labels that count; or, without labels, tokens that are not padding."""
+    """Return how many rows a batch has, and how many labels that count or, without labels, tokens that are not padding.
+
+    The second number is -1 if it is unknown.
+    """
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.ndim > 0]
     labels, mask = batch.get("labels"), batch.get("attention_mask")
     rows = tensors[0].shape[0] if tensors else 0
@@ -132,7 +135,7 @@ def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
 
 
 def _read_later(x: Tensor) -> Callable[[], list[list[float]]]:
-    """Begin to copy a tensor to the host; the returned call gives its values, without a wait a step later."""
+    """Begin to copy a tensor to the host; the returned function gives its values, one step later without a wait."""
     if x.device.type != "cuda":
         return x.tolist
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""The program's own hooks on modules inside a distributed model, which see what this rank has."""
+"""Warn of the program's own forward hooks inside a distributed model, which see only what this rank has."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from meshwright.parallel.structure import DecoderStructure
 logger = logging.getLogger(__name__)
 
 _CUT = (
-    "a forward hook on %s sees this rank's part of the activations: the plan cuts them over tp, by tokens under "
-    "sequence parallelism and by heads or channels inside blocks. A loss computed of it differs from one device; "
-    "compute it from what the model returns, or use a plan with tp=1"
+    "a forward hook on %s sees this rank's part of the activations: the plan shards them over tp, by tokens under "
+    "sequence parallelism and by heads or channels inside blocks. A loss computed from this part differs from one "
+    "device. Compute the loss from the model's output, or use ParallelPlan(tp=1)"
 )
 _SPLIT = (
-    "a forward hook on %s runs once for each micro-batch, and all but the last micro-batch are through with backward "
-    "when the model returns: a loss computed of their activations cannot be. Compute it from what the model returns, "
-    "or set gradient_accumulation_steps=1 and micro_batch_size=None in the plan"
+    "a forward hook on %s runs once for each micro-batch, and the backward passes of all but the last are over when "
+    "the model returns: a loss on their activations cannot run backward. Compute the loss from the model's output, or "
+    "set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None)"
 )
 
-# Hooks of these are on every model, or do no more than move and record tensors.
+# Hooks of these libraries are on every model, or only move and record tensors.
 _LIBRARIES = ("meshwright", "meshwright_hf", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed")
 
 
@@ -32,8 +32,8 @@ class HookedModules:
     """Finds the modules on which a program has forward hooks.
 
     Args:
-        model: whose inner modules are looked at.
-        structure: of the model; None without tensor parallelism.
+        model: the model whose inner modules are searched.
+        structure: the model's structure; None without tensor parallelism.
         sequence_parallel: whether the layers have this rank's tokens only.
         is_split: whether modules run once for each of several micro-batches; may change later.
     """
@@ -42,7 +42,7 @@ class HookedModules:
         self, model: nn.Module, structure: DecoderStructure | None, *, sequence_parallel: bool, is_split: bool
     ):
         cut_ids = {id(module) for module in _cut(structure, sequence_parallel)}
-        # Their outputs are made whole by the runtime's own hooks.
+        # The runtime's own hooks make the outputs of these modules whole.
         border_ids = set() if structure is None else {id(structure.embedding), id(structure.final_norm)}
         self._modules = [(name, module) for name, module in model.named_modules() if name]
         self._cut = {name for name, module in self._modules if id(module) in cut_ids}
@@ -52,7 +52,7 @@ class HookedModules:
         self.is_split = is_split
 
     def look(self) -> None:
-        """Warn of them, once, where a loss that is computed of what they see would be another one."""
+        """Warn of such modules, once, if a loss computed from what their hooks see would be wrong."""
         if self._has_warned or not (self._cut or self._borders or self.is_split):
             return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
@@ -68,7 +68,7 @@ class HookedModules:
 
 
 def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn.Module]:
-    """The modules whose inputs or outputs are this rank's part over tp."""
+    """Return the modules whose inputs or outputs are this rank's part over tp."""
     if structure is None:
         return []
     if sequence_parallel:
@@ -77,7 +77,7 @@ def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn
 
 
 def _comes_first(module: nn.Module) -> bool:
-    """Whether the first of a module's forward hooks is the program's, which was made before the runtime's."""
+    """Return whether a module's first forward hook is the program's, registered before the runtime's."""
     first = next(iter(module._forward_hooks.values()), None)
     return first is not None and _is_foreign(first)
 

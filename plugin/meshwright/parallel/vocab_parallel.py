@@ -1,4 +1,4 @@
-"""The vocabulary over the TP axis: each rank embeds and scores its own words."""
+"""Shard the vocabulary over the TP axis: each rank embeds and scores its own words."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Hooks on the language-model head: local logits for the loss, whole ones for everybody else.
+    """Hooks on the language-model head: local logits for the sharded loss, whole logits for everything else.
 
     Args:
-        keep_sharded: asked at each call; True where only the sharded loss will use the logits.
+        keep_sharded: a function called in each forward; it returns whether only the sharded loss will use the logits.
     """
 
     def __init__(self, head: nn.Linear, vocab_size: int, axis: Axis, keep_sharded: Callable[[], bool]):
@@ -57,7 +57,7 @@ class VocabParallelHead:
 
 
 def gather_words(logits: Tensor, axis: Axis) -> Tensor:
-    """Whole logits from each rank's words; differentiable for a replicated consumer."""
+    """Return whole logits from each rank's words; differentiable for a replicated consumer."""
     if axis.size == 1:
         return logits
     words_first = logits.movedim(-1, 0).contiguous()

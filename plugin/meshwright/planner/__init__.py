@@ -1,1 +1,1 @@
-"""Chooses a parallel plan before anything runs: shapes, hardware, memory, time, search. No torch, no GPU needed."""
+"""The planner: finds a parallel plan before anything runs, from shapes and hardware. It needs no torch and no GPU."""

@@ -1,7 +1,7 @@
-"""What forward leaves for backward on one rank of this version's runtime, in bytes, operation by operation.
+"""The bytes that forward saves for backward on one rank of this version's runtime, operation by operation.
 
-Each number is that of a tensor which the code saves: transformers' layers, torch's fused attention, and the
-runtime's own loss and sequence parallelism. ``meshwright plan --trace`` reads the same off a traced step.
+Each number is the size of a tensor that the code saves: transformers' layers, torch's fused attention, and the
+runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measures the same in a traced step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from meshwright.planner.shapes import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Bytes of one micro-batch.
+    """The bytes that forward saves for one micro-batch.
 
     Args:
-        layer: of one decoder layer; ``attention`` of its attention block.
-        kept: of one layer that backward computes again.
-        shared: sines and cosines, made once for all layers.
-        arguments: positions and masks, which layers that are computed again are called with.
-        head: of the last norm, the head and the loss, the logits included.
-        logits: of the logits alone, as the loss keeps them.
+        layer: bytes of one decoder layer; ``attention`` those of its attention block.
+        kept: bytes of one layer that backward recomputes.
+        shared: bytes of the sines and cosines, computed once for all layers.
+        arguments: bytes of the positions and masks that recomputed layers are called with.
+        head: bytes of the last norm, the head and the loss, including the logits.
+        logits: bytes of the logits alone, as the loss keeps them.
     """
 
     layer: float
@@ -35,20 +35,20 @@ class Saved:
     logits: float
 
     def total(self, layers: int, recomputed: int) -> float:
-        """Return the bytes of a model, ``recomputed`` of whose layers backward computes again."""
+        """Return the bytes of a model in which backward recomputes ``recomputed`` layers."""
         held = (layers - recomputed) * self.layer + recomputed * self.kept + self.shared + self.head
         return held + (self.arguments if recomputed else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Elements that one position has on this rank.
+    """Elements per position on this rank.
 
     Args:
-        hidden: of the residual stream between blocks.
-        query, keys: of q, and of k or of v.
-        ffn: of the MLP.
-        words: of the logits.
+        hidden: elements of the residual stream between blocks.
+        query, keys: elements of q, and of k or of v.
+        ffn: elements of the MLP's inner activation.
+        words: elements of the logits.
         heads, key_heads: heads of q and of k.
     """
 
@@ -62,13 +62,13 @@ class _Sizes:
 
 
 def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int) -> Saved:
-    """Return what one micro-batch leaves.
+    """Return the bytes that forward saves for one micro-batch.
 
     Args:
         shape: the model.
-        plan: its tp, sequence_parallel and micro_batch decide.
-        seq_len: tokens of a sequence.
-        element_bytes: of the model's dtype: 2, or 4 for float32.
+        plan: the plan, of which tp, sequence_parallel and micro_batch matter.
+        seq_len: tokens per sequence.
+        element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
 
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -79,7 +79,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     """
     b, traits, tp = element_bytes, shape.traits, plan.tp
     n = plan.micro_batch * seq_len
-    # Of the positions between blocks, the share that this rank holds; padded where they do not divide.
+    # The share of the positions between blocks that this rank holds, padded if tp does not divide them.
     share = -(-seq_len // tp) / seq_len if plan.sequence_parallel else 1.0
     sizes = _Sizes(
         hidden=shape.hidden * share,
@@ -90,17 +90,17 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
         heads=shape.heads / tp,
         key_heads=shape.local_kv_width(tp) / shape.head_dim,
     )
-    # A norm keeps its input in 32 bits, one number a position, and what its weight multiplies.
+    # A norm saves its input in 32 bits, one number per position, and the factor of its weight.
     normed = 4 if traits.norms_in_float32 else b
     norm = n * (sizes.hidden * (4 + normed) + 4 * share)
     norm += 4 * shape.hidden if traits.norm_copies_weight else 0
-    inputs = 2 * n * sizes.hidden * b  # of the attention's and the MLP's first projections
+    inputs = 2 * n * sizes.hidden * b  # inputs of the attention's and the MLP's first projections
     block = (traits.norms * norm + inputs) / 2
     attention = block + n * _attention(shape, sizes, seq_len, b) + _query_norm(sizes, traits, n, b, tp)
     mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
 
     logits = 4.0 * n * sizes.words
-    # The targets, and whose words they are; the head reads whole rows.
+    # The head reads whole rows. The last term is the targets and, over tp, which rank has their words.
     head = norm + n * shape.hidden * b + logits + n * (8 if tp == 1 else 22)
     head += n * sizes.words * b if traits.caps_logits else 0
     shared = 2.0 * seq_len * shape.head_dim * (4 if traits.rotates_in_float32 else b)
@@ -116,12 +116,12 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
 
 
 def _is_masked(shape: ModelShape, seq_len: int) -> bool:
-    """Whether a window needs a mask, for which the fused kernel takes keys and values of every query head."""
+    """Return whether a window needs a mask, with which the fused kernel needs keys and values for every query head."""
     return shape.window is not None and shape.window < seq_len and not shape.traits.keeps_scores
 
 
 def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
-    """Bytes of the masks, one for windowed layers and one for the others, as the layers are given them."""
+    """Return the bytes of the masks that the layers are called with: one for windowed layers, one for the others."""
     if shape.traits.keeps_scores:
         kinds = (shape.window_layers > 0) + (shape.window_layers < shape.layers)
         return n * seq_len * b * kinds
@@ -129,7 +129,7 @@ def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
 
 
 def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
-    """Bytes of a position between q, k, v and the output projection."""
+    """Return the bytes per position between q, k, v and the output projection."""
     if shape.traits.keeps_scores:
         # q, k and v for every query head, the output twice over; scores capped, their softmax in 32 bits and back.
         capped = b
@@ -137,7 +137,7 @@ def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
         return b * 4 * sizes.query + scores
     masked = _is_masked(shape, seq_len)
     keys = sizes.query if masked and sizes.key_heads > 1 else sizes.keys  # one head is repeated without a copy
-    # One projection's v is a part of it, and leaves an output that has to be copied; unless v is repeated.
+    # The v of a fused projection is a view of it, and leads to an output that is copied, unless v is repeated.
     values = keys
     if shape.traits.fused_qkv:
         values = sizes.query + (keys if masked else sizes.query + 2 * sizes.keys)
@@ -145,7 +145,7 @@ def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
 
 
 def _query_norm(sizes: _Sizes, traits: Traits, n: int, b: int, tp: int) -> float:
-    """Bytes of a layer's norms of q and k."""
+    """Return the bytes of a layer's norms of q and k."""
     width, heads = sizes.query + sizes.keys, sizes.heads + sizes.key_heads
     normed = 4 if traits.norms_in_float32 else b
     if traits.query_norm == "head":
@@ -153,6 +153,6 @@ def _query_norm(sizes: _Sizes, traits: Traits, n: int, b: int, tp: int) -> float
     if traits.query_norm == "whole":
         if tp == 1:
             return n * (width * (4 + normed) + 8)
-        # The mean of squares is joined over tp, in steps that each keep what they multiply.
+        # The mean of squares is reduced over tp, in steps that each save their factors.
         return n * (width * 12 + 32) if b == 4 else n * (width * (12 + b) + 36) + 4 * width
     return 0.0

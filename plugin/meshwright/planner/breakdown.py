@@ -1,4 +1,4 @@
-"""What the estimated time of a step is made of."""
+"""The parts of the estimated time of a step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ class StepTime:
     """Seconds of one step; the parts add up to ``total``.
 
     Args:
-        matmul: the layers' matmuls and the head, of the slowest stage.
+        matmul: the matmuls of the layers and the head, in the slowest stage.
         attention: the attention kernels.
         elementwise: norms, activations, residuals, the loss, and kernel launches that compute cannot hide.
-        recompute: what backward computes again.
+        recompute: the layers that backward recomputes.
         tensor: communication over tp.
         context: communication over cp that attention does not hide.
         data: communication over dp that compute does not hide.
-        bubble: waiting in the pipeline, transfers between stages included.
+        bubble: waiting in the pipeline, including transfers between stages.
         optimizer: the optimizer step.
-        other: fixed cost of a step and waiting for the slowest of many nodes.
+        other: the fixed cost of a step, and waiting for the slowest of many nodes.
     """
 
     matmul: float
@@ -44,7 +44,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of a piece of the model for one micro-batch, forward and backward."""
+    """Seconds of a part of the model for one micro-batch, forward and backward."""
 
     matmul: float = 0.0
     attention: float = 0.0

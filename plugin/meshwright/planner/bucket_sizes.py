@@ -1,4 +1,4 @@
-"""A rank's parameters in the order of the model, and the buckets in which their gradients travel."""
+"""A rank's parameters in the order of the model, and the buckets in which their gradients are reduced."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Parameter:
 
     Args:
         numel: elements on this rank.
-        full: elements of the whole parameter, where the ranks of tp hold parts of its gradient.
-        layer: which decoder layer it is in; -1 before the first, and the number of layers behind the last.
+        full: elements of the whole parameter if the ranks of tp hold partial gradients of it, otherwise 0.
+        layer: index of its decoder layer; -1 before the first layer, and the number of layers after the last.
     """
 
     numel: int
@@ -35,7 +35,7 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
 
     Args:
         shape: the model.
-        plan: its tp and sequence_parallel decide.
+        plan: the plan, of which tp and sequence_parallel matter.
 
     Example:
         >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -43,7 +43,7 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
         True
     """
     tp, hidden = plan.tp, shape.hidden
-    words = -(-shape.vocab // tp)  # of the first rank
+    words = -(-shape.vocab // tp)  # on the first rank
     yield Parameter(numel=words * hidden)
     if shape.positions:
         yield _seen_in_part(shape.positions * hidden, tp, plan.sequence_parallel, -1)
@@ -89,18 +89,18 @@ def _layer(shape: ModelShape, plan: Candidate, layer: int) -> Iterator[Parameter
 
 
 def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:
-    """Whole on each rank, which computes its gradient from its own positions or heads."""
+    """Return a parameter that each rank holds whole, with a gradient from the rank's own positions or heads."""
     return Parameter(numel=numel, full=numel if tp > 1 and by_part else 0, layer=layer)
 
 
 def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
-    """Return the buckets, as positions of their members, in the order in which backward fills them.
+    """Return the buckets, as indices into ``members``, in the order in which backward fills them.
 
-    Those of partial gradients come last.
+    Buckets of partial gradients come last.
 
     Args:
-        members: in the order of the model.
-        element_bytes: of the parameters.
+        members: the parameters in the order of the model.
+        element_bytes: bytes per element of the parameters.
     """
     backwards = range(len(members) - 1, -1, -1)
     whole = [index for index in backwards if not members[index].is_grad_partial]
@@ -109,12 +109,12 @@ def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
 
 
 def units(members: list[Parameter]) -> list[list[int]]:
-    """Return what ZeRO-3 gathers at once, as positions of its members, in the order in which backward finishes it.
+    """Return the units that ZeRO-3 gathers at once, as indices into ``members``, in the order of backward.
 
-    Each layer, and each parameter outside of the layers. (optim.units.ShardedWeights)
+    A unit is a layer, or a parameter outside of the layers (see optim.zero3_layers.ShardedWeights).
 
     Args:
-        members: in the order of the model.
+        members: the parameters in the order of the model.
     """
     last = max(member.layer for member in members)
     keys = [(m.layer, 0) if 0 <= m.layer < last else (m.layer, index) for index, m in enumerate(members)]

@@ -1,4 +1,4 @@
-"""One way to run one training job: the job's sizes, and a point of the planner's space."""
+"""A training job's sizes, and a candidate plan for it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ Precision = Literal["bf16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, apart from the model.
+    """The settings of a training job apart from the model.
 
     Args:
-        seq_len: tokens of one sequence.
-        global_batch: sequences of one optimizer step, over all devices.
-        precision: of the layers' matmuls; the head and attention stay in 16 bits.
-        weight_bytes: bytes of one weight as the layers read it.
-        gradient_bytes: bytes of one gradient.
-        optimizer_bytes: bytes of optimizer state for one weight: 8 for Adam over 32-bit weights, 12 with a 32-bit
-            master copy of 16-bit ones.
-        activation_bytes: bytes of one activation: 2, or 4 where everything is computed in 32 bits.
-        fused_attention: the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
-        own_runtime: it runs on this library, whose memory is known tensor by tensor; else on one like Megatron-LM.
-        on_cpu: on CPU with gloo.
+        seq_len: tokens per sequence.
+        global_batch: sequences per optimizer step, over all devices.
+        precision: the dtype of the layers' matrix multiplications; the head and attention stay in 16 bits.
+        weight_bytes: bytes per weight as the layers read it.
+        gradient_bytes: bytes per gradient element.
+        optimizer_bytes: bytes of optimizer state per weight: 8 for Adam over 32-bit weights, 12 with a 32-bit master
+            copy of 16-bit ones.
+        activation_bytes: bytes per activation element: 2, or 4 if everything is computed in 32 bits.
+        fused_attention: whether the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
+        own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; otherwise it runs on
+            one like Megatron-LM.
+        on_cpu: whether the job runs on CPU with gloo.
 
     Raises:
-        PlanError: sizes below one.
+        PlanError: a size is below one, or the precision is unknown.
 
     Example:
         >>> Job(seq_len=4096, global_batch=256).tokens
@@ -74,20 +75,20 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A point of the planner's space.
+    """A plan in the planner's search space.
 
     Args:
-        replicate: data-parallel groups that hold whole copies of what ``shard`` divides.
-        shard: data-parallel ranks that ZeRO divides state over; ``dp`` is the product of both.
+        replicate: number of data-parallel groups, each with a whole copy of the state that ``shard`` divides.
+        shard: number of data-parallel ranks over which ZeRO shards the state; ``dp`` is the product of both.
         tp: tensor-parallel size.
-        sequence_parallel: shard the activations between blocks over tp too.
-        cp: context-parallel size; ``ring`` says how, by ring exchange or by all-to-all (Ulysses).
-        pp: pipeline stages; ``interleave`` chunks of layers on each.
+        sequence_parallel: whether to shard the activations between blocks over tp too.
+        cp: context-parallel size, by ring exchange if ``ring``, otherwise by all-to-all (Ulysses).
+        pp: number of pipeline stages, each with ``interleave`` chunks of layers.
         micro_batch: sequences that one data-parallel rank runs at once.
-        accumulation: micro-batches of one step.
-        zero_stage: what ZeRO divides: 1 optimizer state, 2 gradients too, 3 weights too.
-        recompute: what backward computes again: nothing, attention, or ``recomputed`` whole layers of each stage.
-        recomputed: how many layers of a stage with recompute="full"; None for all.
+        accumulation: micro-batches per step.
+        zero_stage: what ZeRO shards: 1 the optimizer state, 2 gradients too, 3 weights too.
+        recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each stage.
+        recomputed: number of layers per stage to recompute with recompute="full"; None for all.
 
     Example:
         >>> Candidate(replicate=4, tp=2, micro_batch=1, accumulation=8).global_batch
@@ -122,7 +123,7 @@ class Candidate:
 
     @property
     def runs_today(self) -> bool:
-        """Whether this version's runtime can run it; the rest is planned ahead only."""
+        """Whether this version's runtime can run the plan."""
         return (
             self.cp == self.pp == 1
             and self.recompute != "selective"
@@ -132,7 +133,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The plan in a few words.
+        """The plan in words.
 
         Example:
             >>> Candidate(shard=8, tp=2, sequence_parallel=True, zero_stage=1, recompute="full").label
@@ -155,7 +156,7 @@ class Candidate:
 
 @lru_cache(maxsize=1024)
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage holds: as even as can be, the ends lighter, since they hold the vocabulary.
+    """Return the number of layers of each stage: as even as possible, fewer at the ends, which hold the vocabulary.
 
     Example:
         >>> stage_layers(70, 12)
@@ -163,19 +164,19 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     """
     small, extra = divmod(layers, stages)
     counts = [small] * stages
-    # From the middle outwards: the last stage gets one last of all, since the head costs more than the embedding.
+    # The last stage is the last to get an extra layer, since the head costs more than the embedding.
     for index in sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, i))[:extra]:
         counts[index] += 1
     return tuple(counts)
 
 
 def layers_of(candidate: Candidate, layers: int) -> tuple[int, ...]:
-    """Return the layers of each pipeline stage."""
+    """Return the number of layers of each pipeline stage."""
     return stage_layers(layers, candidate.pp)
 
 
 def recomputed_share(candidate: Candidate, layers: int) -> float:
-    """Return the share of a stage's layers that backward computes again in full."""
+    """Return the share of a stage's layers that backward recomputes in full."""
     if candidate.recompute != "full":
         return 0.0
     held = math.ceil(layers / candidate.pp)

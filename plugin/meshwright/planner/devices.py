@@ -1,4 +1,4 @@
-"""Accelerators by name, with the figures of their data sheets."""
+"""The catalogue of accelerators, with the figures of their data sheets."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Device:
 
     Args:
         name: its name in the catalogue.
-        memory: bytes of device memory.
-        flops: dense 16-bit matrix operations a second; ``flops_8bit`` the same for 8 bits, where it has them.
-        bandwidth: bytes a second between the device and its memory.
-        fast_link: bytes a second that one device sends to others in its fast domain (NVLink, xGMI, PCIe).
-        fast_domain: devices that the fast link joins.
-        slow_link: bytes a second that one device sends to other nodes, in the systems it is usually sold in.
+        memory: device memory in bytes.
+        flops: dense 16-bit matrix operations per second; ``flops_8bit`` those in 8 bits, or None.
+        bandwidth: bytes per second between the device and its memory.
+        fast_link: bytes per second that one device sends to others in its fast domain (NVLink, xGMI, PCIe).
+        fast_domain: number of devices that the fast link joins.
+        slow_link: bytes per second that one device sends to other nodes, in the systems in which it is usually sold.
         sustained: fraction of ``flops`` that the best matmul of all shapes reaches; ``sustained_8bit`` likewise.
-        shares_host: it is the host's processor: its processes share cores, nothing runs behind the program's back,
-            so launches add to the compute that they start.
+        shares_host: whether the device is the host's processor, whose processes share cores. Nothing runs
+            asynchronously there, so the time of a launch adds to the compute that it starts.
         source: where these figures come from.
     """
 
@@ -123,7 +123,7 @@ def device(name: str) -> Device:
     """Return a device of the catalogue.
 
     Raises:
-        PlanError: no such name; the nearest ones are named.
+        PlanError: the name is not in the catalogue; the message has the nearest ones.
 
     Example:
         >>> device("h100-sxm").flops / 1e12

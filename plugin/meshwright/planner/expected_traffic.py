@@ -1,4 +1,4 @@
-"""Every collective of a training step on this version's runtime: how many of each kind, and their bytes, by axis."""
+"""The collectives of a training step on this version's runtime: number and bytes of each kind, by phase and axis."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class AxisTraffic:
     """Collectives over one axis in one phase of a step.
 
     Args:
-        counts: calls by kind.
-        bytes: of the whole tensors that they gather or reduce.
+        counts: kind -> number of calls.
+        bytes: total size of the whole tensors that they gather or reduce.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -37,10 +37,10 @@ def step_traffic(
 
     Args:
         shape: the model.
-        plan: one that this version runs.
-        seq_len: tokens of a sequence.
-        element_bytes: of the model's dtype.
-        gloo: on CPU, where a reduce-scatter is an all-to-all and a sum.
+        plan: a plan that this version can run.
+        seq_len: tokens per sequence.
+        element_bytes: bytes per element of the model's dtype.
+        gloo: whether the plan runs on CPU, where a reduce-scatter is an all-to-all and a sum.
 
     Example:
         >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -67,19 +67,19 @@ def _tensor(
     traits, micro, blocks = shape.traits, plan.accumulation, 2 * shape.layers
     rows = plan.micro_batch * seq_len
     whole = rows * shape.hidden * b
-    # What is computed again is joined again, but for a last output that nothing after it needs.
+    # Recomputed outputs are reduced again, except for a layer's last one, which backward does not need.
     again = 0
     if plan.recompute == "full":
         again = blocks if traits.norms_outputs else shape.layers
-    forward.add("all-reduce", micro, whole)  # the embedding's rows
-    forward.add("all-gather", micro, 3 * rows * 4 * plan.tp)  # the loss: three numbers a token
-    backward.add("all-reduce", micro, whole)  # the head's input
+    forward.add("all-reduce", micro, whole)  # the embedding's output
+    forward.add("all-gather", micro, 3 * rows * 4 * plan.tp)  # the loss: three numbers per token
+    backward.add("all-reduce", micro, whole)  # the gradient of the head's input
     if plan.sequence_parallel:
         padded = plan.micro_batch * -(-seq_len // plan.tp) * plan.tp * shape.hidden * b
         scatter = "all-to-all" if gloo else "reduce-scatter"
         forward.add("all-gather", micro * (blocks + 1), padded)
         forward.add(scatter, micro * blocks, padded)
-        backward.add("all-gather", micro * (2 * blocks + 1), padded)  # inputs again, and gradients of outputs
+        backward.add("all-gather", micro * (2 * blocks + 1), padded)  # regathered inputs, and gradients of outputs
         backward.add(scatter, micro * (blocks + again), padded)
     else:
         forward.add("all-reduce", micro * blocks, whole)
@@ -114,7 +114,7 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
             phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * 4)
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
-            # One number more for each parameter: whether this rank has a gradient.
+            # One more number per parameter says whether this rank has a gradient.
             phases["backward"]["dp"].add("all-reduce", 1, (numel + len(bucket)) * b)
 
 
@@ -122,15 +122,15 @@ def _gathered_weights(
     members: list[Parameter], shape: ModelShape, plan: Candidate, b: int, gloo: bool,
     phases: dict[str, dict[str, AxisTraffic]],
 ) -> None:  # fmt: skip
-    """ZeRO-3: each unit is gathered for forward and again for backward, and its gradients are reduce-scattered."""
+    """Add ZeRO-3's collectives: gathers of each unit in forward and backward, reduce-scatters of its gradients."""
     forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
     micro = plan.accumulation
     for unit in units(members):
         numel = math.ceil(sum(members[index].numel for index in unit) / plan.dp) * plan.dp
         first = members[unit[0]]
         is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
-        # A tied matrix is gathered by the embedding and by the head. From there to backward the head keeps it, and
-        # the embedding's backward does not read it.
+        # The embedding and the head both gather a tied matrix. The head keeps it until backward, and the embedding's
+        # backward does not read it.
         is_kept = is_embedding or (is_head and not shape.tied)
         is_twice = shape.tied and unit[0] == 0
         forward.add("all-gather", micro * (1 + is_twice), numel * b)

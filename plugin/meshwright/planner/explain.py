@@ -1,4 +1,4 @@
-"""Say in words and tables which plan was chosen, why, what it costs, and what would change the answer."""
+"""The answer of a search as text: the chosen plan, its time and memory, why no other, and what would change it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.search import Choice, Search, search
 
-TIE = 0.03  # runs of one plan differ by this much from each other
+TIE = 0.03  # relative difference between runs of one plan
 _GIB = 2**30
 _GROWTH = 12  # doublings of the cluster to try when nothing fits
-_DEVICES_A_SEQUENCE = 128  # more than this would share one sequence
+_DEVICES_A_SEQUENCE = 128  # most devices that may share one sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What the answer would be in other circumstances.
+    """The answer for a changed cluster or job.
 
     Args:
-        what: the circumstance.
-        plan: the best plan then; None where none would fit.
-        speed: tokens a second against the present choice.
+        what: the change.
+        plan: the best plan then; None if no plan fits.
+        speed: tokens per second, relative to the present choice.
     """
 
     what: str
@@ -35,12 +35,12 @@ class Change:
 
 
 def ties(found: Search) -> int:
-    """Return how many of the first choices no estimate can tell apart."""
+    """Return the number of first choices whose estimates are too close to rank."""
     return sum(choice.time.total <= found.choices[0].time.total * (1 + TIE) for choice in found.choices)
 
 
 def changes(found: Search) -> list[Change]:
-    """Return the answer to: twice the batch, half the interconnect, twice the memory of a device."""
+    """Return the answers for twice the batch, half the interconnect, and twice the memory of a device."""
     cluster, job = found.cluster, found.job
     double = dataclasses.replace(job, global_batch=2 * job.global_batch)
     half = dataclasses.replace(cluster, slow_link=cluster.slow / 2)
@@ -69,7 +69,7 @@ def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float)
 
 
 def no_fit(found: Search) -> PlanError:
-    """Return the error for a search in which no plan fits: what is missing, and the smallest change that helps."""
+    """Return the error for a search in which no plan fits, with the missing memory and the changes that would help."""
     plan, memory = found.smallest
     largest = sorted(memory.parts.items(), key=lambda item: -item[1])[:2]
     where = " and ".join(f"{name} {gib(value)}" for name, value in largest)
@@ -127,7 +127,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
 
     Args:
         found: the outcome of a search.
-        changed: what ``changes`` returned; looked up when not given.
+        changed: result of ``changes``; computed if not given.
 
     Raises:
         PlanError: no plan fits.
@@ -139,7 +139,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
     nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     lines = [
         f"{found.shape.name}: {found.shape.parameters / 1e9:.2f} B parameters, {cluster.gpus} x "
-        f"{cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens a step",
+        f"{cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens per step",
         "",
         _table(found.choices, ties(found)),
         "",
@@ -160,7 +160,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
 
 
 def reasons(found: Search) -> Iterator[tuple[str, str]]:
-    """Yield (axis values, what rejected them), the legal ones that do not fit first."""
+    """Yield (axis values, why they were rejected), first the legal ones that do not fit."""
     for name, (plan, memory) in found.binding.items():
         yield name, f"does not fit: its leanest plan, {plan.label}, needs {gib(memory.total)}"
     same: dict[tuple[str, str], list[str]] = {}
@@ -172,7 +172,7 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
 
 
 def error_band(found: Search) -> str:
-    """Return how far to trust the estimates."""
+    """Return the line about the error band of the estimates."""
     profile, first = found.profile, found.choices[0].time.total
     kind = "points" if profile.points else "runs"
     source = (
@@ -247,7 +247,7 @@ def _table(choices: Sequence[Choice], tied: int) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Return rows of cells as aligned text; the first ``left`` columns to the left, the rest to the right.
+    """Return rows of cells as text, with the first ``left`` columns aligned left and the others right.
 
     Example:
         >>> print(grid([("a", "n"), ("bb", "10")]))
@@ -268,7 +268,10 @@ def _change_line(best: Choice, change: Change) -> str:
     if change.plan is None:
         return f"  {change.what}: no plan fits"
     same = _layout(change.plan) == _layout(best.plan)
-    return f"  {change.what}: {'the same plan' if same else change.plan.label}, {change.speed:.2f}x the tokens a second"
+    return (
+        f"  {change.what}: {'the same plan' if same else change.plan.label}, "
+        f"{change.speed:.2f}x the tokens per second"
+    )
 
 
 def _layout(plan: Candidate) -> Candidate:

@@ -1,4 +1,4 @@
-"""What a family is that its config does not say, where it differs from Llama: its matrices, and what it keeps."""
+"""Differences of a model family from Llama that its config does not show: its matrices, and what forward saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Whose MLP is two matrices, up and down. Nothing in a config says so: BitNet's gated one has Arcee's activation.
+# Families whose MLP has two matrices, up and down. The config does not show it: BitNet's is gated and has Arcee's
+# activation.
 NOT_GATED = frozenset(
     {
         "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo",
@@ -14,11 +15,11 @@ NOT_GATED = frozenset(
         "persimmon", "phi", "starcoder2", "xglm",
     }
 )  # fmt: skip
-# Of those, whose projections have biases only where the config says so.
+# Those of them whose projections have biases only if the config says so.
 _BIASES_IN_CONFIG = frozenset({"apertus", "arcee", "falcon", "jais2", "mpt", "nanochat", "nemotron"})
 _WITHOUT_NORM_BIASES = frozenset({"apertus", "arcee", "mpt", "nanochat"})
 LEARNED_POSITIONS = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
-# Embedding and head are one matrix unless the config says otherwise; so in all Gemmas.
+# Families in which embedding and head are one matrix unless the config says otherwise. All Gemmas belong here too.
 _TIED = frozenset(
     {
         "biogpt", "bloom", "cohere", "cohere2", "cohere_compass_text", "ctrl", "ernie4_5", "falcon", "gpt2",
@@ -26,7 +27,7 @@ _TIED = frozenset(
         "opt", "smollm3", "starcoder2", "vaultgemma", "xglm",
     }
 )  # fmt: skip
-# What a decoder's usual sizes do not say.
+# Families whose sizes do not follow from the usual fields of a config, and why.
 UNKNOWN_SIZES = {
     "gemma4_unified_text": "the heads of its layers are of different widths",
     "minicpm3": "latent attention",
@@ -36,39 +37,39 @@ UNKNOWN_SIZES = {
 
 
 def is_tied(family: str, config: Mapping[str, Any]) -> bool:
-    """Whether embedding and head are one matrix."""
+    """Return whether embedding and head are one matrix."""
     return bool(config.get("tie_word_embeddings", family in _TIED or family.startswith("gemma")))
 
 
 def has_biases(family: str) -> bool:
-    """Whether a family's projections have biases though its config does not say so."""
+    """Return whether a family's projections have biases without a field in its config."""
     return family in NOT_GATED - _BIASES_IN_CONFIG
 
 
 def has_norm_biases(family: str) -> bool:
-    """Whether a layer's norms are LayerNorms with a bias."""
+    """Return whether a layer's norms are LayerNorms with a bias."""
     return family in NOT_GATED - _WITHOUT_NORM_BIASES
 
 
 def shares_one_key_head(config: Mapping[str, Any]) -> bool:
-    """Whether the config says so in other words than a number of heads."""
+    """Return whether the config has a flag for a single key head instead of a number of them."""
     return bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """How a layer is computed, as far as it decides what backward needs.
+    """Properties of a layer's computation that decide what backward needs.
 
     Args:
-        norms: norms on the residual stream of a layer.
-        norms_in_float32: a norm multiplies by its weight before it leaves 32 bits.
-        norm_copies_weight: it makes a 32-bit weight of its own, 1 + weight.
-        query_norm: q and k are normed: "head" by head, or the "whole" projection; None for neither.
-        rotates_in_float32: sines and cosines stay in 32 bits.
-        fused_qkv: one projection makes q, k and v, and lives as long as v does.
-        keeps_scores: attention computes its scores one by one, as it must to cap them.
-        caps_logits: the head's logits are capped.
-        qkv_bias, output_bias, mlp_bias: which projections have biases.
+        norms: number of norms on the residual stream of a layer.
+        norms_in_float32: whether a norm multiplies by its weight in 32 bits.
+        norm_copies_weight: whether a norm makes its own 32-bit weight, 1 + weight.
+        query_norm: how q and k are normed: each "head", or the "whole" projection; None for not at all.
+        rotates_in_float32: whether sines and cosines stay in 32 bits.
+        fused_qkv: whether one projection makes q, k and v; its output then lives as long as v.
+        keeps_scores: whether attention stores its scores, as it must to cap them.
+        caps_logits: whether the head's logits are capped.
+        qkv_bias, output_bias, mlp_bias: whether these projections have biases.
 
     Example:
         >>> Traits().norms
@@ -89,16 +90,16 @@ class Traits:
 
     @property
     def norms_outputs(self) -> bool:
-        """Whether a block's output is normed before it joins the residual stream."""
+        """Whether a block's output is normed before it is added to the residual stream."""
         return self.norms == 4 or self.query_norm == "whole"
 
 
 def traits_of(family: str, config: Mapping[str, Any]) -> Traits:
-    """Return the traits of a transformers family.
+    """Return the traits of a transformers model.
 
     Args:
-        family: its ``model_type``.
-        config: its config.
+        family: the ``model_type`` of its config.
+        config: its config as a dict.
 
     Example:
         >>> traits_of("qwen3", {}).query_norm

@@ -1,4 +1,4 @@
-"""The memory of one rank of this version's runtime through a step: what is held, and the moment that needs most."""
+"""The memory of one rank of this version's runtime during a step: what it holds, and its peak."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, unit
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import ModelShape
 
-IN_FLIGHT = 4  # parallel.gradients.IN_FLIGHT: buckets that are reduced at a time; under ZeRO-3 it is one
+IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: buckets that are reduced at the same time; one under ZeRO-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank.
+    """The memory of one rank, in bytes.
 
     Args:
         parameters: the weights; under ZeRO-3 this rank's part, in 32 bits.
-        gradients: after backward.
-        optimizer: Adam's state, and the 32-bit copy of 16-bit weights of ZeRO's stages 1 and 2.
-        activations: that forward leaves for backward.
-        accumulated: the sum of all micro-batches' gradients but the last's, where there are several.
-        peaks: the most that is held at a time in forward, backward and the optimizer's step, all included.
+        gradients: the gradients after backward.
+        optimizer: Adam's state and, in ZeRO stages 1 and 2, the 32-bit copy of 16-bit weights.
+        activations: the tensors that forward saves for backward.
+        accumulated: the sum of the gradients of all micro-batches but the last; 0 for a single micro-batch.
+        peaks: the peak of "forward", "backward" and "optimizer" (the step), including everything above.
     """
 
     parameters: float
@@ -40,14 +40,14 @@ class Footprint:
 
 
 def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False) -> Footprint:
-    """Return what the first rank holds.
+    """Return the memory of the first rank.
 
     Args:
         shape: the model.
-        plan: one that this version runs.
-        seq_len: tokens of a sequence.
-        element_bytes: of the model's dtype.
-        cpu: gloo's reductions and torch's optimizers on CPU, which work in other buffers.
+        plan: a plan that this version can run.
+        seq_len: tokens per sequence.
+        element_bytes: bytes per element of the model's dtype.
+        cpu: whether the plan runs on CPU, where gloo's reductions and torch's optimizers use other buffers.
 
     Example:
         >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -69,12 +69,12 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     held = weights + optimizer
     gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
     recomputed = shape.layers if plan.recompute == "full" else 0
-    # All but the last of several micro-batches run backward within the model's call, into a sum in 32 bits.
+    # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     forward = _forward(shape, plan, saved, recomputed, seq_len, b, gathered)
     backward = _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu, gathered)
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
-        # Their gradients are reduced as they come, and the sum is this rank's part.
+        # Their gradients are reduced as they arrive, and each rank adds up its part.
         accumulated /= ranks
         inner = backward if plan.accumulation == 2 else backward + accumulated
         forward = max(accumulated + forward, inner)
@@ -82,7 +82,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     elif accumulated:
         forward = accumulated + max(forward, weights)
     activations = saved.total(shape.layers, recomputed) + gathered.head
-    # On CPU it steps one parameter after the other, elsewhere all of them at once.
+    # On CPU the optimizer steps one parameter after the other, on other devices all of them at once.
     temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
     return Footprint(
         parameters=weights,
@@ -100,7 +100,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """Weights that ZeRO-3 has gathered, in bytes: a layer and the one that comes next, and the head until backward."""
+    """Bytes of the weights that ZeRO-3 holds gathered: a layer and the next one, and the head until backward."""
 
     layers: float = 0
     head: float = 0
@@ -117,17 +117,17 @@ def _forward(
 ) -> float:
     n = plan.micro_batch * seq_len
     words = -(-shape.vocab // plan.tp)
-    # The loss reads 32-bit logits: a copy of 16-bit ones; sharded, they are overwritten in place.
+    # The loss reads 32-bit logits, which are a copy of 16-bit ones; sharded logits are overwritten in place.
     loss = n * words * (b if b < 4 else 0) if plan.tp > 1 else n * words * (4 + (b if b < 4 else 0))
     at_loss = saved.total(shape.layers, recomputed) + loss
-    # In the last layer, all it saves is there, its output and what tensor parallelism joins it from.
+    # At the end of the last layer its saved tensors, its output, and that output before its reduction over tp exist.
     before = saved.total(shape.layers, recomputed) - saved.head
     in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
     return max(at_loss + gathered.head, in_layer + gathered.layers)
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
-    """The whole rows of a block's output, before and after they are joined over tp."""
+    """Return the bytes of the whole rows of a block's output, before and after they are reduced over tp."""
     return n * shape.hidden * b * (2 if plan.tp > 1 else 1)
 
 
@@ -138,19 +138,19 @@ def _backward(
     n = plan.micro_batch * seq_len
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
     total = saved.total(shape.layers, recomputed)
-    # The gradient of the logits in 32 bits: on one device beside what it comes from, sharded in its place.
-    # Then it is cast, or taken through the cap.
+    # The 32-bit gradient of the logits is a new tensor on one device; sharded, it overwrites its input. Then it is cast
+    # or passes through the cap.
     is_copied = b < 4 or shape.traits.caps_logits
     at_loss = total + (8 * n * words if plan.tp == 1 else n * words * b * is_copied)
     at_head = total - saved.logits + n * words * b + words * shape.hidden * b + rows
     kept = saved.kept if recomputed else saved.layer
-    norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six of its tensors, in 32 bits
+    norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six tensors of its size in 32 bits
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
     if shape.traits.keeps_scores:
         attention += 2 * n * b * seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
     counts = Counter(member.layer for member in members)
-    # The sum of the micro-batches before takes the gradients' dtype first, and becomes them one by one.
+    # The sum of the earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.dp > 1
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
@@ -160,7 +160,7 @@ def _backward(
     for member, arrival, most in _gradients(members, plan, b, cpu):
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:
-            # Its activations go as its gradients come, the MLP's first.
+            # A layer's activations are freed as its gradients arrive, the MLP's first.
             left = 1 - arrived[layer] / counts[layer]
             of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
             rest += layer * kept + of_attention * saved.attention + of_mlp * (saved.layer - saved.attention)
@@ -169,7 +169,7 @@ def _backward(
         elif layer == shape.layers:
             rest += shape.layers * kept + gathered.head
         elif shape.tied:
-            arrival += member.numel * b  # the embedding's gradient, which is then added to the head's
+            arrival += member.numel * b  # the embedding's gradient, which is added to the head's
         arrived[layer] += 1
         left_over -= b * member.numel if before else 0
         peak = max(peak, max(arrival, most) + rest + left_over)
@@ -179,9 +179,10 @@ def _backward(
 def _gradients(
     members: list[Parameter], plan: Candidate, b: int, cpu: bool
 ) -> Iterator[tuple[Parameter, float, float]]:
-    """Yield each parameter as its gradient arrives, with the bytes of all gradients and of their buffers.
+    """Yield (parameter, bytes, most bytes) in the order in which the gradients arrive.
 
-    First those at its arrival, then the most while its bucket, if it is complete, begins to be reduced.
+    The bytes are those of all gradients and their buffers when this gradient arrives, and the most while the reduction
+    of its bucket starts, if the bucket is complete.
     """
     is_gathered = plan.zero_stage == 3 and plan.dp > 1
     in_flight = 1 if is_gathered else IN_FLIGHT
@@ -194,15 +195,15 @@ def _gradients(
     held, started, most = 0.0, 0, 0.0
 
     def start(number: int) -> None:
-        """Begin to reduce a bucket, and finish the one that began before the last few."""
+        """Start the reduction of a bucket, and finish the oldest one if too many are in flight."""
         nonlocal held, most
         wide = 4 if is_sharded else b
         flat, raw = sizes[number] * wide, sizes[number] * b
         held += flat
-        # Parts over tp are summed as whole parameters, and once more as one tensor.
+        # To be summed, partial gradients over tp are held as whole parameters, and once more as one tensor.
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
         if is_sharded:
-            # gloo receives into a buffer of its own, and lets go of what it has sent.
+            # gloo receives into its own buffer, and frees what it has sent.
             most = max(most, held + flat / plan.dp + (flat if cpu else 0))
             held += flat / plan.dp - raw
         most = max(most, held)

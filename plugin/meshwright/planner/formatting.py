@@ -1,4 +1,4 @@
-"""Sizes and durations as people read them."""
+"""Sizes and durations as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gib(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration as text, of three digits.
+    """Return a duration as text, with two to four digits.
 
     Example:
         >>> seconds(91.74), seconds(7.297), seconds(0.0213)

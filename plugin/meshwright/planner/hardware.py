@@ -1,4 +1,4 @@
-"""What a cluster can do: its devices and links, the efficiencies that calibration fits, and their file."""
+"""A cluster's devices and links, the efficiencies that calibration fits, and the profile file that holds them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ PROFILE_VERSION = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Equal nodes of equal devices.
+    """A cluster of equal nodes with equal devices.
 
     Args:
         device: the accelerator.
-        gpus: devices in all.
-        gpus_per_node: devices in one node.
-        fast_link: bytes a second of one device inside its fast domain; the device's own by default.
-        slow_link: bytes a second of one device between domains, its share of the node's network cards.
+        gpus: number of devices in the cluster.
+        gpus_per_node: number of devices per node.
+        fast_link: bytes per second of one device inside its fast domain (default: the device's own).
+        slow_link: bytes per second of one device between domains, its share of the node's network cards (default: the
+            device's own).
 
     Raises:
-        PlanError: sizes below one, or gpus that do not fill whole nodes.
+        PlanError: a size is below one, or the devices do not fill whole nodes.
 
     Example:
         >>> Cluster(device=device("a100-80"), gpus=16, gpus_per_node=8).nodes
@@ -52,7 +53,7 @@ class Cluster:
         for name in ("fast_link", "slow_link"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise PlanError(f"Cluster.{name}={value!r} must be above zero bytes a second")
+                raise PlanError(f"Cluster.{name}={value!r} must be above zero bytes per second")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise PlanError(
                 f"--gpus {self.gpus} is not a multiple of --gpus-per-node {self.gpus_per_node}; use "
@@ -66,7 +67,7 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Devices that reach each other by the fast link."""
+        """The number of devices that the fast link joins."""
         return min(self.gpus, max(self.gpus_per_node, self.device.fast_domain if self.gpus_per_node < 8 else 0))
 
     @property
@@ -80,23 +81,23 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """What the data sheet does not say; calibration fits these.
+    """Efficiencies that are not in data sheets; calibration fits them.
 
     Args:
         matmul: fraction of the device's sustained matmul rate that a large matmul reaches.
         matmul_8bit: the same for 8-bit matmuls, as a multiple of ``matmul``.
-        saturation: how soon small matmuls lose efficiency: the tile of 128 counts this many times.
-        attention: fraction of the peak that the attention kernel reaches.
-        elementwise: traffic of norms, activations and residuals, as a multiple of the textbook's.
-        launch: seconds that the host needs to launch one layer's forward: some 50 kernels of 12 microseconds in eager
-            PyTorch, less where kernels are fused or captured.
-        fast_link: fraction of the fast link that a collective reaches.
-        slow_link: fraction of the slow link that a collective reaches.
+        saturation: slowdown of small matmuls, whose time grows by saturation * 128 * (1/rows + 1/inner + 1/columns).
+        attention: fraction of the peak rate that the attention kernel reaches.
+        elementwise: traffic of norms, activations and residuals, as a multiple of the bytes that they must move.
+        launch: seconds that the host needs to launch one layer's forward: about 50 kernels of 12 microseconds in eager
+            PyTorch, fewer if kernels are fused or captured.
+        fast_link: fraction of the fast link's rate that a collective reaches.
+        slow_link: fraction of the slow link's rate that a collective reaches.
         latency: seconds from one device of a domain to the next; five times that for each doubling of the domains.
-        overlap: fraction of the data-parallel communication that can hide behind compute.
+        overlap: fraction of the data-parallel communication that compute can hide.
         optimizer: time of the optimizer step, as a multiple of its traffic over the bandwidth.
-        step: seconds of fixed cost of one training step.
-        straggler: fraction of the step added by each doubling of the nodes.
+        step: fixed seconds per training step.
+        straggler: fraction of the step that each doubling of the nodes adds.
     """
 
     matmul: float = 0.85
@@ -121,14 +122,14 @@ class Coefficients:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The time of one thing that was measured.
+    """The measured time of one probe.
 
     Args:
-        kind: what ran, e.g. "matmul" or "all_gather".
-        sizes: its sizes by name.
-        seconds: its median time, on all processes.
-        fastest: its shortest time.
-        spread: half the distance between the quartiles, over the median: how far to trust it.
+        kind: name of the work, for example "matmul" or "all_gather".
+        sizes: name -> size.
+        seconds: median time on all processes.
+        fastest: shortest time.
+        spread: half the distance between the quartiles, relative to the median, as a measure of uncertainty.
     """
 
     kind: str
@@ -140,18 +141,18 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """The coefficients of a cluster and how far to trust them.
+    """The coefficients of a cluster and their uncertainty.
 
     Args:
-        name: what was measured.
+        name: description of what was measured.
         coefficients: the efficiencies.
-        band: nine of ten runs take between the estimate divided by, and times, one plus this.
-        rows: measured rows behind the coefficients, 0 for the catalogue's.
-        measured: software versions and the date, as free text by key.
-        device: the machine itself as measured; None where the coefficients go with a device of the catalogue.
-        dtype: that was measured, "float32" or "bfloat16"; with ``device``.
-        processes: on each node that ran at once; processes of one host share its cores, so others differ.
-        nodes: that were measured; the links between nodes are known from two on.
+        band: relative error; nine of ten runs take between the estimate / (1 + band) and the estimate * (1 + band).
+        rows: number of measurements behind the coefficients; 0 for the catalogue's.
+        measured: key -> text, for example software versions and the date.
+        device: the measured machine; None if the coefficients apply to a device of the catalogue.
+        dtype: the measured dtype, "float32", "bfloat16" or "float16"; set with ``device``.
+        processes: processes per node that ran at once. Processes of one host share its cores, so other numbers differ.
+        nodes: measured nodes; the links between nodes are known from two on.
         points: the raw measurements.
 
     Example:
@@ -173,18 +174,19 @@ class HardwareProfile:
     def cluster(
         self, *, gpus: int | None = None, gpus_per_node: int | None = None, slow_link: float | None = None
     ) -> Cluster:
-        """Return a cluster of the measured device, by default the one that was measured.
+        """Return a cluster of the measured device, by default with the measured sizes.
 
         Args:
-            gpus: devices in all.
-            gpus_per_node: devices in one node.
-            slow_link: bytes a second of one device between nodes, where that was not measured.
+            gpus: number of devices in the cluster.
+            gpus_per_node: number of devices per node.
+            slow_link: bytes per second of one device between nodes; required if one node was measured and more are
+                asked for.
 
         Raises:
-            PlanError: a size that the measurements say nothing about.
+            PlanError: the profile has no measurements for a size.
         """
         if self.device is None:
-            raise PlanError(f"profile {self.name!r} measured no device; name one with --gpu")
+            raise PlanError(f"profile {self.name!r} has no measured device; name one with --gpu")
         per_node = gpus_per_node or min(gpus or self.processes, self.processes)
         gpus = gpus or self.processes * self.nodes
         busy = min(gpus, per_node)
@@ -192,13 +194,13 @@ class HardwareProfile:
         if is_shared or busy > self.processes:
             why = "they share its cores" if is_shared else "its links to more are not known"
             raise PlanError(
-                f"profile {self.name!r} holds for {self.processes} process(es) on a host, not {busy}: {why}; use "
+                f"profile {self.name!r} is valid for {self.processes} process(es) per host, not {busy}: {why}; use "
                 f"--gpus-per-node {self.processes}, or meshwright calibrate --processes {busy}"
             )
         if gpus > per_node and self.nodes == 1 and slow_link is None:
             raise PlanError(
-                f"profile {self.name!r} measured one node, and --gpus {gpus} need {math.ceil(gpus / per_node)}; give "
-                f"--interconnect, launch meshwright calibrate with torchrun on two nodes or, where one node has all "
+                f"profile {self.name!r} measured one node, but --gpus {gpus} need {math.ceil(gpus / per_node)}; give "
+                f"--interconnect, launch meshwright calibrate with torchrun on two nodes or, if one node has all "
                 f"{gpus}, use meshwright calibrate --processes {gpus}"
             )
         return Cluster(device=self.device, gpus=gpus, gpus_per_node=per_node, slow_link=slow_link)
@@ -212,7 +214,7 @@ class HardwareProfile:
         """Read a profile that ``save`` wrote.
 
         Raises:
-            PlanError: no such file, not a profile, or one of another version.
+            PlanError: the file does not exist, is not a profile, or has another version.
         """
         try:
             content: Any = json.loads(Path(path).read_text())
@@ -221,11 +223,12 @@ class HardwareProfile:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise PlanError(f"{path}: not a hardware profile ({error})") from None
         if not isinstance(content, dict) or "version" not in content:
-            raise PlanError(f"{path}: not a hardware profile, it has no version")
+            raise PlanError(f"{path}: not a hardware profile (it has no version)")
         version = content.pop("version")
         if version != PROFILE_VERSION:
             raise PlanError(
-                f"{path}: a profile of version {version}, and this is version {PROFILE_VERSION}; calibrate again"
+                f"{path}: the profile has version {version}, but this version of meshwright reads version "
+                f"{PROFILE_VERSION}; run meshwright calibrate again"
             )
         try:
             content["coefficients"] = Coefficients(**content["coefficients"])

@@ -1,4 +1,4 @@
-"""What one device holds at the peak of a training step, part by part."""
+"""The memory of one device at the peak of a training step, part by part."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from meshwright.planner.candidate import Candidate, Job, layers_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
 
-_CONTEXT = 0.6e9  # the runtime's own context and kernels
+_CONTEXT = 0.6e9  # the device's context and kernels
 _GROUP = 0.15e9  # buffers of one communicator
 _PROCESS = 0.4e9  # Python, torch and transformers
-_SLACK = 0.03  # of what is allocated: blocks that the allocator cannot fill
+_SLACK = 0.03  # share of the allocated memory in blocks that the allocator cannot fill
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device at the peak; the parts add up to ``total``.
+    """The memory of one device at the peak, in bytes; the parts add up to ``total``.
 
     Args:
         weights: the weights as the layers read them.
         gradients: their gradients.
-        optimizer: optimizer state, the 32-bit copy of the weights included.
-        activations: what forward saves for backward, of all micro-batches in flight.
-        logits: what the head and the loss hold at their peak.
+        optimizer: the optimizer state, including the 32-bit copy of the weights.
+        activations: the tensors that forward saves for backward, of all micro-batches in flight.
+        logits: the tensors of the head and the loss at their peak.
         unsharded: layers that ZeRO-3 has gathered.
-        working: the layer that runs now, and what the optimizer step needs for a moment.
+        working: temporary tensors of the running layer and of the optimizer step.
         communication: communicators and their buckets.
         slack: the context and the allocator's unfilled blocks.
-        stage: the pipeline stage these are of.
+        stage: index of the pipeline stage.
     """
 
     weights: float
@@ -68,17 +68,17 @@ def layer_activations(shape: ModelShape, plan: Candidate, job: Job) -> float:
 
 
 def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
-    """Return the bytes of a layer's input, all that full recompute saves."""
+    """Return the bytes of a layer's input, which is all that full recompute saves."""
     return _saved(shape, plan, job).kept
 
 
 def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
-    """What a micro-batch leaves on one of the context-parallel ranks."""
+    """Return the bytes that forward saves for one micro-batch on one context-parallel rank."""
     return saved_activations(shape, plan, seq_len=job.seq_len // plan.cp, element_bytes=job.activation_bytes)
 
 
 def in_flight(plan: Candidate, stage: int) -> float:
-    """Return how many micro-batches' activations a stage holds at once, in whole stages' worth.
+    """Return the number of micro-batches whose activations a stage holds at once; a chunk counts 1 / interleave.
 
     Example:
         >>> in_flight(Candidate(pp=4, accumulation=16), 0)
@@ -91,7 +91,7 @@ def in_flight(plan: Candidate, stage: int) -> float:
 
 
 def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
-    """Return the peak of a rank of this version's runtime, with what the process and the allocator add."""
+    """Return the peak of a rank of this version's runtime, including the memory of the process and the allocator."""
     held = footprint(shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu)
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
@@ -142,10 +142,10 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     if plan.zero_stage >= 3 and sharded > 1:
         unit = max(shape.layer_parameters, shape.vocab * shape.hidden if first or last else 0) / t
         unsharded = 2 * unit * job.weight_bytes + unit * job.gradient_bytes
-    step = 4 * elements / sharded  # the update of one step in 32 bits, made when the activations are gone
+    step = 4 * elements / sharded  # the update of one step in 32 bits, when the activations are freed
     groups = sum(size > 1 for size in (plan.dp, plan.tp, plan.cp, plan.pp))
     communication = groups * _GROUP + (2 * BUCKET_BYTES if plan.dp > 1 else 0)
-    # Backward of the head and of the last layer do not peak together, nor does the optimizer step with either.
+    # The head's backward, the last layer's and the optimizer step peak at different times.
     peak = max(working + activations, logits + activations, step)
     rest = peak - activations if peak > activations else 0.0
     is_logits = logits >= working
@@ -165,7 +165,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
 
 
 def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
-    """Return the memory of the stage that needs most.
+    """Return the memory of the pipeline stage that needs the most.
 
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -180,7 +180,7 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
 
 
 def _optimizer_bytes(plan: Candidate, job: Job) -> int:
-    """Bytes of optimizer state for one weight: on this runtime it is ZeRO that keeps 16-bit weights in 32 bits too."""
+    """Return the bytes of optimizer state per weight; on this runtime only ZeRO copies 16-bit weights in 32 bits."""
     if not job.own_runtime:
         return job.optimizer_bytes
     return 2 * job.weight_bytes if plan.zero_stage == 0 else 8 if job.weight_bytes == 4 else 12

@@ -1,4 +1,4 @@
-"""Find the fastest plans that fit: every legal one is bounded, and simulated unless its bound is too slow."""
+"""Find the fastest plans that fit. Every legal plan gets a lower bound of its time; slow bounds are not simulated."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Region, Space
 from meshwright.planner.time import StepModel
 
-_HEADROOM = 0.90  # of the device's memory: a plan that fills more fails on the first odd batch
+_HEADROOM = 0.90  # share of the device's memory to fill: with more, the first unusual batch fails
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One plan with what it costs.
+    """One plan with its estimates.
 
     Args:
         plan: the plan.
-        time: seconds of a step.
-        memory: bytes of the device that holds most.
-        tokens_per_second: of one device.
-        mfu: model FLOPs a second over the peak; causal attention counts half, recompute does not count.
+        time: the time of a step.
+        memory: the memory of the device that needs the most.
+        tokens_per_second: tokens per second and device.
+        mfu: model FLOPs per second over the peak; causal attention counts half, recompute does not count.
     """
 
     plan: Candidate
@@ -45,11 +45,11 @@ class Search:
     Args:
         shape, cluster, job, profile, allow_future: the problem.
         choices: the fastest plans that fit, best first.
-        pruned: why each axis value that was left out was.
-        considered: legal plans; ``fitting`` of them fit, ``simulated`` of those were simulated.
-        budget: bytes a device may hold.
-        smallest: the legal plan that needs least memory, and what it needs.
-        binding: for each axis value that no fitting plan has, the least memory of its plans.
+        pruned: axis value that was left out -> the reason.
+        considered: number of legal plans; ``fitting`` of them fit, and ``simulated`` of those were simulated.
+        budget: memory per device that a plan may fill, in bytes.
+        smallest: the legal plan that needs the least memory, and its memory.
+        binding: axis value that no fitting plan has -> its plan that needs the least memory, and that memory.
     """
 
     shape: ModelShape
@@ -80,22 +80,22 @@ def search(
 ) -> Search:
     """Return the fastest plans that fit.
 
-    Complete: every legal plan is weighed. Two rules spare work without changing the answer: where a plan fits,
-    the same one with more recompute is slower; and a plan whose lower bound is slower than the best ones found is
-    not simulated.
+    The search is complete: it covers every legal plan. Two rules save work without changing the answer. If a plan fits,
+    the same plan with more recompute is slower and is skipped. A plan whose lower bound is slower than the best plans
+    found is not simulated.
 
     Args:
         shape: the model.
         cluster: the devices.
         job: sequence length and global batch.
-        profile: the coefficients; the catalogue's by default.
-        allow_future: also plans that this version's runtime cannot run.
-        top: how many plans to return.
-        budget: bytes a device may hold; 90 % of its memory by default.
-        most_zero: the highest stage of ZeRO.
+        profile: the coefficients (default: the catalogue's).
+        allow_future: whether to include plans that this version's runtime cannot run.
+        top: number of plans to return.
+        budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
+        most_zero: the highest ZeRO stage to include.
 
     Raises:
-        PlanError: no legal plan at all.
+        PlanError: there is no legal plan.
     """
     profile = profile or HardwareProfile(name="catalogue")
     budget = budget if budget is not None else _HEADROOM * cluster.device.memory
@@ -116,7 +116,7 @@ def search(
                     tightest[name] = (plan, memory)
             if is_fit:
                 bounded.append((model.bound(plan, job), len(bounded), plan, memory))
-    if not considered:  # also where the batch leaves no legal way to spread it
+    if not considered:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(space.pruned.items(), 6))
         raise PlanError(
             f"no legal plan for {shape.name} on {cluster.gpus} devices with a global batch of {job.global_batch}: "
@@ -159,7 +159,7 @@ def search(
 
 
 def _fitting(space: Space, region: Region, budget: float) -> Iterator[tuple[Candidate, Memory, int]]:
-    """Yield a region's plans: the fastest recompute that fits, else the leanest, with how many were weighed."""
+    """Yield (plan, memory, number tried) for a region, with the fastest recompute that fits or else the leanest."""
     shape, job = space.shape, space.job
     for micro in space.micro_batches(region):
         any_fits = False
@@ -177,11 +177,11 @@ def _fitting(space: Space, region: Region, budget: float) -> Iterator[tuple[Cand
             any_fits = any_fits or memory.total <= budget
             yield plan, memory, weighed
         if not any_fits:
-            return  # a larger micro-batch needs more memory still
+            return  # a larger micro-batch needs even more memory
 
 
 def _fewest_recomputed(space: Space, plan: Candidate, memory: Memory, budget: float) -> tuple[Candidate, Memory, int]:
-    """Recompute no more layers than memory asks for; time falls with each layer that is spared."""
+    """Return the plan with the fewest recomputed layers that fits, since each recomputed layer takes time."""
     low, high, weighed = 0, max(layers_of(plan, space.shape.layers)), 0
     best = (plan, memory)
     fields = vars(plan)

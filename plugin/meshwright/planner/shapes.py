@@ -1,4 +1,4 @@
-"""Describe a decoder by its sizes alone: no weights, no torch."""
+"""Describe a decoder by its sizes, without weights and without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.planner.family_traits import (
     traits_of,
 )
 
-_NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # whatever stands in their config
+_NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # their code ignores the window in the config
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -38,28 +38,28 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a decoder that decide its memory and its time.
+    """The sizes of a decoder, which decide its memory and its time.
 
     Args:
-        name: what to call it in tables.
-        layers: decoder layers.
+        name: name of the model in tables.
+        layers: number of decoder layers.
         hidden: width of the residual stream.
-        heads: query heads.
-        kv_heads: key and value heads; as many as ``heads`` without grouped-query attention.
+        heads: number of query heads.
+        kv_heads: number of key and value heads; equal to ``heads`` without grouped-query attention.
         head_dim: width of one head.
         ffn: width of the MLP.
         vocab: rows of the embedding.
-        gated: the MLP has gate, up and down projections, not just up and down.
-        tied: embedding and head are one matrix.
-        window: tokens that a query sees at most, None for all before it.
-        window_layers: layers with that window; the rest see everything.
-        biases: bias elements in one layer.
-        norms: norm weights in one layer, in elements.
-        positions: rows of a learned position table, 0 for rotary positions or ALiBi.
-        traits: what its family's code keeps for backward.
+        gated: whether the MLP has gate, up and down projections, not just up and down.
+        tied: whether embedding and head are one matrix.
+        window: most tokens that a query sees; None for all before it.
+        window_layers: number of layers with that window; the others see everything.
+        biases: bias elements per layer.
+        norms: elements of the norm weights per layer.
+        positions: rows of a learned position table; 0 for rotary positions or ALiBi.
+        traits: properties of the family's code that decide what backward needs.
 
     Raises:
-        PlanError: a size below one, or heads that do not divide into kv_heads.
+        PlanError: a size is below one, or kv_heads does not divide heads.
 
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -92,7 +92,7 @@ class ModelShape:
                 raise PlanError(f"{self.name}: {name}={value!r} must be a positive integer; correct it in the config")
         if self.heads % self.kv_heads:
             raise PlanError(
-                f"{self.name}: heads={self.heads} does not divide by kv_heads={self.kv_heads}; correct "
+                f"{self.name}: heads={self.heads} is not divisible by kv_heads={self.kv_heads}; correct "
                 "num_key_value_heads in the config"
             )
         if self.window is not None and self.window < 1:
@@ -107,7 +107,7 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def local_kv_width(self, tp: int) -> int:
-        """Return the width of the keys that one of ``tp`` ranks holds; heads are replicated where they must be.
+        """Return the width of the keys on one of ``tp`` ranks, which share a key head if there are too few.
 
         Example:
             >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def norm_parameters(self) -> int:
-        """Elements of a layer that tensor parallelism replicates."""
+        """Elements of a layer's norms, which tensor parallelism replicates."""
         return 2 * self.hidden if self.norms is None else self.norms
 
     @property
@@ -143,7 +143,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Elements of the output head that it does not share with the embedding."""
+        """Elements of the output head; 0 if it shares them with the embedding."""
         return 0 if self.tied else self.vocab * self.hidden
 
     @property
@@ -163,7 +163,7 @@ class ModelShape:
         }
 
     def attended(self, seq_len: int) -> float:
-        """Return the mean number of positions a query looks at, averaged over the layers."""
+        """Return the mean number of positions that a query attends to, averaged over the layers."""
         full = (seq_len + 1) / 2
         if self.window is None or self.window >= seq_len:
             return full
@@ -174,7 +174,7 @@ class ModelShape:
     def flops(self, seq_len: int) -> float:
         """Return the floating-point operations of forward and backward for one token.
 
-        Six for each matmul parameter and the attention that causality leaves; recompute is not counted.
+        There are six per parameter of a matmul, and those of causal attention; recompute is not counted.
         """
         matmul = self.layers * (self.attention_parameters + self.mlp_parameters) + self.vocab * self.hidden
         return 6 * matmul + 12 * self.layers * self.query_width * self.attended(seq_len)
@@ -184,12 +184,12 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
     """Return the shape of a decoder from its transformers config.
 
     Args:
-        source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or of
-            a directory that holds one.
-        name: what to call it; the path's or the config's own name by default.
+        source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or the path
+            of a directory that holds one.
+        name: name of the model (default: that of the path or the config).
 
     Raises:
-        PlanError: nothing readable there, not a decoder, fields that are missing, or sizes below one.
+        PlanError: the file cannot be read, the model is not a decoder, a field is missing, or a size is below one.
 
     Example:
         >>> describe({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
@@ -205,8 +205,8 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
     family = str(config.get("model_type", ""))
     if family in UNKNOWN_SIZES:
         raise PlanError(
-            f"{name}: the planner does not know the sizes of {family}: {UNKNOWN_SIZES[family]}. Pass a plan of your "
-            "own: ToDistributedConfig(plan=ParallelPlan(...))"
+            f"{name}: the planner does not know the sizes of {family}: {UNKNOWN_SIZES[family]}. Pass a plan: "
+            "ToDistributedConfig(plan=ParallelPlan(...))"
         )
 
     found = {field: _field(config, field) for field in _ALIASES}
@@ -228,7 +228,7 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
 def _shape(name: str, family: str, config: Mapping[str, Any], found: Mapping[str, Any]) -> ModelShape:
     layers, hidden, heads = found["layers"], found["hidden"], found["heads"]
     if found["head_dim"] is None and hidden % heads:
-        raise PlanError(f"{name}: hidden_size={hidden} does not divide by num_attention_heads={heads}; set head_dim")
+        raise PlanError(f"{name}: hidden_size={hidden} is not divisible by num_attention_heads={heads}; set head_dim")
     head_dim = found["head_dim"] if found["head_dim"] is not None else hidden // heads
     kv_heads = found["kv_heads"] if found["kv_heads"] is not None else heads
     kv_heads = 1 if shares_one_key_head(config) else kv_heads
@@ -277,7 +277,7 @@ def _config(source: Any) -> tuple[Mapping[str, Any], str]:
         return source, str(source.get("_name_or_path") or source.get("model_type") or "model")
     if hasattr(source, "to_dict"):
         config = source.to_dict()
-        attention = getattr(source, "_attn_implementation", None)  # which to_dict leaves out
+        attention = getattr(source, "_attn_implementation", None)  # to_dict leaves it out
         return _config({**config, "_attn_implementation": attention} if attention else config)
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path

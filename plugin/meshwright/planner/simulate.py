@@ -1,4 +1,4 @@
-"""Event simulation of a pipeline schedule; a closed bubble formula is wrong as soon as stages are uneven."""
+"""Event simulation of a pipeline schedule. A closed formula for the bubble would be wrong for uneven stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 Op = tuple[bool, int, int]  # (is forward, chunk on this stage, micro-batch)
-_Ready = list[list[float]]  # when the input of a virtual stage's micro-batch has arrived
+_Ready = list[list[float]]  # arrival times of the inputs, by virtual stage and micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +16,10 @@ class Event:
     """One forward or backward of a schedule.
 
     Args:
-        stage: the pipeline stage that runs it.
-        chunk: which of its chunks of layers.
-        micro_batch: of which micro-batch.
-        is_forward: forward, or backward.
+        stage: index of the pipeline stage.
+        chunk: index of the stage's chunk of layers.
+        micro_batch: index of the micro-batch.
+        is_forward: whether it is a forward; otherwise a backward.
         start, end: seconds since the step began.
     """
 
@@ -35,8 +35,8 @@ class Event:
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int = 1) -> tuple[Op, ...]:
     """Return the order in which one stage runs its forwards and backwards: 1F1B, interleaved if asked.
 
-    The interleaved order is Megatron-LM's (Narayanan et al. 2021): micro-batches go through the chunks in groups
-    of as many as there are stages.
+    The interleaved order is Megatron-LM's (Narayanan et al. 2021): micro-batches go through the chunks in groups of
+    ``stages`` micro-batches.
 
     Example:
         >>> [("F" if forward else "B") + str(micro) for forward, _, micro in stage_order(1, 2, 3)]
@@ -71,11 +71,11 @@ def pipeline_time(
     """Return the seconds from the first forward to the last backward of a pipeline.
 
     Args:
-        forward: seconds of one micro-batch's forward for each stage, all its chunks together.
+        forward: seconds of one micro-batch's forward on each stage, in all of its chunks together.
         backward: the same for backward.
-        micro_batches: micro-batches of one step.
-        interleave: chunks on each stage.
-        transfer: seconds to hand activations to the next stage.
+        micro_batches: micro-batches per step.
+        interleave: chunks per stage.
+        transfer: seconds to send activations to the next stage.
 
     Example:
         >>> pipeline_time([1.0, 1.0], [2.0, 2.0], 4)
@@ -84,7 +84,7 @@ def pipeline_time(
     stages = len(forward)
     if stages == 1:
         return micro_batches * (forward[0] + backward[0])
-    # After warm-up and before drain a schedule repeats itself, so a long one is extrapolated from two shorter ones.
+    # Between warm-up and drain a schedule repeats itself, so a long one is extrapolated from two shorter ones.
     short = stages * max(4, 12 // interleave)
     if micro_batches > short + stages:
         rest = micro_batches % stages
@@ -102,7 +102,7 @@ def pipeline_events(
     interleave: int = 1,
     transfer: float = 0.0,
 ) -> Iterator[Event]:
-    """Yield every forward and backward of a schedule, stage by stage, each stage's in order.
+    """Yield every forward and backward of a schedule, stage by stage and in the order of each stage.
 
     Args:
         forward, backward, micro_batches, interleave, transfer: as in ``pipeline_time``.
@@ -134,7 +134,7 @@ def _run(
     stages = len(forward)
     orders = [stage_order(stage, stages, micro_batches, interleave) for stage in range(stages)]
     last = stages * interleave - 1
-    # Arrival times by virtual stage and micro-batch; the first forward and each first backward need no transfer.
+    # The first forward and the first backward of each micro-batch need no transfer.
     ready_forward = [[-1.0] * micro_batches for _ in range(last + 1)]
     ready_backward = [[-1.0] * micro_batches for _ in range(last + 1)]
     ready_forward[0] = [0.0] * micro_batches

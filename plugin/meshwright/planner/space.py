@@ -1,4 +1,4 @@
-"""The plans that are legal for a model on a cluster, and why the others are not."""
+"""Enumerate the plans that are legal for a model on a cluster, with the reasons against the others."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
-FUTURE = "this version cannot run it; --allow-future plans it all the same"
-_CHUNKS = 8  # interleaved chunks on a stage at most; more only adds transfers
-_CONTEXT = 64  # context-parallel ranks at most
+FUTURE = "this version cannot run it; --allow-future plans it anyway"
+_CHUNKS = 8  # most interleaved chunks per stage; more would only add transfers
+_CONTEXT = 64  # most context-parallel ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """One layout of the ranks; batch, ZeRO and recompute are still open in it.
+    """One layout of the ranks, for any micro-batch, ZeRO stage and recompute.
 
     Args:
         dp: data-parallel size.
@@ -33,16 +33,16 @@ class Region:
 
 @dataclass(kw_only=True)
 class Space:
-    """Enumerates the candidates of one problem.
+    """The candidates for a model, a cluster and a job.
+
+    ``pruned`` maps each axis value that is left out to the reason; it is filled while ``regions`` is read.
 
     Args:
         shape: the model.
         cluster: the devices.
         job: sequence length and global batch.
-        allow_future: also plans that this version's runtime cannot run.
-        most_zero: the highest stage of ZeRO.
-
-    ``pruned`` collects a reason for each axis value that was left out, filled while ``regions`` is read.
+        allow_future: whether to include plans that this version's runtime cannot run.
+        most_zero: the highest ZeRO stage to include.
 
     Example:
         >>> from meshwright.planner.hardware import device
@@ -53,7 +53,7 @@ class Space:
         >>> [(region.dp, region.tp) for region in space.regions()]
         [(2, 2), (1, 4)]
         >>> space.pruned["dp=4"]
-        'the global batch of 2 sequences does not divide by 4'
+        'the global batch of 2 sequences is not divisible by 4'
     """
 
     shape: ModelShape
@@ -77,20 +77,20 @@ class Space:
                         continue
                     dp = gpus // (tp * cp * pp)
                     if self.job.global_batch % dp:
-                        self._rejected(f"dp={dp}", f"the global batch of {self.job.global_batch} sequences does not "
-                                       f"divide by {dp}")  # fmt: skip
+                        self._rejected(f"dp={dp}", f"the global batch of {self.job.global_batch} sequences is not "
+                                       f"divisible by {dp}")  # fmt: skip
                         continue
                     for ring in (True, False) if cp > 1 else (True,):
                         if not ring and (self.shape.heads // tp) % cp:
                             self._rejected(
-                                f"cp={cp}(ulysses)", f"{self.shape.heads} heads over tp={tp} do not divide by {cp}"
+                                f"cp={cp}(ulysses)", f"{self.shape.heads} heads over tp={tp} are not divisible by {cp}"
                             )
                             continue
                         for interleave in self._interleaves(pp, self.job.global_batch // dp):
                             yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, interleave=interleave)
 
     def micro_batches(self, region: Region) -> list[int]:
-        """Return the micro-batch sizes that divide a rank's sequences, and fill the pipeline where there is one."""
+        """Return the micro-batch sizes that divide a rank's sequences and, with a pipeline, fill it."""
         rows = self.job.global_batch // region.dp
         sizes = [size for size in divisors(rows) if rows // size >= region.pp or size == 1]
         if region.interleave > 1:
@@ -98,7 +98,7 @@ class Space:
         return sizes
 
     def zero(self, region: Region) -> list[tuple[int, int, int]]:
-        """Return (stage, replicate, shard) of each way to divide state over the data-parallel ranks."""
+        """Return (stage, replicate, shard) for each way to shard the state over the data-parallel ranks."""
         dp, cp = region.dp, region.cp
         ways = [(0, dp, 1)]
         if dp * cp > 1:
@@ -110,7 +110,7 @@ class Space:
                     ways.append((3, dp // local, local))
             else:
                 self.pruned.setdefault(
-                    "zero>=2 with pp>1", "gradients or weights would be moved again for each micro-batch"
+                    "zero>=2 with pp>1", "gradients or weights would be communicated for each micro-batch"
                 )
         return ways
 
@@ -126,7 +126,7 @@ class Space:
         recompute: Recompute,
         first: int | None = None,
     ) -> Candidate:
-        """Return the plan at one point."""
+        """Return the candidate of a region with a micro-batch size, a ZeRO stage and a recompute."""
         stage, replicate, shard = zero
         return Candidate(
             replicate=replicate,
@@ -157,7 +157,7 @@ class Space:
             return f"does not divide the fast domain of {domain} devices"
         for name in ("heads", "ffn"):
             if getattr(shape, name) % tp:
-                return f"{name}={getattr(shape, name)} does not divide by {tp}"
+                return f"{name}={getattr(shape, name)} is not divisible by {tp}"
         return None
 
     def _cp_reason(self, cp: int, tp: int) -> str | None:
@@ -168,7 +168,7 @@ class Space:
         if cp > _CONTEXT:
             return f"more than {_CONTEXT} context-parallel ranks"
         if self.job.seq_len % (2 * cp * tp):
-            return f"seq_len={self.job.seq_len} does not divide into 2 x cp x tp = {2 * cp * tp} chunks"
+            return f"seq_len={self.job.seq_len} is not divisible into 2 x cp x tp = {2 * cp * tp} chunks"
         if self.job.seq_len // (2 * cp) < 512:
             return f"chunks of {self.job.seq_len // (2 * cp)} tokens are too short to fill a device"
         return None
@@ -180,7 +180,7 @@ class Space:
             return FUTURE
         if pp > self.shape.layers:
             return f"more stages than the {self.shape.layers} layers"
-        # Uneven stages are legal, but the longest one decides; allow those that idle little.
+        # Uneven stages are legal, but all wait for the longest one; allow those that idle little.
         longest = -(-self.shape.layers // pp)
         idle = 1 - self.shape.layers / (longest * pp)
         if idle > 0.15:

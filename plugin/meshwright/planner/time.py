@@ -1,4 +1,4 @@
-"""How long one training step takes under a plan, and where the time goes."""
+"""Estimate the time of one training step under a plan, and its parts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import pipeline_time
 
-_TILE = 128  # a matmul's tile in each of its three sizes
-_SCORE_BYTES = 13  # of one attention score in forward: product, softmax and dropout in 16 bits, and the mask
-_ALIGNED = 8  # 16-bit elements: without a fused kernel, heads of no multiple of it leave the matrix units idle
-_MISALIGNED = 8  # times slower then: the rate of a device's 32-bit units, about a sixteenth, but nearly reached
-_CAST_BYTES = 4  # of an element that becomes 8 bits: read, written, and written transposed for backward
-_REMOTE = 5.0  # a message to another node starts this much later than one inside it
+_TILE = 128  # size of a matmul's tile in each of its three dims
+_SCORE_BYTES = 13  # bytes per attention score in forward: product, softmax and dropout in 16 bits, and the mask
+_ALIGNED = 8  # without a fused kernel, head widths that are no multiple of this cannot use the matrix units
+_MISALIGNED = 8  # slowdown then: the rate of a device's 32-bit units is about a sixteenth, but nearly reached
+_CAST_BYTES = 4  # bytes moved per element cast to 8 bits: read, written, and written transposed for backward
+_REMOTE = 5.0  # latency of a message to another node, relative to one inside the node
 
 
 class StepModel:
     """Estimates the time of a training step.
 
-    The form is that of Megatron-LM's analyses (Narayanan et al. 2021, Korthikanti et al. 2022) with what their
-    closed formulas leave out: matmuls lose efficiency when they are small, attention has its own efficiency, a
-    layer takes no less than its kernels' launches, rings that cross nodes share the network cards, the pipeline is
-    simulated, and a step waits for the slowest of many nodes.
+    The model follows Megatron-LM's analyses (Narayanan et al. 2021, Korthikanti et al. 2022) and adds what their closed
+    formulas omit: small matmuls are less efficient, attention has its own efficiency, a layer takes no less than its
+    kernels' launches, rings that cross nodes share the network cards, the pipeline is simulated, and a step waits for
+    the slowest of many nodes.
 
     Args:
         shape: the model.
         cluster: the devices.
-        coefficients: their efficiencies.
+        coefficients: the efficiencies.
 
     Example:
         >>> from meshwright.planner.hardware import device
@@ -44,12 +44,12 @@ class StepModel:
     def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
         self.shape, self.cluster, self.k = shape, cluster, coefficients
         self.memory_rate = cluster.device.bandwidth
-        self._layers: dict[object, Work] = {}  # plans of a search share few different layers
+        self._layers: dict[object, Work] = {}  # many plans of a search have equal layers
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
     def matmul(self, rows: float, inner: float, columns: float, *, eight_bit: bool = False) -> float:
-        """Return the seconds of a matmul; its tail of partly filled tiles costs more the smaller its sizes are."""
+        """Return the seconds of a matmul; the smaller its sizes, the more time goes to partly filled tiles."""
         device, k = self.cluster.device, self.k
         rate = device.flops * device.sustained * k.matmul
         if eight_bit and device.flops_8bit:
@@ -63,8 +63,8 @@ class StepModel:
         Args:
             volume: bytes of the whole buffer.
             size: ranks in the group.
-            stride: ranks between two neighbours of the group; those in between run rings of their own and share
-                the node's network cards.
+            stride: distance in ranks between two neighbours of the group; the ranks in between run rings of their own
+                and share the node's network cards.
         """
         if size == 1:
             return 0.0
@@ -102,14 +102,14 @@ class StepModel:
         if not job.fused_attention and shape.head_dim % _ALIGNED:
             attention *= _MISALIGNED
         scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * shape.heads / t * job.seq_len
-        # Two norms read and write, two residual sums read twice and write; rotation of q and k; the MLP's product.
+        # Two norms read and write, two residual sums read twice and write, plus the rotation of q and k and the gate.
         split = t if plan.sequence_parallel else 1
         traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
         traffic *= job.activation_bytes / 2
         elementwise = k.elementwise * traffic / self.memory_rate
         cast = 0.0
         if eight and self.cluster.device.flops_8bit:
-            # The weights' casts are kept for all micro-batches of a step.
+            # Weights are cast once per step and their casts kept, so only the inputs count.
             cast = k.elementwise * _CAST_BYTES * rows * (2 * h + q + f) / self.memory_rate
         elementwise += cast
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
@@ -137,7 +137,7 @@ class StepModel:
         )
 
     def _launched(self, busy: float, launches: float) -> float:
-        """Return the time of kernels with their launches, which a host that computes itself cannot hide."""
+        """Return the time of kernels and their launches, which add up on a host that is also the device."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
     def _context(self, plan: Candidate, job: Job, rows: float, attention: float) -> float:
@@ -155,14 +155,14 @@ class StepModel:
         """Return the work of the head and the loss; the vocabulary is split over tp."""
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         matmul = self.matmul(rows, self.shape.hidden, columns)
-        # Logits in 16 bits, then the loss over 32: 14 bytes a logit are touched about twice.
+        # Logits in 16 bits and the loss in 32 bits: 14 bytes per logit, each moved about twice.
         loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
         return Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], Work, Work]:
-        """Return the seconds of each stage's forward and backward, and the layer and head they are made of."""
+        """Return the seconds of each stage's forward and backward, and the work of a layer and of the head in them."""
         layer, head = self.layer(plan, job), self.head(plan, job)
         share = recomputed_share(plan, self.shape.layers)
         skipped = layer.recompute * (1 - share) if plan.recompute == "full" else 0.0
@@ -182,7 +182,7 @@ class StepModel:
         piped = busy
         if plan.pp > 1:
             transfer = self.transfer(plan, job)
-            # What a transfer takes from the compute that it runs beside, once for each chunk of layers.
+            # A transfer slows the compute beside it, once per chunk of layers.
             shared = (1 - k.overlap) * transfer * plan.interleave
             piped = pipeline_time(
                 [value + shared for value in forward],
@@ -215,7 +215,7 @@ class StepModel:
         """Return a lower bound of ``step(plan, job).total`` that needs no simulation."""
         forward, backward, _, _ = self.stages(plan, job)
         busy = [f + b for f, b in zip(forward, backward, strict=True)]
-        # A stage waits for the first forward to reach it, and after its last backward for those of the stages before.
+        # A stage waits until the first forward reaches it and, after its last backward, for those of earlier stages.
         piped, before = 0.0, 0.0
         for stage in busy:
             piped = max(piped, before / plan.interleave + plan.accumulation * stage)
@@ -226,7 +226,7 @@ class StepModel:
         return total * (1 + self.k.straggler * math.log2(self.cluster.nodes)) * (1 - 1e-9)
 
     def transfer(self, plan: Candidate, job: Job) -> float:
-        """Return the seconds to hand one micro-batch's activations to the next stage."""
+        """Return the seconds to send one micro-batch's activations to the next stage."""
         volume = job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * self.shape.hidden
         if plan.sequence_parallel:
             volume /= plan.tp
@@ -235,13 +235,13 @@ class StepModel:
         return volume / rate + self.k.latency * (1 if inside else _REMOTE)
 
     def stage_parameters(self, plan: Candidate) -> float:
-        """Return the elements that the largest stage's rank holds before ZeRO divides them."""
+        """Return the elements on a rank of the largest stage, before ZeRO shards them."""
         shape = self.shape
         ends = shape.embedding_parameters + (shape.head_parameters if plan.pp == 1 else 0)
         return (max(layers_of(plan, shape.layers)) * shape.layer_parameters + ends) / plan.tp
 
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
-        """Return the seconds of data-parallel communication that one step cannot hide."""
+        """Return the seconds per step of data-parallel communication that compute does not hide."""
         size = plan.dp * plan.cp
         if size == 1:
             return 0.0
@@ -275,7 +275,7 @@ class StepModel:
 
 
 def _at_least(value: float, floor: float) -> float:
-    """Return a smooth maximum: kernels that are nearly as short as their launches do not hide them fully."""
+    """Return a smooth maximum, since kernels nearly as short as their launches do not hide them fully."""
     return float((value**4 + floor**4) ** 0.25)
 
 

@@ -1,1 +1,1 @@
-"""Which rank holds which part of a tensor, and how the parts travel when that changes."""
+"""Which rank holds which part of a tensor, and how the parts move when that changes."""

@@ -1,4 +1,4 @@
-"""Checked layouts from what users pass: meshes of ours or torch's, placements with negative dims, DTensors."""
+"""Turns what users pass (our meshes or torch's, placements with negative dims, DTensors) into checked layouts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshwright.resharding.regions import Layout, sizes
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
 _SHARDED = 1 + len(_REDUCTIONS)  # codes from here on are Shard(0), Shard(1), ...
-_BITS = 7  # a placement
+_BITS = 7  # per placement
 
-# The dtypes that collectives know, in gloo and NCCL alike; those of complex numbers are sent as pairs of reals.
+# The dtypes that the collectives of both gloo and NCCL support; complex numbers are sent as pairs of reals.
 COLLECTIVE_DTYPES = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -27,7 +27,7 @@ COLLECTIVE_DTYPES = frozenset(
 )
 
 
-# Of each DeviceMesh, since reading the ranks of one takes longer than a small move.
+# A cache, since reading the ranks of a DeviceMesh takes longer than a small move.
 _described: WeakKeyDictionary[DeviceMesh, ProcessMesh] = WeakKeyDictionary()
 
 
@@ -35,19 +35,19 @@ def process_mesh(mesh: ProcessMesh | DeviceMesh) -> ProcessMesh:
     """Return the ranks and names of a mesh.
 
     Raises:
-        ValueError: something else than a mesh; a ``DeviceMesh`` with a rank twice.
+        ValueError: not a mesh; a ``DeviceMesh`` with a repeated rank.
     """
     if isinstance(mesh, ProcessMesh):
         return mesh
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"the mesh is a ProcessMesh or a DeviceMesh, got {type(mesh).__name__}")
+        raise ValueError(f"the mesh must be a ProcessMesh or a DeviceMesh, got {type(mesh).__name__}")
     if mesh not in _described:
         _described[mesh] = ProcessMesh(mesh.mesh, mesh.mesh_dim_names)
     return _described[mesh]
 
 
 def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
-    """Return the layout of a tensor of this shape, with dims that are not negative.
+    """Return the layout of a tensor of this shape, with non-negative dims.
 
     Raises:
         ValueError: placements of the wrong number or kind; a dim that the tensor lacks; a rank outside the world;
@@ -62,11 +62,11 @@ def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement],
             f"--nproc-per-node {max(grid.ranks) + 1} SCRIPT, or use a mesh of fewer ranks:\n{grid}"
         )
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
-        raise ValueError(f"placements is a list, one placement a mesh axis, got {placements!r}")
+        raise ValueError(f"placements must be a list with one placement per mesh axis, got {placements!r}")
     if len(placements) != grid.ndim:
         raise ValueError(
             f"{len(placements)} placements {list(placements)} for the {grid.ndim} axes {grid.dim_names} of the mesh; "
-            f"give one an axis"
+            f"give one per axis"
         )
     layout = Layout(grid, tuple(_checked(placement, len(shape)) for placement in placements))
     reductions = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
@@ -79,7 +79,7 @@ def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement],
 
 
 def layout_of(tensor: DTensor) -> Layout:
-    """Return where a DTensor lives, as a rank of its mesh knows.
+    """Return the layout of a DTensor, as known on a rank of its mesh.
 
     Raises:
         ValueError: as ``make_layout``; a local tensor whose shape does not fit the placements.
@@ -114,7 +114,9 @@ def encode(placements: Sequence[Placement]) -> int:
             code = 1 + _REDUCTIONS.index(placement.reduce_op)
         number = number << _BITS | code
         if number >= 2**63 or code >= 2**_BITS:
-            raise ValueError(f"placements of up to {63 // _BITS} axes and {2**_BITS - _SHARDED} dims, got {placements}")
+            raise ValueError(
+                f"placements may have up to {63 // _BITS} axes and {2**_BITS - _SHARDED} dims, got {placements}"
+            )
     return number
 
 
@@ -129,14 +131,14 @@ def check_dtype(dtype: torch.dtype, layout: Layout) -> None:
     """Raise unless the values of each ``Partial`` can be reduced.
 
     Raises:
-        ValueError: an average of integers, an order of complex numbers, a dtype that collectives do not know.
+        ValueError: an average of integers, an order of complex numbers, a dtype that collectives do not support.
     """
     for placement in layout.placements:
         if not isinstance(placement, Partial):
             continue
         op = placement.reduce_op
         if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-            raise ValueError(f"Partial('avg') of {dtype}: an average of integers is none; use sum, or a float dtype")
+            raise ValueError(f"Partial('avg') of {dtype}: an average need not be an integer; use sum, or a float dtype")
         if op in ("max", "min") and dtype.is_complex:
             raise ValueError(f"Partial({op!r}) of {dtype}: complex numbers have no order; use sum or avg")
         if dtype not in COLLECTIVE_DTYPES:
@@ -150,7 +152,7 @@ def _check_order(mesh: DeviceMesh, grid: ProcessMesh) -> None:
         order = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
         if order != grid.axis_ranks(rank, name):
             raise ValueError(
-                f"torch sorted the ranks {grid.axis_ranks(rank, name)} of axis {name!r} into {order}: its "
+                f"torch sorted the ranks {grid.axis_ranks(rank, name)} of axis {name!r} into {order}, so its "
                 f"collectives would mix up the parts; pass a ProcessMesh, which keeps the order"
             )
 
@@ -167,5 +169,5 @@ def _checked(placement: Placement, ndim: int) -> Placement:
             raise ValueError(f"Partial({placement.reduce_op!r}): the reductions are {', '.join(_REDUCTIONS)}")
         return placement
     if type(placement) is not Replicate:
-        raise ValueError(f"a placement is Shard(dim), Replicate() or Partial(op), got {placement!r}")
+        raise ValueError(f"a placement must be Shard(dim), Replicate() or Partial(op), got {placement!r}")
     return placement

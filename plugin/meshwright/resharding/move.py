@@ -1,4 +1,4 @@
-"""One move of a DTensor, without autograd: by torch where it can, else by reduction and transfer."""
+"""Moves a DTensor, without autograd: through torch if it can, else by reduction and transfer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from meshwright.resharding.transfer import transfer, without_partial
 def move(tensor: DTensor, source: Layout, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """Return the tensor on this mesh under these placements.
 
-    ``source`` is where the tensor lives, the same on all ranks. What the tensor itself says is right on the ranks
-    of its mesh alone: outside, torch's operators may settle on other placements for their results.
+    ``source`` is the tensor's layout, the same on all ranks. The tensor's own placements are right only on the ranks
+    of its mesh: outside, torch's operators may choose other placements for their results.
     """
     target = Layout(process_mesh(device_mesh), placements)
     shape = tuple(tensor.shape)
@@ -37,10 +37,10 @@ def move(tensor: DTensor, source: Layout, device_mesh: DeviceMesh, placements: t
 
 
 def settle(grad: DTensor, layout: Layout, other: Layout) -> tuple[DTensor, Layout]:
-    """Return a gradient and where it lives, known on all ranks, ready to be moved from ``layout`` to ``other``.
+    """Return a gradient and its layout, known on all ranks, ready to be moved from ``layout`` to ``other``.
 
-    torch leaves a gradient in any placements, which only the ranks of its mesh know. Nobody else need know within
-    one mesh; to cross to another the gradient takes the placements of the tensor that it belongs to.
+    torch may leave a gradient in any placements, which only the ranks of its mesh know. Within one mesh that is enough.
+    To move to another mesh, the gradient first takes the placements that follow from its tensor's.
     """
     if layout.same_grid(other):
         return grad, Layout(layout.mesh, grad.placements)
@@ -55,20 +55,20 @@ def wrap(
     shape: Sequence[int],
     stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """Return the DTensor of a global shape and stride (left out: contiguous) with this rank's part of it.
+    """Return the DTensor of a global shape and stride (by default contiguous) with this rank's part of it.
 
     Outside the mesh only the dtype and device of ``local`` matter.
     """
     shape = torch.Size(shape)
     if device_mesh.get_coordinate() is None:
-        # DTensor empties it, but takes the global shape of a scalar from here.
+        # DTensor empties it, but takes the global shape of a scalar from it.
         local = local.new_empty(0 if shape else ())
     stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _torch_can(tensor: DTensor, source: Layout, target: Layout) -> bool:
-    # torch refuses to make a Partial out of anything but that same Partial, and its collectives know fewer dtypes.
+    # torch makes a Partial only out of that same Partial, and its collectives support fewer dtypes.
     pairs = zip(source.placements, target.placements, strict=False)
     return (
         source.same_grid(target)

@@ -1,4 +1,4 @@
-"""Which box of a tensor each rank holds: a function of shape, mesh and placements, with no processes in it."""
+"""Which box of a tensor each rank holds: a function of shape, mesh and placements that needs no processes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements in a box; a box of no dims holds one, as a scalar does."""
+    """Return the number of elements in a box; a box without dims holds one, as a scalar does."""
     return math.prod(sizes(box))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the box that two boxes share, or None where they share no element.
+    """Return the box that two boxes share, or None if they share no element.
 
     Example:
         >>> intersection(((0, 4), (0, 2)), ((3, 8), (0, 2)))
@@ -56,8 +56,8 @@ class Layout:
     """Where a tensor lives: a mesh, and one placement for each of its axes.
 
     Args:
-        mesh: the ranks.
-        placements: ``Shard``, ``Replicate`` or ``Partial``, one a mesh axis, with dims that are not negative.
+        mesh: the mesh of the ranks.
+        placements: one ``Shard``, ``Replicate`` or ``Partial`` per mesh axis, with non-negative dims.
 
     Example:
         >>> layout = Layout(ProcessMesh([[0, 1], [2, 3]]), (Shard(0), Shard(0)))
@@ -71,7 +71,7 @@ class Layout:
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return the part of a tensor of this shape that a rank of the mesh stores.
 
-        Two axes that shard one dim nest: the later axis splits the part which the earlier one left.
+        If two axes shard one dim, the later axis splits the part that the earlier one left.
         """
         coordinate = self.mesh.coordinate(rank)
         assert coordinate is not None
@@ -84,9 +84,9 @@ class Layout:
         return tuple(box)
 
     def has_value(self, rank: int) -> bool:
-        """Say whether a rank of the mesh starts with the values of its box, or with zeros.
+        """Return whether a rank of the mesh starts with the values of its box, or with zeros.
 
-        Of a sum, the first rank of the axis has the value: dividing it between ranks would round.
+        Under a partial sum, the first rank of the axis has the value, since dividing it between ranks would round.
         """
         coordinate = self.mesh.coordinate(rank)
         assert coordinate is not None
@@ -99,7 +99,7 @@ class Layout:
         return Layout(self.mesh, placements)
 
     def same_grid(self, other: Layout) -> bool:
-        """Say whether both meshes put the same ranks in the same places, whatever their axes are called."""
+        """Return whether both meshes put the same ranks in the same places, whatever their axes are called."""
         return (self.mesh.shape, self.mesh.ranks) == (other.mesh.shape, other.mesh.ranks)
 
     def __str__(self) -> str:
@@ -107,5 +107,5 @@ class Layout:
 
 
 def of_gradient(layout: Layout) -> Layout:
-    """Return where the gradient of a tensor lives: as the tensor itself, but whole wherever that is a partial."""
+    """Return the layout of a tensor's gradient: that of the tensor, but replicated where the tensor is partial."""
     return layout.with_partial(Replicate())

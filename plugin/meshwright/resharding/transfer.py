@@ -1,6 +1,6 @@
-"""Moving a tensor from one layout to another, point to point: each rank is sent just what it lacks.
+"""Moves a tensor from one layout to another, point to point: each rank receives only the elements that it lacks.
 
-Every rank computes the same plan from the two layouts alone, so nothing is negotiated.
+Every rank computes the same list of pieces from the two layouts alone, so nothing is negotiated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.resharding.regions import Box, Layout, intersection, sizes, volu
 
 @dataclass(frozen=True)
 class Piece:
-    """One box that goes from the rank ``source`` to the rank ``target``; a copy in place where they are one."""
+    """One box that goes from rank ``source`` to rank ``target``; a local copy if they are the same rank."""
 
     source: int
     target: int
@@ -31,15 +31,15 @@ class Piece:
 
 @functools.lru_cache(maxsize=256)
 def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Piece, ...]:
-    """Return the pieces that fill every rank of ``target`` from ``source``, in one order for all ranks.
+    """Return the pieces that fill every rank of ``target`` from ``source``, in the same order on all ranks.
 
-    What a rank holds already comes from itself. Replicas share the rest between them: a piece comes from the
-    holder that has sent least so far.
+    A rank copies what it already holds from itself. Replicas share the rest of the work: a piece comes from the
+    holder that has sent the least so far.
 
     Args:
         shape: the global shape.
         source: a layout without ``Partial``.
-        target: any layout; the ranks that start a sum with zeros get nothing.
+        target: any layout; ranks that start a sum with zeros receive nothing.
 
     Example:
         >>> from meshwright.mesh.process_mesh import ProcessMesh
@@ -71,7 +71,7 @@ def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Piece,
 
 
 def traffic(pieces: Iterable[Piece]) -> int:
-    """Return the number of elements that a plan sends from one rank to another."""
+    """Return the number of elements that are sent from one rank to another."""
     return sum(volume(piece.box) for piece in pieces if piece.source != piece.target)
 
 
@@ -79,8 +79,7 @@ def traffic(pieces: Iterable[Piece]) -> int:
 def without_partial(shape: tuple[int, ...], source: Layout, target: Layout) -> Layout:
     """Return the layout to reduce ``source`` to before a transfer: the one that moves the fewest elements.
 
-    An all-reduce moves twice what a reduce-scatter does, but leaves replicas, of which the transfer may then
-    need fewer pieces.
+    An all-reduce moves twice as much as a reduce-scatter, but leaves replicas, so the transfer may need fewer pieces.
     """
     shards = [source.with_partial(Shard(dim)) for dim in range(len(shape))]
 
@@ -99,11 +98,11 @@ def transfer(held: Tensor, shape: tuple[int, ...], source: Layout, target: Layou
     """Return what this rank stores under ``target``; every rank of both layouts makes this call.
 
     Args:
-        held: what this rank stores under ``source``; unread outside that mesh.
+        held: the tensor that this rank stores under ``source``; unread outside that mesh.
         shape: the global shape.
         source: a layout without ``Partial``.
         target: any layout.
-        device: where the result lives.
+        device: the device of the result.
     """
     me = dist.get_rank()
     outgoing: dict[int, list[Box]] = defaultdict(list)
@@ -125,7 +124,7 @@ def transfer(held: Tensor, shape: tuple[int, ...], source: Layout, target: Layou
     if me not in target.mesh:
         return torch.empty(0, dtype=held.dtype, device=device)
     wanted = target.box(shape, me)
-    # Zeros, for the ranks that have no part in a sum; all others are written over.
+    # Zeros for the ranks that start a sum with zeros; all other ranks overwrite them.
     result = torch.zeros(sizes(wanted), dtype=held.dtype, device=device)
     for rank, boxes in incoming.items():
         parts = received[rank].to(device).view(held.dtype).split([volume(box) for box in boxes])
@@ -135,7 +134,7 @@ def transfer(held: Tensor, shape: tuple[int, ...], source: Layout, target: Layou
 
 
 def _pack(parts: list[Tensor]) -> Tensor:
-    """The bytes of all parts, as one message: backends know bytes, but not every dtype."""
+    """Return the bytes of all parts as one message, since backends support bytes, but not every dtype."""
     return torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Sharding plans: what to shard, as data."""
+"""Sharding plans: which module plays which role, as data."""
 
 from meshwright.roles.infer import infer_plan
 from meshwright.roles.registry import plan_for, register_plan

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) on a decoder's projections, recognised by their structure.
 
-PEFT puts a module around a projection: ``base_layer``, and by adapter's name ``lora_A`` and ``lora_B``. Around the
-model it puts wrappers of one child each. The core imports none of it.
+PEFT wraps a projection in a module that holds it as ``base_layer``, with ``lora_A`` and ``lora_B`` by adapter name. It
+wraps the model in modules with one child each. The core does not import PEFT.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from meshwright.errors import PlanError
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether this is a projection with low-rank adapters around it."""
+    """Whether a module is a projection with low-rank adapters."""
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))
 
 
 def projection(module: nn.Module) -> Any:
-    """The projection itself, without adapters."""
+    """Return the projection itself, without its adapters."""
     return getattr(module, "base_layer") if is_adapted(module) else module  # noqa: B009  no attribute of nn.Module
 
 
 def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
-    """The model inside those that PEFT puts around it, and the prefix of its parameters' names.
+    """Return the model inside PEFT's wrappers, and the prefix that these give to its parameters' names.
 
     Raises:
-        PlanError: for a method of PEFT other than LoRA.
+        PlanError: if an adapter uses a method of PEFT other than LoRA.
     """
     for name, config in dict(getattr(model, "peft_config", None) or {}).items():
         kind = getattr(config, "peft_type", None)
         kind = str(getattr(kind, "value", kind))
         if kind != "LORA":
             raise PlanError(
-                f"the adapter {name!r} is PEFT's {kind}; only LoRA can be distributed: use a LoraConfig, or merge the "
-                "adapter before to_distributed"
+                f"the adapter {name!r} uses PEFT's {kind}, but only LoRA can be distributed; use a LoraConfig, or "
+                "merge the adapter before to_distributed"
             )
     prefix = ""
     while (children := wrapped(model)) is not None:
@@ -45,25 +45,25 @@ def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def wrapped(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The one child of a wrapper, by name; None for a model that is none."""
+    """Return the name and module of a PEFT wrapper's one child; None if ``model`` is not a wrapper."""
     children = list(model.named_children())
     is_wrapper = hasattr(model, "peft_config") and len(children) == 1 and not model._parameters
     return children[0] if is_wrapper else None
 
 
 def refuse_unloading(model: nn.Module) -> None:
-    """Make the methods that take adapters out of a wrapped model raise: the hooks of sharding would go with them."""
+    """Make the methods that remove adapters raise, since they would remove the sharding hooks as well."""
     _refuse(
         model,
         ("merge_and_unload", "unload"),
-        "adapters cannot be taken out of a model that is sharded over tp. To go on training with merged weights, "
-        "call merge_adapter(); to have a plain model, call model.save_pretrained(...), which writes the adapters, "
+        "adapters cannot be removed from a model that is sharded over tp. To continue training with merged weights, "
+        "call merge_adapter(). To get a plain model, call model.save_pretrained(...), which writes the adapters, "
         "and merge them into the base model in one process",
     )
 
 
 def refuse_merging(model: nn.Module) -> None:
-    """Make the methods that write adapters into a wrapped model's weights raise: between passes it has none."""
+    """Make the methods that merge adapters raise: under ZeRO stage 3 no rank has the whole weights."""
     _refuse(
         model,
         ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"),
@@ -74,7 +74,7 @@ def refuse_merging(model: nn.Module) -> None:
 
 
 def refuse_resizing(model: nn.Module) -> None:
-    """Make the method that gives a model another vocabulary raise, on the decoder and on what is around it."""
+    """Make ``resize_token_embeddings`` raise, on the decoder and on its wrappers."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PlanError(
@@ -98,10 +98,10 @@ def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
 
 
 def check_adapters(modules: dict[str, nn.Module]) -> None:
-    """Check that what is around a decoder's modules can be sharded with them.
+    """Check that the adapters on a decoder's modules can be sharded with them.
 
     Raises:
-        PlanError: naming the module, and what about it cannot.
+        PlanError: if one cannot; the message names the module and the reason.
     """
     for name, module in modules.items():
         kind = type(module).__name__
@@ -111,7 +111,7 @@ def check_adapters(modules: dict[str, nn.Module]) -> None:
                 "of LoraConfig.modules_to_save, or use ParallelPlan(tp=1)"
             )
         if hasattr(module, "base_layer") and not is_adapted(module):
-            raise PlanError(f"{name!r} is a {kind}: of the adapters only LoRA can be sharded over tp; merge them first")
+            raise PlanError(f"{name!r} is a {kind}, but only LoRA adapters can be sharded over tp; merge it first")
         if not is_adapted(module):
             continue
         found: Any = module

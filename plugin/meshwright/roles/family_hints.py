@@ -1,4 +1,4 @@
-"""What the structure of a family's layers cannot tell: how fused rows are ordered, what a lone weight is."""
+"""Hints for what a family's structure does not show: the order of fused rows, the role of a lone weight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Hint:
 
     Args:
         name: the end of its dotted name inside the layer.
-        role: what it is.
-        when: values that the config must have; the first hint of a name that applies wins.
+        role: its role.
+        when: the config values under which the hint applies; the first hint for a name that applies wins.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Hint:
     when: Mapping[str, object] = field(default_factory=dict)
 
 
-# Latent attention: the heads are made of two narrow projections that all ranks compute alike.
+# Latent attention: the heads are computed from two narrow projections that are alike on all ranks.
 _LATENT = (
     Hint("self_attn", Role.ATTENTION),
     Hint("q_proj", Role.PER_HEAD),
@@ -78,7 +78,7 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
 
 
 def hints_for(config: object) -> dict[str, Role]:
-    """The hints of a model's family that its config fits: end of a name inside a layer -> role."""
+    """Return the family's hints that apply to a config: end of a name inside a layer -> role."""
     hints: dict[str, Role] = {}
     for hint in _HINTS.get(getattr(config, "model_type", ""), ()):
         if all(getattr(config, key, None) == value for key, value in hint.when.items()):
@@ -86,14 +86,14 @@ def hints_for(config: object) -> dict[str, Role]:
     return hints
 
 
-# Families whose layers no plan cuts rightly, though one may seem to fit.
+# Families that no plan shards correctly, although one may seem to fit.
 _REFUSALS = {
-    "diffllama": "its heads work in pairs, the first half of them with the second",
+    "diffllama": "its heads work in pairs, one of the first half with one of the second",
     "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
     "trocr": "its attention reshapes its heads to the width of its input",
 }
 
 
 def reason_to_refuse(config: object) -> str | None:
-    """Why a model's family cannot be sharded over tp; None if nothing is known against it."""
+    """Return why a model's family cannot be sharded over tp; None if no reason is known."""
     return _REFUSALS.get(getattr(config, "model_type", ""))

@@ -1,7 +1,7 @@
-"""A sharding plan read off a decoder's structure, for a family that no file names.
+"""Infers a sharding plan from a decoder's structure, for a family without a written plan.
 
-Each module's role follows from its kind, its name and its shape. What stays without a role is left
-out, so that the completeness check names it: a guess here would be a wrong gradient later.
+Each module's role follows from its kind, its name and its shape. A module whose role is unclear is left out,
+so that the completeness check names it: a wrong guess would give wrong gradients.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _ATTENTION_NAMES = {
 def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> ShardingPlan:
     """Infer which module of a decoder plays which role.
 
-    Fused projections are not inferred: whether their rows are ordered by kind or by head cannot be
-    seen in a shape. Nor is a norm inside a block whose name does not say what it norms. Give hints, or
-    register a plan, for those.
+    Fused projections are not inferred, since their shape does not show whether the rows are ordered by kind or by
+    head. Neither is a norm inside a block whose name does not say what it norms. Give hints for those, or register a
+    plan.
 
     Args:
         model: the decoder.
-        hints: end of a module's or parameter's name inside a layer -> role, where the structure cannot tell.
+        hints: end of a module's or parameter's name inside a layer -> role, if the structure does not show it.
 
     Raises:
-        PlanError: if no stack of decoder layers is found, or a block has a norm without weights that nothing places.
+        PlanError: if no stack of decoder layers is found, or a block has a norm without weights and without a hint.
     """
     layers_name, layers = _decoder_layers(model)
     embedding_name, embedding = _token_embedding(model, layers_name)
@@ -78,7 +78,7 @@ def _token_embedding(model: nn.Module, layers_name: str) -> tuple[str, nn.Embedd
 
 
 def _ask(model: nn.Module, method: str) -> nn.Module | None:
-    """What a transformers model says about itself; None for any other, or where it cannot say."""
+    """Call a getter of a transformers model; None if the model does not implement it."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError):
@@ -86,15 +86,15 @@ def _ask(model: nn.Module, method: str) -> nn.Module | None:
 
 
 def _layers_width(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
-    """The width of the hidden states: that of most projections' inputs, where embeddings are narrower or wider."""
+    """Return the hidden size: the embedding's, or most projections' input width if embeddings have another one."""
     widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
     return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
 
 
 def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hidden: int) -> dict[str, Role]:
-    """The roles of what lies before and after the layers; other stacks of layers are left out.
+    """Return the roles of the modules before and after the layers; other stacks of layers are left out.
 
-    Each rank has all tokens there, so whatever is not cut over the vocabulary stays as it is.
+    Each rank has all tokens there, so a module that is not sharded over the vocabulary stays whole.
     """
     roles: dict[str, Role] = {}
     norms_after: list[str] = []
@@ -113,10 +113,10 @@ def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hi
             roles[name] = Role.HEAD
         elif not any(f"{name}.".startswith(prefix) for prefix in cut) and list(module.parameters(recurse=False)):
             roles[name] = Role.WHOLE
-            # A norm of the embeddings may be made after the layers, but it runs before them.
+            # A norm of the embeddings may be registered after the layers, but it runs before them.
             if is_after and _is_norm(module, hidden) and "emb" not in name.rpartition(".")[2]:
                 norms_after.append(name)
-    if len(norms_after) == 1:  # of several, which one reads the last layer cannot be seen
+    if len(norms_after) == 1:  # with several, the structure does not show which one follows the last layer
         roles[norms_after[0]] = Role.FINAL_NORM
     return roles
 
@@ -129,7 +129,7 @@ def _heads(model: nn.Module, embedding: nn.Embedding) -> list[nn.Module]:
 
 
 def _common_roles(layers_name: str, layers: list[dict[str, Role]]) -> dict[str, Role]:
-    """One wildcard for a name that has the same role in all layers that have it, else a name for each."""
+    """Use a wildcard for a name with the same role in all layers that have it, else one entry per layer."""
     common: dict[str, Role] = {}
     for name in dict.fromkeys(name for roles in layers for name in roles):
         found = {roles[name] for roles in layers if name in roles}
@@ -158,8 +158,9 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         is_inside = any(name.startswith(block) for block in blocks)
         if is_inside and _is_weightless_norm(module):
             raise PlanError(
-                f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each "
-                "head or the whole width, which is sharded, cannot be seen; pass ToDistributedConfig(sharding_plan=...)"
+                f"{name} of {type(layer).__name__} is a norm without weights inside a block: its structure does not "
+                "show whether it norms each head or the whole width, which is sharded; pass "
+                "ToDistributedConfig(sharding_plan=...)"
             )
         if not is_inside and _is_norm(module, hidden):
             roles[name] = Role.NORM
@@ -182,7 +183,7 @@ def _is_weightless_norm(module: nn.Module) -> bool:
 
 
 def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """Projections by the module that owns them, which for an MLP may be the layer itself ('')."""
+    """Yield each module's name and its own projections; an MLP's may belong to the layer itself ('')."""
     for name, module in layer.named_modules():
         linears = {n: child for n, child in module.named_children() if is_projection(child)}
         if linears:
@@ -192,7 +193,7 @@ def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]
 def _attention_block(
     layer: nn.Module, block_name: str, linears: dict[str, nn.Module], hidden: int, hinted: Mapping[str, Role]
 ) -> dict[str, Role]:
-    """The roles of an attention block and of what it owns; none if it is not one."""
+    """Return the roles of an attention block and its modules; empty if it is not one."""
     if not block_name:
         return {}
     roles = {n: r for n in linears for r, names in _ATTENTION_NAMES.items() if n.lower() in names}
@@ -231,7 +232,7 @@ def _query_key_norms(block: nn.Module, block_name: str, projections: Mapping[Rol
 def _mlp_block(
     block_name: str, linears: dict[str, nn.Module], hidden: int, hinted: Mapping[str, Role]
 ) -> dict[str, Role]:
-    """The roles of an MLP block and its projections; none if it is not one."""
+    """Return the roles of an MLP block and its projections; empty if it is not one."""
     prefix = f"{block_name}." if block_name else ""
     rows = {n: m for n, m in linears.items() if out_features(m) == hidden and in_features(m) != hidden}
     columns = {n: m for n, m in linears.items() if in_features(m) == hidden and n not in rows}

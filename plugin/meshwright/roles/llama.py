@@ -1,4 +1,4 @@
-"""Llama, as an example of a sharding plan that is written out; other families' plans are inferred from structure."""
+"""Llama's plan, an example of a written sharding plan; other families' plans are inferred from structure."""
 
 from meshwright.roles.sharding_plan import ShardingPlan, decoder_roles
 

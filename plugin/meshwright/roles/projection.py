@@ -1,6 +1,6 @@
 """Linear projections in both of their forms: torch's, and GPT-2's ``Conv1D`` with its weight transposed.
 
-Each may have adapters around it; what is asked here is asked of the projection itself.
+A projection may be wrapped in adapters; these functions look at the projection itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from meshwright.roles.adapters import projection
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a module is a matrix product, with a bias or without, and with adapters or without."""
+    """Whether a module is a linear projection, with or without a bias or adapters."""
     return isinstance(projection(module), nn.Linear) or is_transposed(module)
 
 

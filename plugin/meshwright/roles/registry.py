@@ -37,11 +37,11 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """The plan in the model's config, else that registered for its family, else one inferred with its family's hints.
+    """Return the plan in the model's config, else its family's, else one inferred with its family's hints.
 
     Raises:
-        PlanError: for a family that cannot be sharded over tp, or where no plan can be inferred, or for
-            roles in the config that there are not.
+        PlanError: if the family cannot be sharded over tp, no plan can be inferred, or the config names an
+            unknown role.
     """
     config = getattr(model, "config", None)
     saved = getattr(config, CONFIG_KEY, None)
@@ -60,5 +60,5 @@ def _from_names(roles: Any, source: str) -> ShardingPlan:
         raise PlanError(f"{source}: {ROLES_KEY!r} must map module names to roles, not {roles!r}")
     known = {role.name.lower(): role for role in Role}
     if unknown := [f"{module}: {name!r}" for module, name in roles.items() if name not in known]:
-        raise PlanError(f"{source} has roles that there are not: {', '.join(unknown)}; there are {', '.join(known)}")
+        raise PlanError(f"{source} has unknown roles: {', '.join(unknown)}; use one of {', '.join(known)}")
     return ShardingPlan(roles={module: known[name] for module, name in roles.items()}, source=source)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 class Role(enum.Enum):
     """What a module is in a Llama-style decoder; the runtime decides how each role is sharded."""
 
-    # Structure: where activations change hands.
+    # Structure: the modules at which activations are gathered and reduced.
     LAYER = "decoder layer"
     ATTENTION = "attention block"
     MLP = "mlp block"
@@ -64,7 +64,7 @@ class ShardingPlan:
         roles: name of a module, or of a parameter whose module has no such role, -> role. A ``*`` stands for
             exactly one dotted component, so ``model.layers.*.mlp`` is the MLP of every layer; an exact name
             wins over a wildcard.
-        source: who wrote it, for messages.
+        source: the plan's origin, for messages.
 
     Example:
         >>> plan = ShardingPlan(roles={"model.layers.*.mlp.up_proj": Role.UP})
@@ -81,7 +81,7 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         for pattern, role in self.roles.items():
             if not isinstance(role, Role):
-                raise ValueError(f"{self.source}: {pattern!r} has {role!r} for a role; use meshwright.Role")
+                raise ValueError(f"{self.source}: {pattern!r} has the role {role!r}; use a meshwright.Role")
         object.__setattr__(self, "roles", MappingProxyType(dict(self.roles)))
         patterns = sorted(self.roles.items(), key=lambda item: item[0].count("*"))
         object.__setattr__(self, "_patterns", tuple((tuple(p.split(".")), r) for p, r in patterns))
@@ -108,7 +108,7 @@ def decoder_roles(
     final_norm: str = "norm",
     head: str = "lm_head",
 ) -> dict[str, Role]:
-    """The roles of a Llama-shaped decoder, with Llama's names for what a family does not rename."""
+    """Return the roles of a Llama-shaped decoder; the names default to Llama's."""
     layer = f"{base}.{layers}.*"
     attention_roles = attention_roles or {
         "q_proj": Role.Q,

@@ -18,8 +18,8 @@ def fitted(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     """A family's plan for its causal LM, fitted to a model of that family with another head.
 
     Args:
-        plan: its names begin with "model." where they are of the decoder without a head.
-        model: keeps that decoder under ``base_model_prefix``, and the head beside it.
+        plan: the family's plan; the names of its decoder's modules begin with "model.".
+        model: the model, which keeps the decoder under ``base_model_prefix`` and the head beside it.
     """
     modules = dict(model.named_modules())
     heads = {f"{name}{copy}": Role.WHOLE for name in _NAMES for copy in _COPIES if _is_layer(modules.get(name + copy))}

@@ -1,7 +1,7 @@
-"""Checks a plan without training and without processes: one step of a small model on fake ranks.
+"""Checks a plan without training and in one process: runs one step of a small model on fake ranks.
 
-Collectives send nothing, so the numbers of such a step mean nothing. What is followed is what each tensor is: see
-``types``. ``meshwright verify`` compares numbers; this check says where and why they would differ.
+The collectives send nothing, so the numbers of the step mean nothing; the check follows each tensor's type (see
+``types``). ``meshwright verify`` compares numbers; this check says where and why they would differ.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def check_plan(
 ) -> list[Finding]:
     """Find where a plan would take one rank's part of a tensor for the whole, or leave a gradient unsummed.
 
-    Every rank of the tp axis is gone through in turn in this process, each with a model of its own.
+    Runs the ranks of the tp axis one after the other in this process, each with a model of its own.
 
     Args:
         model_factory: returns the whole model, with few layers and small sizes; it is called ``tp + 1`` times.
         plan: the plan to check.
         batch: the arguments of a training step; by default random tokens, which are also the labels.
-        sharding_plan: which module plays which role, instead of the registered or inferred plan.
+        sharding_plan: the roles of the modules, instead of the registered or inferred plan.
 
     Returns:
-        What was found, in the order in which it runs; an empty list if nothing is wrong.
+        The findings, in the order in which the operations run; an empty list if nothing is wrong.
 
     Raises:
-        PlanError: for a plan that the model or this version cannot run.
-        ValueError: this process is in a process group already.
+        PlanError: if the model or this version cannot run the plan.
+        ValueError: if this process is already in a process group.
 
     Example:
         >>> check_plan(lambda: LlamaForCausalLM(config), ParallelPlan(tp=2))  # doctest: +SKIP
@@ -81,7 +81,7 @@ def check_plan(
 
 
 def _stride(plan: ParallelPlan) -> int:
-    """How far apart neighbours on the tp axis are in the world."""
+    """Return the difference between the global ranks of neighbours on the tp axis."""
     grid = plan.dims.process_mesh()
     index = grid.dim_names.index("tp") if "tp" in grid.dim_names else None
     if index is None:
@@ -93,7 +93,7 @@ def _stride(plan: ParallelPlan) -> int:
 
 
 def _install(model: Any, plan: ParallelPlan, roles: ShardingPlan | None) -> tuple[Runtime, DecoderStructure | None]:
-    """What ``to_distributed`` does on this rank, without communication."""
+    """Do what ``to_distributed`` does on this rank, without communication."""
     decoder = without_wrappers(model)[1]
     config = ToDistributedConfig(plan=plan, sharding_plan=roles)
     tp, dp = build_axes(plan, torch.device("cpu"))
@@ -127,7 +127,7 @@ def _check_step(
         with mode.watching(model):
             loss = model(**inputs).loss
     except RuntimeError:
-        if mode.findings:  # of which the failure is an effect, such as shapes that do not fit
+        if mode.findings:  # they caused the failure, e.g. shapes that do not match
             return [*findings, *mode.findings]
         raise
     if (typed := mode.type_of(loss)) is not None and typed.kind is not Kind.INVARIANT:
@@ -146,7 +146,7 @@ def _declare(mode: TypeMode, parameter: nn.Parameter) -> None:
 
 
 def _held_rows(model: nn.Module) -> Iterator[Finding]:
-    """Every row of a parameter is held, and one that several ranks hold has its gradient summed."""
+    """Yield parameters with a row that no rank holds, or that several hold without summing its gradient."""
     for parameter in model.parameters():
         record: ShardRecord = record_of(parameter)
         held = [0] * record.layout.size
@@ -164,7 +164,7 @@ def _held_rows(model: nn.Module) -> Iterator[Finding]:
 
 
 def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator[Finding]:
-    """Gradients that no reduction took, or whose reduction over tp was not issued."""
+    """Yield gradients that nothing reduces, or whose reduction was not issued."""
     buckets = [bucket for sync in runtime.syncs for bucket in sync.buckets]
     bucketed = {id(p) for bucket in buckets for p in bucket.parameters}
     for parameter in model.parameters():
@@ -185,7 +185,7 @@ def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator
 
 
 class _Reductions(TorchDispatchMode):
-    """The sizes, in elements, of the collectives over each axis that reduce."""
+    """Records the sizes, in elements, of the reducing collectives over each axis."""
 
     def __init__(self, *axes: Axis):
         super().__init__()
@@ -206,7 +206,7 @@ class _Reductions(TorchDispatchMode):
 def _rows_of(
     model: nn.Module, inputs: dict[str, Tensor], roles: ShardingPlan | None, plan: ParallelPlan
 ) -> RowsRead | None:
-    """What the whole model reads of its projections, to compare each rank's with."""
+    """Return which rows of its projections the whole model reads, to compare each rank's with them."""
     if plan.tp == 1:
         return None
     decoder = without_wrappers(model)[1]
@@ -216,7 +216,7 @@ def _rows_of(
 
 def _tokens(model: Any) -> dict[str, Tensor]:
     head = model.get_output_embeddings()
-    # Some have an embedding for padding, which is no word to predict.
+    # Some models have an embedding for padding, which the head does not predict.
     words = min(x for x in (model.get_input_embeddings().num_embeddings, getattr(head, "out_features", None)) if x)
     ids = torch.randint(3, words, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}

@@ -1,4 +1,4 @@
-"""Follows the types through a forward pass: every operation of torch, and the runtime's own collectives."""
+"""Follows tensor types through a forward pass: through torch's operations and the runtime's own collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.spmd.rules import makes_width, reduces_width, result_of
 from meshwright.spmd.types import Kind, Typed, TypeMismatch
 
-# A differentiable collective, by what it does forward and backward: what it takes and what it gives.
+# (forward, backward) of a differentiable collective -> (the types that it takes, the type that it returns).
 _SIGNATURES: dict[tuple[Any, Any], tuple[tuple[Kind, ...], Kind]] = {
     (collectives.all_gather, collectives.reduce_scatter): ((Kind.VARYING,), Kind.REPLICATED),
     (collectives.reduce_scatter, collectives.all_gather): ((Kind.PARTIAL,), Kind.VARYING),
@@ -27,7 +27,7 @@ _SIGNATURES: dict[tuple[Any, Any], tuple[tuple[Kind, ...], Kind]] = {
     (collectives.all_gather, collectives._own_rows): ((Kind.VARYING,), Kind.INVARIANT),
     (collectives._same, collectives._sum): ((Kind.INVARIANT,), Kind.REPLICATED),
     (collectives._sum, collectives._same): ((Kind.PARTIAL,), Kind.INVARIANT),
-    # The mean square of a sharded width: each rank's sum over its own part is its addend.
+    # The mean square of a sharded width: each rank adds the sum over its own part.
     (collectives._sum, collectives._sum): ((Kind.PARTIAL, Kind.VARYING), Kind.REPLICATED),
 }
 
@@ -40,11 +40,11 @@ _SAME_VALUES = frozenset(
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where one rank's part would pass for the whole.
+    """A place where one rank's part would be taken for the whole.
 
     Args:
-        module: the innermost module of the model that was running; a parameter's name for a gradient.
-        operation: the operation of torch, or the collective.
+        module: the innermost module that was running, or the parameter's name for a gradient.
+        operation: the torch operation or the collective.
         problem: what is wrong with it.
     """
 
@@ -57,11 +57,11 @@ class Finding:
 
 
 class TypeMode(TorchFunctionMode):
-    """While it is active, every tensor that comes from a typed one has a type over the tp axis.
+    """While active, gives a type over the tp axis to every tensor that is computed from a typed one.
 
     Args:
-        axis: whose collectives are known.
-        wide_norms: the names of norms whose mean square the runtime takes over the axis.
+        axis: the tp axis, whose collectives are followed.
+        wide_norms: the names of the norms whose mean square the runtime computes over the axis.
     """
 
     def __init__(self, axis: collectives.Axis, wide_norms: frozenset[str] = frozenset()) -> None:
@@ -70,12 +70,12 @@ class TypeMode(TorchFunctionMode):
         self.findings: list[Finding] = []
         self._types: Any = WeakIdKeyDictionary()
         self._modules: list[str] = []
-        self._is_inside = False  # a collective or a loss of the runtime's, whose type is declared
+        self._is_inside = False  # in the runtime's own collective or loss, whose type is declared
 
     def declare(
         self, tensor: Tensor, kind: Kind, *, dim: int | None = None, is_wide: bool = False, name: str = ""
     ) -> None:
-        """Say what a tensor is; see ``Typed``."""
+        """Set a tensor's type; see ``Typed``."""
         self._types[tensor] = (kind, dim, is_wide, name)
 
     def type_of(self, x: Any) -> Typed | None:
@@ -92,7 +92,7 @@ class TypeMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._is_inside or name == "__set__":
             return func(*args, **kwargs)
-        # Before the call: an operation in place changes the type of its input.
+        # Before the call, since an in-place operation changes the type of its input.
         kind = self._result(name, args, kwargs)
         result = func(*args, **kwargs)
         if kind is not None:
@@ -105,7 +105,7 @@ class TypeMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module) -> Iterator[TypeMode]:
-        """Follow the passes of a model inside."""
+        """Follow the model's forward passes inside the context."""
         handles = []
         for name, module in model.named_modules():
             label = name or type(model).__name__
@@ -129,7 +129,7 @@ class TypeMode(TorchFunctionMode):
     def _result(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
         is_wide_norm = bool(self._modules) and self._modules[-1] in self._wide_norms
         if not is_wide_norm and (part := reduces_width(name, args, kwargs, self.type_of)) is not None:
-            self._report(name, f"reduces the last dim of {part.said}, of which this rank has its own part only")
+            self._report(name, f"reduces the last dim of {part.said}, but this rank has only its own part of it")
         try:
             return result_of(name, args, kwargs, self.type_of)
         except TypeMismatch as mismatch:
@@ -142,7 +142,7 @@ class TypeMode(TorchFunctionMode):
             self.findings.append(finding)
 
     def _shared(self, func: Any, name: str, args: tuple[Any, ...], result: Any) -> tuple[int | None, str]:
-        """The sharded dim and the name of a parameter that an operation hands on as it is, transposed or cast."""
+        """Return the sharded dim and name of a parameter that an operation passes on, maybe transposed or cast."""
         source = self.type_of(args[0]) if args else None
         if source is None or source.dim is None or not isinstance(result, Tensor) or result.ndim != args[0].ndim:
             return None, ""
@@ -150,7 +150,7 @@ class TypeMode(TorchFunctionMode):
             return 1 - source.dim, source.name
         return (source.dim, source.name) if name in _SAME_VALUES or func in _ALIASES else (None, "")
 
-    # ---- what the runtime does itself, whose types are declared
+    # ---- the runtime's own operations, whose types are declared
 
     def _collective(self, apply: Any, x: Tensor, axis: Any, run: Any, run_backward: Any) -> Tensor:
         result = self._apart(apply, x, axis, run, run_backward)
@@ -161,7 +161,7 @@ class TypeMode(TorchFunctionMode):
         if typed is not None and typed.kind not in takes and not _is_alike(typed, takes):
             self._report(
                 f"{run.__name__.strip('_')} over {axis.name}",
-                f"takes {typed.said}, and expects {' or '.join(kind.value for kind in takes)}",
+                f"gets {typed.said}, but expects {' or '.join(kind.value for kind in takes)}",
             )
         self.declare(result, gives)
         return result
@@ -170,7 +170,7 @@ class TypeMode(TorchFunctionMode):
         result = self._apart(apply, logits, *rest)
         typed = self.type_of(logits)
         if typed is not None and typed.kind is not Kind.VARYING:
-            self._report("VocabParallelCrossEntropy", f"takes {typed.said}, and expects {Kind.VARYING.value}")
+            self._report("VocabParallelCrossEntropy", f"gets {typed.said}, but expects {Kind.VARYING.value}")
         self.declare(result, Kind.INVARIANT)
         return result
 
@@ -189,7 +189,7 @@ class TypeMode(TorchFunctionMode):
 
 
 def _is_alike(typed: Typed, takes: tuple[Kind, ...]) -> bool:
-    """Whether a tensor without a gradient may stand for another that is as equal on all ranks."""
+    """Whether INVARIANT and REPLICATED are the same for a tensor, since it has no gradient."""
     equal = {Kind.INVARIANT, Kind.REPLICATED}
     return typed.kind in equal and not equal.isdisjoint(takes) and not typed.has_gradient
 

@@ -1,6 +1,6 @@
-"""The operations that may have a partial sum as their input, and the contractions that make one.
+"""The operations that accept a partial sum, and the contractions that make one.
 
-Everything else is taken for nonlinear, so a new operation of torch can give a false finding and no silence.
+Any other operation is treated as nonlinear, so a new torch operation can give a false finding, but is never skipped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ TypeOf = Callable[[Any], Typed | None]
 
 
 def names(text: str) -> frozenset[str]:
-    """The operations of a list in words."""
+    """Split a text into a set of operation names."""
     return frozenset(text.split())
 
 
-# Say something about a tensor, and nothing of its values.
+# Operations that read a tensor's metadata, not its values.
 _METADATA = names(
     """
     __get__ __hash__ __len__ dim element_size get_device has_names is_complex is_contiguous is_floating_point
@@ -28,14 +28,14 @@ _METADATA = names(
     """
 )
 
-# Make a tensor of the same shape whose values are constants.
+# Operations that make a tensor of constants.
 _CONSTANTS = names(
     """
     empty_like full_like new_empty new_full new_ones new_tensor new_zeros ones_like zeros_like
     """
 )
 
-# Linear in their one tensor, whatever else they are given.
+# Operations that are linear in their one tensor, whatever the other arguments are.
 _LINEAR = names(
     """
     __getitem__ alias as_subclass bfloat16 chunk clone contiguous cumsum detach double expand expand_as flatten flip
@@ -58,12 +58,12 @@ _MATMULS = names("matmul __matmul__ mm bmm baddbmm addmm linear einsum")
 
 
 def result_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type_of: TypeOf) -> Kind | None:
-    """The type of what an operation returns; None where no typed tensor is among its inputs.
+    """Return the type of an operation's result; None if no input has a type or the result is constant.
 
     Args:
-        name: of a torch function or a method of Tensor.
-        args, kwargs: of the call.
-        type_of: the type of a tensor; None for constants and for what is no tensor.
+        name: the name of a torch function or a method of Tensor.
+        args, kwargs: the arguments of the call.
+        type_of: a function that returns a tensor's type, and None for constants and non-tensors.
 
     Raises:
         TypeMismatch: see ``types.join``.
@@ -88,13 +88,14 @@ def result_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type_of:
         return Kind.PARTIAL
     if name in _SUMS or name in _JOINS:
         raise TypeMismatch(
-            f"adds to {partial[0].said} something that is no partial sum, so each rank of tp would add it", Kind.PARTIAL
+            f"adds something that is not a partial sum to {partial[0].said}, so each rank of tp would add it",
+            Kind.PARTIAL,
         )
     return join(inputs)
 
 
 def reduces_width(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type_of: TypeOf) -> Typed | None:
-    """The activation of whose sharded width an operation reduces this rank's part alone; None if there is none."""
+    """Return the activation whose sharded last dim an operation reduces on this rank alone; None without one."""
     x: Any = args[0] if args else None
     typed = type_of(x)
     is_elementwise = len(args) > 1 and isinstance(args[1], Tensor) and name in ("max", "min")
@@ -114,7 +115,7 @@ def makes_width(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result
     wide = [x for x in _tensors((args, kwargs)) if (typed := type_of(x)) is not None and typed.is_wide]
     if not wide:
         return False
-    # A view into heads has one dim more.
+    # A view that splits the width into heads has one more dim.
     is_split = name in ("chunk", "split", "tensor_split")
     return result.ndim == wide[0].ndim and (is_split or result.shape[-1:] == wide[0].shape[-1:])
 
@@ -149,7 +150,7 @@ def _linear(args: tuple[Any, ...], kwargs: dict[str, Any], type_of: TypeOf) -> K
 
 
 def _contraction(x: Typed | None, weight: Typed | None, bias: Typed | None, *, contracted: int) -> Kind | None:
-    """A matrix product with a weight, of which ``contracted`` is the dim that is summed over."""
+    """Return the type of a matrix product; ``contracted`` is the weight's dim that is summed over."""
     is_row = weight is not None and weight.kind is Kind.VARYING and weight.dim == contracted
     is_column = weight is not None and weight.kind is Kind.VARYING and weight.dim == 1 - contracted
     if x is not None and x.kind is Kind.PARTIAL:
@@ -160,13 +161,13 @@ def _contraction(x: Typed | None, weight: Typed | None, bias: Typed | None, *, c
         assert weight is not None
         if x is None or x.kind is not Kind.VARYING:
             raise TypeMismatch(
-                f"multiplies {weight.said}, sharded over the dim that is summed, by what is no shard", Kind.PARTIAL
+                f"multiplies {weight.said}, sharded over the summed dim, by an input that is not sharded", Kind.PARTIAL
             )
         result = Kind.PARTIAL
     elif is_column and x is not None and x.kind is Kind.VARYING:
         assert weight is not None
         raise TypeMismatch(
-            f"multiplies {weight.said}, a shard of the outputs, by {x.said}: each rank would see its own input only",
+            f"multiplies {weight.said}, sharded over its outputs, by {x.said}: each rank would see its own input only",
             Kind.VARYING,
         )
     else:
@@ -183,7 +184,7 @@ def _contraction(x: Typed | None, weight: Typed | None, bias: Typed | None, *, c
 
 
 def _varies(args: tuple[Any, ...], type_of: TypeOf) -> bool:
-    """Whether a partial sum is multiplied by what differs between ranks, or by what would get a partial gradient."""
+    """Whether a factor of a partial sum differs between ranks, or would get a partial gradient."""
     others = [typed for x in _tensors(args) if (typed := type_of(x)) is not None and typed.kind is not Kind.PARTIAL]
     return any(x.kind is Kind.VARYING or _is_invariant(x) for x in others)
 

@@ -1,19 +1,19 @@
-"""What a tensor is over the tp axis, and what an operation makes of it.
+"""The types of tensors over the tp axis, and the type of an operation's result.
 
-The types are those of spmd_types (https://pypi.org/project/spmd-types), a type system for SPMD programs: they say of
-a value what its gradient is as well, so a forward pass is enough to know that backward is right.
+The types are those of spmd_types (https://pypi.org/project/spmd-types), a type system for SPMD programs. They describe
+a value's gradient as well, so a forward pass is enough to know that backward is right.
 
 ==============  ================================  ==========================================================
 type            the value on the ranks of tp      its gradient on the ranks of tp
 ==============  ================================  ==========================================================
 ``INVARIANT``   equal                             equal: nothing is left to reduce
-``REPLICATED``  equal                             partial: somebody sums it over the axis
+``REPLICATED``  equal                             partial: it is summed over the axis
 ``VARYING``     each rank's own part              each rank's own part
 ``PARTIAL``     each rank's addend of a sum       equal
 ==============  ================================  ==========================================================
 
-An operation between a tensor that is ``INVARIANT`` and one that is ``VARYING`` is the classic silent mistake: the
-first one's gradient is one rank's part, and nobody sums it.
+An operation between an ``INVARIANT`` and a ``VARYING`` tensor is the classic silent mistake: the gradient of the
+first is one rank's part, and nothing sums it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What a tensor is over the tp axis."""
+    """The type of a tensor over the tp axis."""
 
     INVARIANT = "replicated, with a replicated gradient"
     REPLICATED = "replicated, with a gradient that is summed over tp"
@@ -37,11 +37,11 @@ class Typed:
     """A tensor's type in one operation.
 
     Args:
-        kind: over the tp axis.
+        kind: the type over the tp axis.
         has_gradient: whether a gradient flows back to it; without one, INVARIANT and REPLICATED are the same.
-        dim: of a VARYING parameter, the dim that is sharded; None for activations.
-        is_wide: of a VARYING activation, whether its last dim is the sharded one (channels, words).
-        name: of the parameter, for messages.
+        dim: the sharded dim of a VARYING parameter; None for activations.
+        is_wide: whether the last dim (channels, words) of a VARYING activation is the sharded one.
+        name: the parameter's name, for messages.
     """
 
     kind: Kind
@@ -56,18 +56,18 @@ class Typed:
 
 
 class TypeMismatch(Exception):
-    """An operation whose result or gradient would be one rank's part, taken for the whole."""
+    """An operation's result or gradient would be one rank's part, taken for the whole."""
 
     def __init__(self, message: str, result: Kind):
         super().__init__(message)
-        self.result = result  # as what the check goes on with
+        self.result = result  # the type with which the check continues
 
 
 def join(inputs: Sequence[Typed]) -> Kind | None:
-    """The type of an operation that may be nonlinear, from those of its inputs; None without inputs.
+    """Return the type of the result of an operation that may be nonlinear; None without inputs.
 
     Raises:
-        TypeMismatch: for a partial sum, and for inputs of which one's gradient would never be summed.
+        TypeMismatch: if an input is a partial sum, or an input's gradient would never be summed.
     """
     kinds = {x.kind for x in inputs}
     if Kind.PARTIAL in kinds:

@@ -1,8 +1,8 @@
-"""Which rows of a projection's weight the stock attention code takes for its queries, keys and values.
+"""Finds which rows of a projection's weight the stock attention code uses as queries, keys and values.
 
-The projection's output is replaced by the numbers of its rows, which views carry on unchanged. The first operation
-that is no view shows what the code takes together: rows of one head, of queries, of keys. A rank of tp must take the
-same, or it has cut a head in two or taken the rows of a fused matrix in another order than the model does.
+The projection's output is replaced by its row numbers, which views pass on unchanged. The first operation that is not
+a view shows which rows the code uses together: those of one head, of queries, of keys. A rank of tp must use the same
+groups. Otherwise it has cut a head in two, or ordered the rows of a fused matrix differently from the model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _METADATA = names("__get__ size dim numel stride is_contiguous")
 
 @dataclass
 class RowsRead:
-    """What each projection of a model's attention blocks was taken for.
+    """The rows that a model's attention blocks use together, for each of their projections.
 
     Args:
         uses: name of a projection -> for each use of its output, the groups of rows along the last dim.
-        rows: name of a projection -> the one-device number of each row that is held here.
+        rows: name of a projection -> the one-device number of each row that this rank holds.
     """
 
     uses: dict[str, list[set[Rows]]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class RowsRead:
 
     @staticmethod
     def of(model: nn.Module, structure: DecoderStructure, inputs: dict[str, Tensor]) -> RowsRead:
-        """Run a pass of the model in which the outputs of its attention projections are the numbers of their rows."""
+        """Run a forward pass in which each attention projection outputs its row numbers."""
         read = RowsRead()
         name_of = {id(module): name for name, module in model.named_modules()}
         mode = _Followed(read)
@@ -71,7 +71,7 @@ class RowsRead:
 
 
 class _Followed(TorchFunctionMode):
-    """Follows the numbers of rows through views, and notes what they are taken for."""
+    """Follows row numbers through views, and records which rows are used together."""
 
     def __init__(self, read: RowsRead) -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class _Followed(TorchFunctionMode):
 
 
 def compare_rows(whole: RowsRead, own: RowsRead, rank: int) -> Iterator[tuple[str, str]]:
-    """Yield each projection, and what is wrong with it, whose rows a rank takes for something else.
+    """Yield the name and the problem of each projection whose rows a rank uses differently.
 
     Args:
-        whole: of the one-device model.
-        own: of the model on ``rank`` of the tp axis.
-        rank: for messages.
+        whole: the rows that the one-device model uses.
+        own: the rows that the model on ``rank`` of the tp axis uses.
+        rank: the rank, for messages.
     """
     for name, uses in own.uses.items():
         expected = whole.uses.get(name, [])
@@ -133,8 +133,8 @@ def compare_rows(whole: RowsRead, own: RowsRead, rank: int) -> Iterator[tuple[st
             group = sorted(taken - theirs)[0]
             yield (
                 name,
-                f"rows {_short(group)} together on rank {rank} of tp, which are no head, or not of the same matrix, on "
-                "one device",
+                f"rows {_short(group)} together on rank {rank} of tp, which on one device are not one head, or not of "
+                "the same matrix",
             )
             break
 

@@ -1,1 +1,1 @@
-"""What a plan costs, read off a run with fake tensors."""
+"""Measures what a plan holds and sends, by a run with fake tensors."""

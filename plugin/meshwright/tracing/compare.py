@@ -1,4 +1,4 @@
-"""A plan's estimate beside what a traced step of it holds and sends."""
+"""Compares a plan's estimated sizes and traffic with those of a traced step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
 from meshwright.tracing.trace import Trace, trace_step
 
-MICRO_BATCHES = 2  # that are traced of many, which are all alike
+MICRO_BATCHES = 2  # traced instead of all, which are alike
 
 
 def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
@@ -27,13 +27,13 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
 
     Args:
         path: the file, or a directory that holds it.
-        dtype: of its parameters.
+        dtype: the dtype of its parameters.
 
     Raises:
-        PlanError: transformers is not installed, or does not know the config.
+        PlanError: if transformers is not installed, or does not know the config.
     """
     try:
-        # By name: the core works without transformers, and no import of it may creep in.
+        # By name, since the core must not depend on transformers.
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise PlanError(
@@ -46,20 +46,22 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     except (OSError, ValueError, KeyError) as error:
-        raise PlanError(f"--trace: transformers makes no causal LM of {path}: {str(error).splitlines()[0]}") from error
+        raise PlanError(
+            f"--trace: transformers cannot make a causal LM of {path}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job) -> str:
-    """Return a table: each size and each kind of collective, estimated and traced.
+    """Return a table of each size and each kind of collective, estimated and traced.
 
     Args:
-        model: on the meta device.
-        shape: of the same model.
-        plan: one that this version runs.
-        job: what is trained.
+        model: the model, on the meta device.
+        shape: the shape of the same model.
+        plan: a plan that this version runs.
+        job: the training job.
     """
     if not plan.runs_today:
-        raise PlanError(f"--trace runs the plan, and this version cannot run {plan.label}; leave out --allow-future")
+        raise PlanError(f"--trace runs the plan, but this version cannot run {plan.label}; leave out --allow-future")
     count = min(plan.accumulation, MICRO_BATCHES)
     plan = Candidate(**{**vars(plan), "accumulation": count})
     trace = trace_step(model, ParallelPlan(**runnable_fields(plan)), rows=plan.micro_batch * count, length=job.seq_len)

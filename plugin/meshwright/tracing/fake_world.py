@@ -1,4 +1,4 @@
-"""A process group of any size in one process, in which nobody else is."""
+"""A fake process group of any size in one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """A process group in which nobody else is."""
+    """Open a fake process group, whose collectives send nothing."""
     if dist.is_initialized():
-        raise ValueError("this process is in a process group already; trace and check plans in a process of their own")
+        raise ValueError("this process is already in a process group; trace or check a plan in a process of its own")
     if world_size == 1:
         yield
         return

@@ -1,7 +1,7 @@
-"""One training step of a plan, traced: fake tensors on a fake process group of the full size, in one process.
+"""Traces one training step of a plan in one process, with fake tensors and a fake process group of the full size.
 
-Nothing is computed and nothing is sent, but every operation and every collective of the real runtime is gone through,
-so that memory and traffic are read off rather than estimated. A laptop traces a rank of thousands.
+Nothing is computed or sent, but every operation and every collective of the real runtime runs, so memory and traffic
+are measured instead of estimated. A laptop can trace one rank of thousands.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Trace:
     """What one rank holds and sends in a step; sizes in bytes.
 
     Args:
-        parameters: and buffers.
-        activations: that forward leaves for backward.
-        gradients: after backward.
-        optimizer: the state, after the first step.
-        peaks: the most that is alive at a time in forward, backward and the optimizer's step, all included.
+        parameters: the parameters and buffers.
+        activations: the tensors that forward leaves for backward.
+        gradients: the gradients after backward.
+        optimizer: the optimizer's state after the first step.
+        peaks: the peak of all live tensors in forward, backward and the optimizer's step.
         traffic: the collectives by phase and axis.
     """
 
@@ -72,16 +72,16 @@ def trace_step(
     """Trace the second training step of one rank, when the optimizer has its state.
 
     Args:
-        model: a causal LM on the meta device; it is sharded by the call.
-        plan: of any size.
-        rows: of this rank, a step.
-        length: tokens of a row.
-        make_optimizer: from the model's parameters.
-        rank: which rank of the plan.
+        model: a causal LM on the meta device; the call shards it.
+        plan: the plan, of any size.
+        rows: the rows per step on this rank.
+        length: the tokens per row.
+        make_optimizer: a function that makes the optimizer from the model's parameters.
+        rank: the rank of the plan to trace.
 
     Raises:
-        ValueError: this process is in a process group already, or the model is not on the meta device.
-        PlanError: for a plan that the model or this version cannot run.
+        ValueError: if this process is already in a process group, or the model is not on the meta device.
+        PlanError: if the model or this version cannot run the plan.
 
     Example:
         >>> with torch.device("meta"):  # doctest: +SKIP
@@ -91,7 +91,7 @@ def trace_step(
         3423600640
     """
     if not all(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("a plan is traced with a model on the meta device; build it under torch.device('meta')")
+        raise ValueError("the model to trace is not on the meta device; build it under torch.device('meta')")
     with fake_world(plan.world_size, rank), _traceable():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         runtime, optimizer = _install(model, plan, make_optimizer, fake)
@@ -101,7 +101,7 @@ def trace_step(
 
 
 class Step:
-    """The second training step of a distributed model, taken apart into phases; with real tensors it is measured."""
+    """Measures the second training step of a distributed model by phase, with fake or real tensors."""
 
     def __init__(self, model: Any, optimizer: Optimizer, runtime: Runtime, ids: Tensor):
         self.model, self.optimizer, self.runtime, self.ids = model, optimizer, runtime, ids
@@ -195,7 +195,7 @@ def _empty_buffers(model: nn.Module, fake: FakeTensorMode) -> list[tuple[dict[st
 
 @contextlib.contextmanager
 def _traceable() -> Iterator[None]:
-    """Where fake tensors cannot follow the runtime: subclasses that guard reads, and loops over pieces for a cache."""
+    """Patch what fake tensors cannot follow: subclasses that guard reads, and loops over cache-sized pieces."""
     as_subclass = Tensor.as_subclass
 
     def keep_fake(tensor: Tensor, kind: Any) -> Any:
@@ -204,9 +204,9 @@ def _traceable() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
         patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
-        # ZeRO looks whether the program wrote into half-precision weights, which nobody does here.
+        # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
         patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))
-        # transformers looks whether rows are packed, which fake positions cannot say, and builds a mask if in doubt.
+        # transformers checks for packed rows, which fake positions cannot show, and builds a mask if in doubt.
         masking = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices"):
             patches.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_: None))

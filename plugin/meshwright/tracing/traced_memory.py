@@ -1,4 +1,4 @@
-"""The bytes of the tensors that are alive, and their peak, seen at every operation."""
+"""Tracks the bytes of the live tensors, and their peak, at every operation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make while it is active, until nothing holds them any more.
+    """Counts the bytes of the storages that operations make while it is active, until they are freed.
 
-    Works on fake tensors as on real ones, on any device. What an operation needs inside itself is not seen, nor what an
+    Works on fake and real tensors, on any device. It does not see an operation's temporary memory, nor what an
     allocator adds.
 
     Args:
-        tensors: that are there before it begins, each storage counted once.
+        tensors: the tensors that exist before it begins; each storage is counted once.
 
     Example:
         >>> with LiveBytes([]) as memory:
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(storage, self._free, key, size)
 
     def restart_peak(self) -> None:
-        """Look for the peak from here on."""
+        """Restart the peak from the current value."""
         self.peak = self.now
 
     def _free(self, key: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The collectives that a step issues, counted and weighed by mesh axis where torch dispatches them."""
+"""Counts a step's collectives and their bytes per mesh axis, where torch dispatches them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AxisTraffic(TorchDispatchMode):
     """Counts every collective over each axis while it is active.
 
     Args:
-        axes: those of the mesh.
+        axes: the axes of the mesh.
     """
 
     def __init__(self, *axes: Axis):

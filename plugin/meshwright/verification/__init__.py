@@ -1,1 +1,1 @@
-"""One training program under a plan and on one device, in float64, compared tensor by tensor."""
+"""Compares a training program under a plan with the same on one device, tensor by tensor in float64."""

@@ -1,4 +1,4 @@
-"""The batches that a plan is compared on: those on which distributed programs go wrong."""
+"""The batches for the comparison of a plan: those on which distributed programs go wrong."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Case:
-    """What one step trains on.
+    """The batches that one step trains on.
 
     Args:
-        name: what is special about it.
+        name: the case in words.
         batches: the global batches of the step; gradients of several are accumulated.
-        options: arguments of the model's call beside the batch.
+        options: further arguments of the model's call.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Case:
 
 
 def given_cases(batch: Any) -> tuple[Case, ...]:
-    """Return a case for each batch of the user's.
+    """Return a case for each batch that the user gave.
 
     Args:
         batch: a global batch, or a list of them.
 
     Raises:
-        PlanError: neither a mapping nor a list of mappings.
+        PlanError: if ``batch`` is neither a mapping nor a list of mappings.
     """
     batches = [batch] if isinstance(batch, Mapping) else list(batch) if isinstance(batch, Sequence) else []
     if not batches or not all(isinstance(one, Mapping) for one in batches):
@@ -54,15 +54,15 @@ def given_cases(batch: Any) -> tuple[Case, ...]:
 
 
 def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, ...]:
-    """Return the cases that a causal LM is compared on.
+    """Return the cases for the comparison of a causal LM.
 
     Args:
-        model: as on one device.
-        plan: which has the number of rows that a step needs.
-        seed: of the tokens.
+        model: the model as on one device.
+        plan: the plan, which sets the number of rows per step.
+        seed: the seed of the tokens.
 
     Raises:
-        PlanError: for a model whose vocabulary is not found, or that takes no ``input_ids`` and ``labels``.
+        PlanError: if the model's vocabulary is not found, or the model takes no ``input_ids`` and ``labels``.
     """
     decoder: Any = without_wrappers(model)[1]
     takes = inspect.signature(decoder.forward).parameters
@@ -81,7 +81,7 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
     def tokens(count: int, length: int) -> dict[str, Tensor]:
         ids = torch.randint(0, words, (count, length), generator=generator)
         labels = ids.clone()
-        for row in range(count):  # each row counts another number of tokens, so a mean of means is wrong
+        for row in range(count):  # each row counts a different number of tokens, so a mean of means is wrong
             labels[row, : 1 + row % (length // 2)] = IGNORE_INDEX
         return {"input_ids": ids, "labels": labels}
 
@@ -90,7 +90,7 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
         cases.append(Case("padding", (_padded(tokens(rows, even), left=False),)))
         cases.append(Case("padding on the left", (_padded(tokens(rows, even - 1), left=True),)))
     if "position_ids" in takes:
-        # With a cache transformers ignores where documents begin.
+        # With a cache, transformers ignores the borders of documents.
         options = {"use_cache": False} if "use_cache" in takes else {}
         cases.append(Case("packed documents", (_packed(tokens(rows, even)),), options))
     known = find_loss(decoder)
@@ -105,7 +105,7 @@ def _vocabulary(model: nn.Module) -> int | None:
     embedding = _asked(model, "get_input_embeddings")
     if embedding is None:
         embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    # Some models have an embedding for padding, which is no word to predict.
+    # Some models have an embedding for padding, which the head does not predict.
     words = (
         getattr(embedding, "num_embeddings", None),
         getattr(_asked(model, "get_output_embeddings"), "out_features", None),
@@ -122,7 +122,7 @@ def _asked(model: nn.Module, name: str) -> Any:
 
 
 def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:
-    """Rows of which each is padded by another number of tokens, the first by none."""
+    """Pad each row by a different number of tokens, the first by none."""
     ids, labels = batch["input_ids"], batch["labels"].clone()
     mask = torch.ones_like(ids)
     for row in range(len(ids)):
@@ -135,7 +135,7 @@ def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:
 
 
 def _packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rows of two documents, which the positions tell apart."""
+    """Pack two documents into each row; their positions tell them apart."""
     count, length = batch["input_ids"].shape
     positions = [torch.cat([torch.arange(first), torch.arange(length - first)]) for first in _borders(count, length)]
     return {**batch, "position_ids": torch.stack(positions)}

@@ -1,4 +1,4 @@
-"""What was compared, and how far the two programs are apart."""
+"""The result of ``verify``: what was compared, and how far the two programs differ."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of the distributed program beside the same of one device.
+    """How far one quantity of the distributed program differs from the same on one device.
 
     Args:
-        kind: of KINDS.
+        kind: one of KINDS.
         name: the module or parameter; empty for a quantity of the whole model.
         where: the batch or the step.
         value: the largest difference of an element, relative to the largest element on one device.
@@ -55,9 +55,9 @@ class Row:
     """The largest difference of one kind.
 
     Args:
-        checked: how many quantities of that kind were compared.
-        differing: how many of them are not equal.
-        worst: the first to differ for outputs of modules, which run one after the other; else the largest.
+        checked: the number of quantities of that kind that were compared.
+        differing: the number of them that are not equal.
+        worst: the largest difference; for outputs of modules, which run one after the other, the first to differ.
     """
 
     checked: int
@@ -67,15 +67,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The answer of ``verify``; ``print(report)`` shows it as a table.
+    """The result of ``verify``; ``print(report)`` shows it as a table.
 
     Args:
-        model: what was compared, in words.
-        plan: in the planner's words.
-        processes: how many the plan ran on.
+        model: the model in words.
+        plan: the plan in words.
+        processes: the number of processes that the plan ran on.
         rows: the largest difference of each kind.
-        seconds: that the comparison took.
-        notes: what else the reader has to know, a sentence each.
+        seconds: the seconds that the comparison took.
+        notes: sentences to print below the table.
 
     Example:
         >>> row = Row(1, 0, Difference("loss", "", "step 1", 1e-15))
@@ -111,7 +111,7 @@ class Report:
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole report in JSON's types."""
+        """Return the whole report in JSON's types."""
         suspect = self.suspect
         return {
             "ok": self.ok,

@@ -1,4 +1,4 @@
-"""float64 all the way: models cast to float32 inside norms, softmax and loss, which hides errors."""
+"""Keeps models in float64: they cast to float32 inside norms, softmax and loss, which hides errors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _keep_float64(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Float64:
-    """Inside, a cast of a float64 tensor to float32 is no cast.
+    """While active, a cast of a float64 tensor to float32 leaves it in float64.
 
-    Patched functions rather than a TorchFunctionMode, which is off where checkpointing recomputes.
+    It patches functions, since a TorchFunctionMode is off while checkpointing recomputes.
     """
 
     def __enter__(self) -> None:
@@ -35,7 +35,7 @@ class Float64:
         def to_float_or_double(x: Tensor) -> Tensor:
             if x.dtype is torch.float64:
                 return x
-            # Whole numbers too: transformers before 5.18 multiplies positions, so cast, with a float64 matrix.
+            # Integers become float64, since transformers before 5.18 multiplies cast positions by a float64 matrix.
             return to_float(x) if x.is_floating_point() else x.double()
 
         self._patches = [
@@ -53,7 +53,7 @@ class Float64:
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """float64 wherever a model would otherwise choose float32 itself."""
+    """Use float64 wherever a model would choose float32 itself."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -64,7 +64,7 @@ def in_float64() -> Iterator[None]:
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the expected tensor's largest value."""
+    """Return the largest difference, relative to the expected tensor's largest value."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     scale = expected.abs().max().item() or 1.0
     return (actual.to(expected.dtype) - expected).abs().max().item() / scale

@@ -1,4 +1,4 @@
-"""Local processes that run one function together, as torchrun would start them; what ends one of them ends all."""
+"""Runs one function on local processes, as torchrun would start them; what ends one of them ends all."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from meshwright.errors import PeerFailedError, PlanError, VerificationError
 
 Tell = Callable[[str], None]
 
-GRACE = 5.0  # seconds that the other ranks have to say what they know after one failed
-STACKS_TIME = 10.0  # seconds that the processes have at most to write their stacks
+GRACE = 5.0  # seconds for the other ranks to answer after one failed
+STACKS_TIME = 10.0  # seconds at most for the processes to write their stacks
 _STACK = "most recent call first"  # what faulthandler writes
 _OF_A_LAUNCHER = ("MESHWRIGHT_PLAN", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a function raised.
+    """The error that a function raised.
 
     Args:
-        time: of a clock that all processes share.
-        error: itself, if it can be pickled.
+        time: the time of the failure, on a clock that all processes share.
+        error: the error itself, if it can be pickled.
         text: its traceback.
         is_effect: whether it only says that another rank failed.
     """
@@ -50,15 +50,15 @@ class Failure:
 
 
 def start_server(modules: Sequence[str] = ()) -> None:
-    """Start importing what the processes need, while this one does something else.
+    """Start importing what the processes need, in the background.
 
-    The processes are forked from a server that has the imports done: each would take seconds for them.
+    The processes are forked from a server that has done the imports, which would take seconds in each process.
 
     Args:
-        modules: to import beside this package; what cannot be imported is left out.
+        modules: the modules to import besides this package; those that cannot be imported are left out.
     """
     if "forkserver" in multiprocessing.get_all_start_methods():
-        # Of a server that runs already nothing changes; the processes import what it lacks.
+        # A server that is already running does not change; the processes import what it lacks.
         own = ["__main__", "meshwright.verification.program"]
         multiprocessing.get_context("forkserver").set_forkserver_preload([*own, *filter(None, modules)])
         from multiprocessing import forkserver
@@ -69,17 +69,17 @@ def start_server(modules: Sequence[str] = ()) -> None:
 def run_together(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float, tell: Tell = lambda text: None
 ) -> list[Any]:
-    """Return what ``function(*args, tell)`` returned on each rank.
+    """Run ``function(*args, tell)`` on each rank, and return the results in the order of the ranks.
 
     Args:
         function: a module-level function; it and the arguments are pickled.
-        world_size: the number of processes, which are one group on this machine (gloo, CPU).
+        world_size: the number of processes, which form one group on this machine (gloo, CPU).
         timeout: seconds until all must have answered.
-        tell: takes what rank 0 says about how far it is.
+        tell: a function that receives rank 0's progress messages.
 
     Raises:
-        PlanError: as raised by a rank, or for arguments that cannot be pickled.
-        VerificationError: some rank raised anything else, ended, or did not answer in time.
+        PlanError: if a rank raised one, or the arguments cannot be pickled.
+        VerificationError: if a rank raised anything else, ended, or did not answer in time.
     """
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -121,14 +121,14 @@ def _start(process: BaseProcess) -> None:
 
 def _unpicklable(error: BaseException) -> PlanError:
     return PlanError(
-        f"model_factory cannot be sent to another process ({error}); verify starts processes, which import what they "
-        "run. Define it with def at the top level of a file and pass it by name, with its arguments bound by "
-        "functools.partial; in a notebook, put it into a .py file beside it and import it"
+        f"model_factory cannot be sent to another process ({error}); verify starts processes, which import it. "
+        "Define it with def at the top level of a file and pass it by name, with its arguments bound by "
+        "functools.partial. In a notebook, put it into a .py file beside the notebook and import it"
     )
 
 
 class _Processes:
-    """The processes of one run, and what they said."""
+    """The processes of one run, and their results."""
 
     def __init__(self, logs: list[Path]):
         self.logs = logs
@@ -171,7 +171,7 @@ class _Processes:
             hint = ""
             if not self.logs[rank].exists():
                 hint = (
-                    " while it imported the program, as its output above says; a script calls verify under "
+                    " while it imported the program (see its output above); call verify under "
                     'if __name__ == "__main__":, since the processes import the script'
                 )
             return "failed", Failure(
@@ -195,8 +195,8 @@ class _Processes:
             time.sleep(0.1)
         stacks = "\n".join(f"---- rank {rank}\n{self._log(rank)}" for rank in range(len(self.processes)))
         return (
-            f"rank(s) {', '.join(map(str, silent))} of {len(self.processes)} did not answer within {timeout:g} s; give "
-            f"more time by timeout=, or look at where they are:\n{stacks}"
+            f"rank(s) {', '.join(map(str, silent))} of {len(self.processes)} did not answer within {timeout:g} s; pass "
+            f"a larger timeout=, or see in the stacks where they are:\n{stacks}"
         )
 
     def _log(self, rank: int) -> str:
@@ -219,7 +219,7 @@ def _main(connection: Connection, place: _Place, function: Callable[..., Any], a
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    # Ctrl-C reaches the whole foreground group, and the process that started these ends them.
+    # Ctrl-C reaches the whole foreground group, and the parent ends these processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     for name in _OF_A_LAUNCHER:
@@ -243,14 +243,14 @@ def _main(connection: Connection, place: _Place, function: Callable[..., Any], a
         answer = ("failed", _failure(error))
     try:
         connection.send(answer)
-    except Exception as error:  # an error of the user's that cannot be pickled
+    except Exception as error:  # the user's error cannot be pickled
         connection.send(("failed", Failure(time.monotonic(), None, f"{answer[1]!r}\n{error}", False)))
-    # Until the parent ends it: the others may still need this one, and leaving a group waits for nobody.
+    # Wait for the parent to end it: the other ranks may still need it, and leaving a group does not wait.
     threading.Event().wait()
 
 
 def _failure(error: BaseException) -> Failure:
-    # Causes and frames stay here: they may hold anything.
+    # Causes and frames are not sent, since they may hold anything.
     plain = type(error).__module__ == "meshwright.errors" and isinstance(error, PlanError)
     own = PlanError(str(error)) if plain else None
     text = "".join(traceback.format_exception(error))
@@ -258,6 +258,6 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _end_with_parent(connection: Connection) -> None:
-    """Nothing is sent to a process, so its connection becomes readable when the parent is gone."""
+    """End when the parent is gone: it sends nothing, so only then is the connection readable."""
     wait([connection])
     os._exit(1)

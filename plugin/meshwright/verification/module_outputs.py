@@ -1,4 +1,4 @@
-"""What each module puts out, in a form that does not depend on how the tokens are spread over ranks."""
+"""Records each module's output in a form that does not depend on how the tokens are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Output:
     """Sums over the tokens of one module's output.
 
     Args:
-        tokens: how many tokens it has.
-        ndim: of the output.
-        sums: of the values and of their squares, [2, width].
+        tokens: the number of tokens.
+        ndim: the output's number of dims.
+        sums: the sums of the values and of their squares, [2, width].
     """
 
     tokens: int
@@ -28,7 +28,7 @@ class Output:
 
 
 class Outputs:
-    """Takes down the first output of each module, in the order of the calls."""
+    """Records the first output of each module, in the order of the calls."""
 
     def __init__(self, model: nn.Module):
         self.seen: dict[str, Output] = {}
@@ -54,15 +54,15 @@ class Outputs:
 def output_differences(
     expected: Mapping[str, Output], ranks: Sequence[Mapping[str, Output]], tp: int
 ) -> list[Difference]:
-    """Compare what modules put out on all ranks with what they put out on one device.
+    """Compare the outputs of modules on all ranks with those on one device.
 
-    An output is compared where a rank has it whole, or has its run of the tokens (sequence parallelism). What is cut
-    over its width, or over heads, is not compared; what is computed of it is.
+    An output is compared if each rank has it whole, or has its run of the tokens (sequence parallelism). An output that
+    is sharded over its width or over heads is not compared, but what is computed from it is.
 
     Args:
-        expected: on one device.
-        ranks: on each rank of the plan, each of which was given the same batch.
-        tp: ranks that share it.
+        expected: the outputs on one device.
+        ranks: the outputs on each rank of the plan, all for the same batch.
+        tp: the size of the tp axis.
     """
     found = []
     for name, one in expected.items():

@@ -1,4 +1,4 @@
-"""What a parameter is, for a table that has a row for each kind."""
+"""The kinds of parameters, for a table with a row per kind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def kinds_of(model: nn.Module, sharding_plan: ShardingPlan | None) -> dict[str, 
     """Return the kind of each parameter of a model, by its name.
 
     Args:
-        model: as on one device.
-        sharding_plan: which module plays which role; None for the one that the model would get.
+        model: the model as on one device.
+        sharding_plan: the roles of the modules; None for the plan that the model would get.
     """
     prefix, decoder = without_wrappers(model)
     try:
         plan = sharding_plan or plan_for(decoder)
-    except PlanError:  # a plan without tp runs it all the same
+    except PlanError:  # a plan without tp still runs it
         plan = ShardingPlan(roles={})
     modules = dict(model.named_modules())
     found = {}

@@ -1,4 +1,4 @@
-"""The training program that is run twice: under the plan, and on one device with stock torch."""
+"""The training program that runs twice: under the plan, and on one device with stock torch."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from meshwright.verification.module_outputs import Output, Outputs, output_diffe
 from meshwright.verification.parameter_kinds import kinds_of
 
 Factory = Callable[[], nn.Module]
-LossFunction = Callable[[Any, Any], Tensor]  # of the model and a batch
+LossFunction = Callable[[Any, Any], Tensor]  # takes the model and a batch
 Tell = Callable[[str], None]
 
 LEARNING_RATE = 1e-3
 MAX_NORM = 0.5
-_NOISE = 0.1  # of what is added to norms and biases
+_NOISE = 0.1  # standard deviation of the noise on norms and biases
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What is trained; it reaches each process by pickling.
+    """The training program; it is pickled and sent to each process.
 
     Args:
-        factory: makes the model.
+        factory: the function that makes the model.
         plan: the parallel plan.
         config: the other options of ``to_distributed``.
         batch: the user's global batch or batches; None to make some.
-        loss: of the model and a batch; None for the loss that the model returns.
-        steps: optimizer steps.
-        seed: of the weights and the tokens.
-        perturb: add noise to every parameter of one dim, since a norm of ones and a bias of zeros hide errors.
-        folder: where the numbers of one device lie.
+        loss: a function of the model and a batch; None for the loss that the model returns.
+        steps: the number of optimizer steps.
+        seed: the seed of the weights and the tokens.
+        perturb: whether to add noise to parameters of one dim, since norms of ones and biases of zeros hide errors.
+        folder: the directory of the numbers of one device.
     """
 
     factory: Factory
@@ -92,19 +92,19 @@ class Program:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PlanError(
                 f"{type(model).__name__} returned no loss for a batch of {', '.join(batch)}; put labels into the "
-                "batch, or say how the loss is computed: verify(model_factory, plan, loss=loss_of_model_and_batch)"
+                "batch, or pass a function that computes it: verify(model_factory, plan, loss=loss_of_model_and_batch)"
             )
         return loss
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Numbers of one step.
+    """The numbers of one step.
 
     Args:
         loss: the sum of the losses of its batches.
-        norm: of all gradients.
-        gradients: by parameter, whole; on rank 0 only.
+        norm: the norm of all gradients.
+        gradients: the whole gradient of each parameter; on rank 0 only.
     """
 
     loss: float
@@ -114,7 +114,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Start:
-    """What one device has before the first step."""
+    """The weights and outputs on one device before the first step."""
 
     kinds: dict[str, str]
     weights: dict[str, Tensor]
@@ -123,20 +123,20 @@ class Start:
 
 
 class Training:
-    """A model, its optimizer and its batches; what differs between one device and a plan is in the two subclasses."""
+    """A model, its optimizer and its batches; the two subclasses are for one device and for a plan."""
 
     def __init__(self, program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, cases: tuple[Case, ...]):
         self.program, self.model, self.optimizer, self.cases = program, model, optimizer, cases
 
     def batches(self) -> Iterator[tuple[Case, list[Any]]]:
-        """The cases in turn, each with this process's rows."""
+        """Yield the cases in turn, each with this process's rows."""
         raise NotImplementedError
 
     def numbers(self, case: Case, batches: list[Any], *, has_gradients: bool) -> Numbers:
         raise NotImplementedError
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
-        """The outputs of all modules and the logits for the whole first batch."""
+        """Return the outputs of all modules and the logits for the whole first batch."""
         first = self.cases[0]
         batch = {name: value for name, value in first.batches[0].items() if name != "labels"}
         self.model.eval()
@@ -158,13 +158,13 @@ class Training:
         return total
 
     def first_passes(self) -> Iterator[tuple[Case, Numbers]]:
-        """The gradients of each case at the first weights."""
+        """Yield the numbers of each case at the initial weights."""
         for case, batches in self.batches():
             yield case, self.numbers(case, batches, has_gradients=True)
             self.optimizer.zero_grad()
 
     def steps(self) -> Iterator[Numbers]:
-        """Optimizer steps on the cases in turn."""
+        """Run optimizer steps on the cases in turn, and yield the numbers of each."""
         left = self.program.steps
         while left > 0:
             for case, batches in self.batches():
@@ -176,7 +176,7 @@ class Training:
 
 
 class OneDevice(Training):
-    """Stock torch in one process."""
+    """The training with stock torch in one process."""
 
     def batches(self) -> Iterator[tuple[Case, list[Any]]]:
         for case in self.cases:
@@ -191,10 +191,10 @@ class OneDevice(Training):
 
 
 class Distributed(Training):
-    """The same under the plan."""
+    """The training under the plan."""
 
     loader: Any
-    has_global_loss: bool  # a loss of the user's own is that of a rank's rows, and its mean over ranks is compared
+    has_global_loss: bool  # false for the user's own loss of a rank's rows, whose mean over ranks is compared
 
     def batches(self) -> Iterator[tuple[Case, list[Any]]]:
         rows = iter(self.loader)
@@ -214,7 +214,7 @@ class Distributed(Training):
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with two groups, decayed and not, as everybody's scripts have."""
+    """Return AdamW with two groups, with and without weight decay, as most scripts have."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -224,7 +224,7 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run_one_device(program: Program, tell: Tell) -> str:
-    """Run the program on one device, leave its numbers in the folder, and return the model's class."""
+    """Run the program on one device, save its numbers in the folder, and return the name of the model's class."""
     tell("one process")
     with in_float64():
         model = program.model()
@@ -287,9 +287,9 @@ def _check_start(start: Start, model: nn.Module) -> None:
     other = [n for n, value in start.weights.items() if n not in weights or not _is_same(weights[n], value)]
     if other:
         raise PlanError(
-            f"model_factory made {other[0]} otherwise in another process ({len(other)} of {len(start.weights)} weights "
-            "differ), so there is nothing to compare with; draw all weights from torch's global generator, which "
-            "verify seeds, or from one that the factory seeds"
+            f"model_factory made a different {other[0]} in another process ({len(other)} of {len(start.weights)} "
+            "weights differ), so the two programs cannot be compared; draw all weights from torch's global generator, "
+            "which verify seeds, or from one that the factory seeds"
         )
 
 
@@ -319,7 +319,7 @@ def _step_differences(where: str, actual: Numbers, expected: Numbers) -> Iterato
 def _gradient_differences(
     where: str, actual: Numbers, expected: Numbers, kinds: dict[str, str]
 ) -> Iterator[Difference]:
-    # A gradient that is zero but for rounding (a key's bias) is compared with the largest of all.
+    # A gradient that is zero up to rounding (a key's bias) is compared with the largest of all gradients.
     largest = max((float(gradient.abs().max()) for gradient in expected.gradients.values()), default=0.0)
     for name, kind in kinds.items():
         one, other = actual.gradients.get(name), expected.gradients.get(name)

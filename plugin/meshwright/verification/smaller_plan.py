@@ -1,4 +1,4 @@
-"""A plan of a cluster, made small enough for one machine."""
+"""Shrinks a cluster's plan to one machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.config import ParallelPlan
 
 
 def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
-    """Return the plan, or one of the same kind that so many processes run.
+    """Return the plan, or one of the same kind that fits ``processes`` processes.
 
     Every axis, stage and option of the plan stays; the sizes of the axes shrink, dp first, never below 2.
 

@@ -1,4 +1,4 @@
-"""``verify``: does a model train under a plan as it does on one device?"""
+"""``verify`` compares a model's training under a plan with its training on one device."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ def verify(
 ) -> Report:
     """Train a model under a plan and on one device, and compare everything that should be equal.
 
-    Both programs run in float64 on processes of this machine: one process with stock torch, then as many as the plan
-    has ranks, over gloo. Compared are, in evaluation, the outputs of modules and the logits; for each batch, at the
-    first weights, the loss, the gradient norm and each parameter's gradient; for each optimizer step (AdamW, clipped)
-    the loss and the norm; and the weights after the last step. A script calls it under
+    Both programs run in float64 on processes of this machine: first one process with stock torch, then one process per
+    rank of the plan, over gloo. The comparison covers the outputs of modules and the logits in evaluation; the loss,
+    the gradient norm and each parameter's gradient for each batch at the initial weights; the loss and the norm for
+    each optimizer step (AdamW, clipped); and the weights after the last step. Call it under
     ``if __name__ == "__main__":``, since the processes import the script.
 
     Args:
-        model_factory: a function that returns the model as on one device. It is pickled, so it is defined at the top
+        model_factory: a function that returns the model as on one device. It is pickled, so define it at the top
             level of a file. Keep the model small: each process holds it in float64.
         plan: the parallel plan: a ParallelPlan, the planner's words ("dp2 tp2+sp zero1"), a dict of its fields, or the
             path of a plan file.
-        batch: a global batch for ``model(**batch)``, or a list of them; by default token batches with what distributed
+        batch: a global batch for ``model(**batch)``, or a list of them; by default token batches that distributed
             programs get wrong (uneven rows, odd lengths, padding, packed documents, accumulation).
         loss: a function of the model and a batch that returns the loss; by default the loss that the model returns.
-        steps: optimizer steps.
-        seed: of the weights and the tokens.
-        perturb: add noise to all parameters of one dim: norms of ones and biases of zeros hide errors.
+        steps: the number of optimizer steps.
+        seed: the seed of the weights and the tokens.
+        perturb: whether to add noise to all parameters of one dim: norms of ones and biases of zeros hide errors.
         config: other options of ``to_distributed``; its plan is replaced.
         timeout: seconds for each of the two programs.
-        on_progress: is given a few words at each stage.
+        on_progress: a function that receives a few words at each stage.
         notes: sentences to print below the table.
 
     Returns:
-        The report. A difference is no exception: ``report.ok`` is false, and ``report.suspect`` names the module or the
+        The report. A difference does not raise: ``report.ok`` is false, and ``report.suspect`` names the module or the
         parameter to look at first.
 
     Raises:
-        PlanError: for a plan that the model cannot run, for wrong arguments, or for a factory that does not make the
-            same model in each process.
-        VerificationError: a process raised, ended or did not answer in time.
+        PlanError: if the model cannot run the plan, an argument is wrong, or the factory does not make the same model
+            in each process.
+        VerificationError: if a process raised, ended or did not answer in time.
 
     Example::
 
@@ -85,7 +85,7 @@ def verify(
     _check(model_factory, steps)
     if batch is not None:
         given_cases(batch)
-    # Replicas that part are found by their numbers, parameter by parameter.
+    # The comparison itself finds replicas that differ, parameter by parameter.
     config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, timeout_s=timeout, check_replicas_every=0)
     if batch is None and config.num_items_in_batch == "auto":
         config = dataclasses.replace(config, num_items_in_batch="global")  # what token_cases counts
@@ -133,5 +133,5 @@ def _check(model_factory: Any, steps: int) -> None:
     if getattr(model_factory, "__module__", "") == "__main__" and not hasattr(main, "__file__"):
         raise PlanError(
             "model_factory is defined in a notebook or an interactive session, which the processes cannot import; put "
-            "it into a .py file beside it and import it"
+            "it into a .py file beside the notebook and import it"
         )

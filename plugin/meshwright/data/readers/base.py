@@ -1,4 +1,4 @@
-"""What every way of reading has in common: a place in the epochs, and what a loader asks of a reader."""
+"""What all readers have in common: a position in the epochs, and the interface that a loader uses."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.utils.data import DataLoader
 from meshwright.data.global_batches import Portion
 
 VERSION = 2
-WORKER_SEEDS = 2**62  # workers add their numbers to a seed
-NAMED = "If the dataset is the same, name it alike in both runs: LoaderOptions(fingerprint='a name')"
+WORKER_SEEDS = 2**62  # leaves room for the worker's number, which is added to a seed
+NAMED = "If the dataset is the same, give it the same name in both runs: LoaderOptions(fingerprint='a name')"
 
 
 @dataclass
 class Position:
-    """Where reading is.
+    """The position of a reader.
 
     Args:
-        epoch: that is read, or that is next.
-        samples: of it, over all ranks, that were given out.
-        is_fresh: nobody has begun to read from here, so that the next iteration does.
+        epoch: the epoch that is being read, or the next one.
+        samples: the number of its samples that were returned, over all ranks.
+        is_fresh: whether the next iteration starts here, since none has yet.
     """
 
     epoch: int = 0
@@ -36,25 +36,25 @@ class Position:
         self.is_fresh = False
 
     def finish(self) -> None:
-        """The epoch is read to its end."""
+        """Move to the start of the next epoch."""
         self.epoch, self.samples, self.is_fresh = self.epoch + 1, 0, True
 
     def set_epoch(self, epoch: int) -> None:
-        """What the next iteration reads; a place that was loaded for this very epoch stays.
+        """Choose the epoch of the next iteration; a position that was loaded for this epoch is kept.
 
         Raises:
-            ValueError: no epoch.
+            ValueError: ``epoch`` is not an integer from 0 on.
         """
         if not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"an epoch is an integer from 0 on, not {epoch!r}")
+            raise ValueError(f"epoch must be an integer from 0 on, got {epoch!r}")
         if epoch != self.epoch or not self.is_fresh:
             self.epoch, self.samples, self.is_fresh = epoch, 0, True
 
     def load(self, state: Mapping[str, Any], most: int | None = None) -> None:
-        """Go to a state's place, of at most so many samples.
+        """Move to a state's position, of at most ``most`` samples.
 
         Raises:
-            ValueError: it has none, or an impossible one.
+            ValueError: the state has no position, or an impossible one.
         """
         for name in ("epoch", "samples"):
             value = state.get(name)
@@ -65,25 +65,24 @@ class Position:
 
 
 class Reader(Protocol):
-    """Reads a rank's rows of global batches, and knows where it is.
+    """Reads a rank's rows of global batches, and keeps its position.
 
-    ``read`` is told what ``draw`` drew on the first rank. Where one rank reads for its peers, theirs are never asked
-    to read.
+    ``read`` receives what ``draw`` drew on the first rank. If one rank reads for its peers, their readers never read.
     """
 
     position: Position
 
     @property
     def dropped(self) -> int:
-        """Samples at the end of this epoch that are left out."""
+        """The number of samples at the end of this epoch that are left out."""
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a batch, where they are known."""
+        """The number of rows per batch, if it is known."""
 
     @property
     def seed(self) -> int | None:
-        """Of the orders of all epochs, where one seed says them; may be set to another rank's."""
+        """The seed of the orders of all epochs, if one seed decides them; may be set to another rank's."""
 
     @seed.setter
     def seed(self, seed: int) -> None: ...
@@ -93,29 +92,29 @@ class Reader(Protocol):
         """Whether an epoch that is read again has the same order."""
 
     def __len__(self) -> int:
-        """Steps of an epoch; TypeError where nobody knows."""
+        """Return the number of steps per epoch; TypeError if it is unknown."""
 
     def describe(self) -> dict[str, str]:
-        """What must be the same on all ranks, by name."""
+        """Return what must be equal on all ranks, by name."""
 
     def draw(self) -> list[Any]:
-        """The epoch's random numbers, as this rank would draw them."""
+        """Draw the epoch's random numbers on this rank."""
 
     def read(self, draws: list[Any]) -> Iterator[Portion]:
-        """The rest of the epoch from ``position`` on, which is moved past a batch when it is given out."""
+        """Yield the rest of the epoch from ``position`` on, and move ``position`` past each batch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that is read next."""
+        """Choose the epoch that is read next."""
 
     @property
     def follows_torch(self) -> bool:
-        """Whether torch's random state may say what later epochs are."""
+        """Whether torch's random state may decide the orders of later epochs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """Return the position, and what identifies the data it is a position in."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go there; ValueError for a state of something else."""
+        """Move to a state's position; ValueError if the state is of other data."""
 
 
 def check_state(state: Mapping[str, Any], expected: Mapping[str, Any], why: str) -> None:
@@ -126,11 +125,11 @@ def check_state(state: Mapping[str, Any], expected: Mapping[str, Any], why: str)
     """
     for name, value in {"version": VERSION, **expected}.items():
         if state.get(name) != value:
-            raise ValueError(f"the state has {name}={state.get(name)!r}, and this loader has {name}={value!r}; {why}")
+            raise ValueError(f"the state has {name}={state.get(name)!r}, but this loader has {name}={value!r}; {why}")
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a DataLoader that say how its workers run."""
+    """Return the arguments of a DataLoader that configure its workers."""
     names = ["num_workers", "timeout", "worker_init_fn", "multiprocessing_context"]
     if loader.num_workers:
         names.append("prefetch_factor")

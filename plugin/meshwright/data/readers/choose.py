@@ -1,4 +1,4 @@
-"""Which reader fits a loader."""
+"""Chooses the reader that fits a loader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_reader(
     has_dtensors: bool,
     options: LoaderOptions,
 ) -> Reader:
-    """The reader that fits a loader.
+    """Return the reader that fits a loader.
 
     Raises:
         ValueError: an empty dataset, one that is split without ``is_dataset_splitted``, or options that do not fit it.
@@ -43,7 +43,7 @@ def make_reader(
     if what := split_by(loader):
         raise ValueError(
             f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "
-            "plain DataLoader, or set is_dataset_splitted=True of shard_dataloader"
+            "plain DataLoader, or call shard_dataloader(..., is_dataset_splitted=True)"
         )
     return _reader_of_whole(loader, dp, share, readers, options, may_stream=True)
 
@@ -56,16 +56,16 @@ def _reader_of_whole(
         return StreamReader(loader, dp, share, {**options.of_stream, "name": name})
     if options.shuffle:
         raise ValueError(
-            "shuffle=True shuffles an iterable dataset with several numbered shards, and this loader has none; set "
-            "shuffle=True of its DataLoader, or shuffle the dataset itself"
+            "shuffle=True applies to an iterable dataset with several numbered shards, and this loader has none; pass "
+            "DataLoader(..., shuffle=True), or shuffle the dataset itself"
         )
     if is_stock(loader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
         return MapReader(loader, dp, share, seed=options.seed, name=name)
     if is_stock(loader) and may_stream and dp.size > 1 and (stage := stage_over_shards(loader.dataset)):
         logger.warning(
-            "the dataset's pipeline has a %s, which cannot be done shard by shard, so that every rank reads all of it "
-            "and resuming reads it again up to there; shuffle by LoaderOptions(shuffle=True) instead of shuffle(), and "
-            "select rows before streaming",
+            "the dataset's pipeline has a %s, which cannot run shard by shard, so every rank reads the whole dataset "
+            "and resuming reads it again up to the saved position. Shuffle with LoaderOptions(shuffle=True) instead of "
+            "dataset.shuffle(), and select rows before streaming",
             stage,
         )
     return WholeReader(loader, dp, share, readers=readers, name=name)

@@ -1,4 +1,4 @@
-"""Reading a map-style dataset: this rank's indices of every global batch, from any sample on."""
+"""Reads a map-style dataset: this rank's indices of every global batch, from any sample on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from meshwright.parallel.collectives import Axis
 class MapReader:
     """Reads by index, in the order of the user's sampler.
 
-    A state is a number of samples, so that it holds on any number of ranks and workers and with any batch size.
+    A state is a number of samples, so it is valid on any number of ranks and workers and with any batch size.
 
     Args:
-        loader: the user's, over a map-style dataset.
-        dp: this rank's place among those that read different rows.
-        share: which rows of a batch it takes.
-        seed: of the shuffling, instead of the loader's generator.
-        name: of the dataset, instead of its fingerprint.
+        loader: the user's loader, over a map-style dataset.
+        dp: this rank's place among the ranks that read different rows.
+        share: the function that chooses a rank's rows of a batch.
+        seed: the seed of the shuffling, instead of the loader's generator.
+        name: a name for the dataset, instead of its fingerprint.
 
     Raises:
         ValueError: the dataset is empty.
@@ -40,7 +40,7 @@ class MapReader:
             raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
         self.position = Position()
         self.dropped = 0
-        self.least: int | None = None  # rows of the smallest batch of the epoch under way
+        self.least: int | None = None  # rows of the smallest batch of the current epoch
         self._sampling = Sampling(loader, seed)
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
@@ -48,7 +48,7 @@ class MapReader:
         self._indices = _RankIndices(dp, share, self._sampling.exhaust)
         self._generator = Generator()
         self._inner: DataLoader[Any] | None = None
-        self._order: int | None = None  # a digest of the epoch that a sampler of the user's drew
+        self._order: int | None = None  # a digest of the epoch's order, if the user's sampler drew it
 
     def __len__(self) -> int:
         return len(self._sampling)
@@ -67,7 +67,7 @@ class MapReader:
 
     @property
     def generator(self) -> Generator | None:
-        """What says the orders, unless torch's random state does."""
+        """The generator that decides the orders, unless torch's random state does."""
         return self._sampling.generator
 
     @property
@@ -114,7 +114,7 @@ class MapReader:
         self._tell_epoch()
 
     def skip(self, samples: int) -> None:
-        """Have the next iteration begin after the first samples of its epoch."""
+        """Start the next iteration after this many samples of its epoch."""
         if not self.position.is_fresh:
             self._sampling.leave()
             self.position.set_epoch(self.position.epoch + 1)
@@ -142,14 +142,14 @@ class MapReader:
             "order": self._sampling.kind,
             "seed": self._sampling.seed,
         }
-        check_state(state, expected, f"sample k would be another one. {NAMED}")
+        check_state(state, expected, f"sample k would be a different one. {NAMED}")
         self.position.load(state, self._sampling.length if self._sampling.kind != "listed" else None)
         self._sampling.load(state)
         self._order = state.get("drawn")
         self._tell_epoch()
 
     def _tell_epoch(self) -> None:
-        """Datasets and samplers of the user's may have an order of their own for each epoch."""
+        """Pass the epoch to the user's dataset and samplers, which may have a different order for each epoch."""
         loader = self._user_loader
         batch_sampler = loader.batch_sampler
         for part in (loader.dataset, getattr(batch_sampler, "sampler", None), batch_sampler):
@@ -157,19 +157,19 @@ class MapReader:
                 tell(self.position.epoch)
 
     def _check_order(self, draws: list[Any]) -> None:
-        """A sampler that drew another order would give other samples from here on."""
+        """Raise if the user's sampler drew an order other than the state's, since the samples would then differ."""
         if self._sampling.kind != "listed":
             return
         drawn = zlib.crc32(repr(draws[1:]).encode())
         if self.position.samples and self._order not in (None, drawn):
             raise ValueError(
-                "the loader's sampler drew another order than it did in the epoch of the state, so the samples not yet "
-                "seen are not known; give it the same seed or state before the loop goes on"
+                "the loader's sampler drew a different order than in the epoch of the state, so the samples not yet "
+                "seen are unknown; give the sampler the same seed or state before the loop resumes"
             )
         self._order = drawn
 
     def _loader(self) -> DataLoader[Any]:
-        """One for all epochs, whose workers may persist."""
+        """Return the DataLoader that reads all epochs, so that its workers may persist."""
         if self._inner is None:
             loader = self._user_loader
             self._inner = DataLoader(
@@ -185,10 +185,10 @@ class MapReader:
 
 
 class _RankIndices:
-    """The batch sampler of the DataLoader that reads: this rank's indices.
+    """The batch sampler of the DataLoader that reads; it yields this rank's indices.
 
     Args:
-        exhaust: called when the sampler of one device would be at its end, which workers reach before the loop does.
+        exhaust: a function called when one device's sampler would be at its end, which workers reach before the loop.
     """
 
     def __init__(self, dp: Axis, share: Sharing, exhaust: Callable[[], None]):
@@ -205,6 +205,6 @@ class _RankIndices:
         for start, rows in self._batches.after(self._samples):
             share = self._share(rows, self._dp)
             if rows < self._batches.most:
-                self._exhaust()  # BatchSampler meets the end while it fills the last batch
+                self._exhaust()  # a BatchSampler reaches the end while it fills the last batch
             yield self._order.take(start + share.low, start + share.high)
         self._exhaust()

@@ -1,4 +1,4 @@
-"""What a rank has read of its lanes and not yet used, with or without worker processes."""
+"""A buffer of the samples that a rank has read from its lanes, with or without worker processes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from meshwright.data.shards import Chunk, LaneReader
 
 
 class ReadAhead:
-    """Reads some lanes evenly, as far as it is asked to.
+    """Reads some lanes evenly, as far as requested.
 
     Args:
-        readers: of the lanes.
-        chunk_size: samples of a lane that are handed over at a time.
+        readers: the readers of the lanes.
+        chunk_size: the number of samples of a lane that are passed on at a time.
         loader_options: arguments of the DataLoader whose workers read.
     """
 
     def __init__(self, readers: Sequence[LaneReader], chunk_size: int, loader_options: Mapping[str, Any]):
-        self.error: Exception | None = None  # why reading stopped, for the ranks to learn together
+        self.error: Exception | None = None  # why reading stopped, for all ranks to raise together
         self._samples: dict[int, deque[Any]] = {reader.lane: deque() for reader in readers}
         self._live = set(self._samples)
         self._starts: dict[int, list[tuple[int, int]]] = {lane: [] for lane in self._samples}
@@ -30,13 +30,13 @@ class ReadAhead:
         rounds = _Rounds(readers, chunk_size)
         if workers:
             options = {**loader_options, "num_workers": workers, "batch_size": None, "collate_fn": pickle.dumps}
-            # As bytes: each tensor would cost the queue from a worker a file descriptor.
+            # As bytes, since each tensor in a worker's queue would use a file descriptor.
             self._rounds: Iterator[list[Chunk]] = map(pickle.loads, DataLoader(rounds, **options))
         else:
             self._rounds = iter(rounds)
 
     def fill(self, count: int) -> None:
-        """Read until ``count`` samples of each lane are at hand, or all it has."""
+        """Read until the buffer holds ``count`` samples of each lane, or all that it has left."""
         try:
             while any(len(self._samples[lane]) < count for lane in self._live) and self.error is None:
                 for chunk in next(self._rounds):
@@ -45,16 +45,16 @@ class ReadAhead:
             self.error = error
 
     def take(self, lane: int) -> Any:
-        """The next sample of a lane."""
+        """Remove and return the next sample of a lane."""
         return self._samples[lane].popleft()
 
     def report(self) -> dict[int, tuple[int, bool, list[tuple[int, int]]]]:
-        """For each lane the number of samples at hand, whether that is all, and the shards opened since last asked."""
+        """Return for each lane the samples held, whether that is all, and the shards opened since the last call."""
         starts, self._starts = self._starts, {lane: [] for lane in self._samples}
         return {lane: (len(held), lane not in self._live, starts[lane]) for lane, held in self._samples.items()}
 
     def close(self) -> None:
-        """Let the workers go."""
+        """Release the workers."""
         self._rounds = iter(())
 
     def _add(self, chunk: Chunk) -> None:
@@ -65,7 +65,7 @@ class ReadAhead:
 
 
 class _Rounds(IterableDataset):
-    """A chunk of each lane, again and again until all have ended; a worker reads its share of the lanes."""
+    """Yields rounds with a chunk of each lane until all lanes have ended; a worker reads its share of the lanes."""
 
     def __init__(self, readers: Sequence[LaneReader], chunk_size: int):
         self._readers, self._chunk_size = readers, chunk_size

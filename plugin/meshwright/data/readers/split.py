@@ -1,4 +1,4 @@
-"""Reading a dataset that the user has split: each rank its own part, with an end that all agree on."""
+"""Reads a dataset that the user has split: each rank reads its own part, and all ranks stop together."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class SplitReader:
-    """Reads the loader as it is. The ranks tell each other at each step how many rows they have.
+    """Reads the loader as it is. At each step the ranks exchange how many rows they have.
 
-    Its position counts batches, which all ranks take alike, where other readers count samples.
+    Its position counts batches, which are in step on all ranks; other readers count samples.
 
     Args:
-        own: reads this rank's part; the axis it was given has one rank.
+        own: the reader of this rank's part, on an axis of one rank.
         dp: the ranks that hold the other parts.
-        drop_last: stop all ranks where the first one's part ends.
-        needs_equal_rows: whether a batch must have as many rows on each rank.
+        drop_last: whether to stop all ranks as soon as one part ends.
+        needs_equal_rows: whether a batch must have the same number of rows on each rank.
     """
 
     def __init__(self, own: Reader, dp: Axis, *, drop_last: bool, needs_equal_rows: bool):
@@ -42,7 +42,7 @@ class SplitReader:
 
     @property
     def seed(self) -> None:
-        """Each rank's loader has its own."""
+        """None, since each rank's loader has its own seed."""
 
     @seed.setter
     def seed(self, seed: int) -> None:
@@ -50,7 +50,7 @@ class SplitReader:
 
     @property
     def follows_torch(self) -> bool:
-        """Each rank has an order of its own, and a state is of all of them."""
+        """False, since each rank has its own order and a state is for all of them."""
         return False
 
     def describe(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class SplitReader:
                 break
             if portion is None:
                 if last is None:
-                    raise ValueError(f"the user's split left a rank without a single row: {self._said(rows)}")
+                    raise ValueError(f"the user's split leaves a rank without rows: {self._said(rows)}")
                 portion = Portion(last.batch, total, last.held, 0)
             last = Portion(portion.batch, total, portion.held, portion.counted)
             self.position.samples += 1
@@ -90,12 +90,12 @@ class SplitReader:
         check_state(
             state,
             {"reader": "split", **self._settings()},
-            "a dataset that was split by the user can only go on with the same split and settings",
+            "a dataset that the user has split can only be resumed with the same split and settings",
         )
         if state.get("samples") and not self._own.is_repeatable:
             raise ValueError(
-                "the loader of a split dataset is shuffled without a seed, so that its order cannot be gone back to; "
-                "give the DataLoader a generator, or pass the whole dataset without is_dataset_splitted"
+                "the loader of a split dataset is shuffled without a seed, so its order cannot be restored; pass "
+                "DataLoader(..., generator=GENERATOR), or the whole dataset without is_dataset_splitted"
             )
         self.position.load(state)
         self._own.set_epoch(self.position.epoch)
@@ -111,18 +111,18 @@ class SplitReader:
         return ", ".join(f"{count} on rank {rank} of {self._dp.name}" for rank, count in enumerate(rows))
 
     def _must_stop(self, rows: list[int]) -> bool:
-        """Whether some ranks have run dry, or have fewer rows than others, and nothing can make up for it."""
+        """Whether the epoch ends here, because some ranks have fewer rows and nothing can make up for it."""
         if all(rows) and (len(set(rows)) == 1 or not self._needs_equal_rows):
             return False
         if self._drop_last:
             self.dropped = sum(rows)
             if self._dp.rank == 0:
-                logger.warning("the parts are not equally long: the last batch is dropped, with %d rows", self.dropped)
+                logger.warning("the ranks' parts differ in length: drop_last drops the last %d rows", self.dropped)
             return True
         if self._needs_equal_rows:
             raise ValueError(
-                f"step {self.position.samples}: the user's split gave a batch of other sizes to the ranks: "
-                f"{self._said(rows)}. A DTensor must have as many rows on each; set drop_last=True on the loaders, "
-                "output='local', or pass the whole dataset without is_dataset_splitted"
+                f"step {self.position.samples}: the user's split gave the ranks batches of different sizes: "
+                f"{self._said(rows)}. A DTensor must have the same number of rows on each rank; set drop_last=True on "
+                "the loaders, use output='local', or pass the whole dataset without is_dataset_splitted"
             )
         return False

@@ -1,4 +1,4 @@
-"""Reading an iterable dataset whose shards can be shared out over ranks and workers."""
+"""Reads an iterable dataset whose shards can be spread over ranks and workers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StreamReader:
     """Reads a ShardedStream and collates its rows.
 
     Args:
-        loader: the user's, over a dataset with numbered shards.
-        dp: this rank's place among those that read different rows.
-        share: which rows of a batch it takes.
-        options: of the ShardedStream: ``shuffle``, ``buffer_size``, ``seed``, ``lanes``.
+        loader: the user's loader, over a dataset with numbered shards.
+        dp: this rank's place among the ranks that read different rows.
+        share: the function that chooses a rank's rows of a batch.
+        options: options of the ShardedStream: ``shuffle``, ``buffer_size``, ``seed``, ``lanes``.
     """
 
     def __init__(self, loader: DataLoader[Any], dp: Axis, share: Sharing, options: Mapping[str, Any]):
@@ -73,7 +73,7 @@ class StreamReader:
 
     @property
     def seed(self) -> None:
-        """The stream's own is among what must be the same on all ranks."""
+        """None, since ``describe`` compares the stream's own seed."""
 
     @seed.setter
     def seed(self, seed: int) -> None:
@@ -88,7 +88,7 @@ class StreamReader:
         return False
 
     def draw(self) -> list[Any]:
-        """The seed that a DataLoader draws for its workers, lest a loader that is shuffled by the same state differ."""
+        """Draw a worker seed as a DataLoader does, so that loaders with the same random state keep their order."""
         samples = self.position.samples
         return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
 
@@ -116,14 +116,14 @@ class StreamReader:
         return {"version": VERSION, "reader": "stream", **place, "stream": self._stream.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_state(state, {"reader": "stream"}, "it is of another kind of dataset")
+        check_state(state, {"reader": "stream"}, "the state is of another kind of dataset")
         if not isinstance(state.get("stream"), Mapping):
-            raise ValueError("the state says nothing of a stream; it was cut or changed")
+            raise ValueError("the state has no mapping 'stream'; it was truncated or changed")
         self._stream.load_state_dict(state["stream"])
         self.position.load(state)
 
     def _in_chunks(self, samples: list[Any], total: int) -> list[Any]:
-        """The rows of the last batch dealt out as DTensor has them."""
+        """Return this rank's rows of the last batch, divided as a DTensor divides them."""
         everything = [sample for part in gather_objects(samples, self._dp) for sample in part]
         share = self._share(total, self._dp)
         return everything[share.low : share.high]
@@ -136,8 +136,10 @@ class StreamReader:
 
 
 def has_shards(loader: Any) -> bool:
-    """Whether a loader's dataset can be read as a ShardedStream: it has several shards, and rows that do not depend on
-    those of other shards."""
+    """Whether a loader's dataset can be read as a ShardedStream.
+
+    It must have several shards, and rows that do not depend on other shards.
+    """
     if not is_stock(loader) or not loader.batch_size:
         return False
     dataset: Any = loader.dataset
@@ -150,10 +152,10 @@ def has_shards(loader: Any) -> bool:
 
 
 def stage_over_shards(dataset: Any) -> str | None:
-    """The stage of a Hugging Face pipeline that does something else when each shard goes through it alone.
+    """Return the stage of a Hugging Face pipeline that gives other rows if each shard passes through it alone.
 
-    ``take`` and ``skip`` count rows over all shards, as does a function that is given indices; ``shuffle`` has a buffer
-    that no state holds; interleaving draws from several datasets.
+    ``take`` and ``skip`` count rows over all shards, and so does a function with indices; ``shuffle`` has a buffer that
+    no state holds; interleaving draws from several datasets.
     """
     stages = [getattr(dataset, "_ex_iterable", None)]
     while stages:

@@ -1,4 +1,4 @@
-"""Reading what can only be gone through: every rank goes through all of it and keeps its rows."""
+"""Reads a dataset that can only be iterated: every rank reads all of it and keeps its own rows."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ENDED = -1
 class WholeReader:
     """Reads any iterable of batches, or a DataLoader over a dataset without numbered shards.
 
-    Nothing but the data itself says that the ranks go through the same, so that they compare it at each step. A state
-    is gone back to by reading up to there again. With workers the order depends on their number and on the batch size,
-    which must then stay the same.
+    Only the data itself can show that the ranks read the same, so they compare it at each step. Resuming reads up to
+    the state's position again. With workers the order depends on their number and on the batch size, so both must then
+    stay the same.
 
     Args:
-        loader: the user's.
-        dp: this rank's place among those that take different rows.
-        share: which rows of a batch it takes.
+        loader: the user's loader.
+        dp: this rank's place among the ranks that take different rows.
+        share: the function that chooses a rank's rows of a batch.
         readers: all ranks that read.
-        name: of the dataset, instead of its fingerprint.
+        name: a name for the dataset, instead of its fingerprint.
     """
 
     def __init__(self, loader: Iterable[Any], dp: Axis, share: Sharing, *, readers: Peers, name: str | None = None):
@@ -43,7 +43,7 @@ class WholeReader:
         self._dataset: Any = getattr(loader, "dataset", loader)
         self._name = name
         self._fingerprint = fingerprint(self._dataset) if name is None else name
-        self._batches = 0  # given out in this epoch
+        self._batches = 0  # returned in this epoch
         self._told: int | None = getattr(self._dataset, "epoch", None)  # the dataset's own epoch
         self._cuts_samples = is_stock(loader) and bool(getattr(loader, "batch_size", None))
         self._num_workers = getattr(loader, "num_workers", 0)
@@ -59,15 +59,15 @@ class WholeReader:
 
     @property
     def seed(self) -> None:
-        """The order is the dataset's own."""
+        """None, since the dataset decides its own order."""
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        raise AssertionError("a dataset that is read whole has no seed of ours")
+        raise AssertionError("a dataset that every rank reads whole has no seed")
 
     @property
     def is_repeatable(self) -> bool:
-        """Nobody knows; the user must see to it."""
+        """True, because it cannot be checked; the user must ensure it."""
         return True
 
     def describe(self) -> dict[str, str]:
@@ -80,7 +80,7 @@ class WholeReader:
         return False
 
     def draw(self) -> list[Any]:
-        """The seed that a DataLoader draws for its workers; other loaders draw for themselves."""
+        """Draw the seed that a DataLoader draws for its workers; other loaders draw for themselves."""
         if self._worker_seeds is None:
             return []
         samples = self.position.samples
@@ -123,7 +123,7 @@ class WholeReader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         expected = {"reader": "whole", "dataset": self._fingerprint}
-        check_state(state, expected, f"it is of another dataset. {NAMED}")
+        check_state(state, expected, f"the state is of another dataset. {NAMED}")
         check_state(state, self._settings(), "the order of a dataset without numbered shards depends on it")
         self.position.load(state)
         self._batches = state["batches"]
@@ -140,7 +140,7 @@ class WholeReader:
         return {"num_workers": self._num_workers, "batch_size": None if is_elastic else self.batch_size}
 
     def _rest(self) -> Iterator[tuple[int, Portion]]:
-        """The batches that follow the position, and digests of what all ranks have read for them."""
+        """Yield the batches after the position, each with a digest of what every rank has read for it."""
         if not self._cuts_samples:
             for batch in islice(self._loader, self._batches, None):
                 yield self._digest(batch), self._cut(batch)
@@ -155,7 +155,7 @@ class WholeReader:
         return digest(batch) if self._readers.count > 1 else 0
 
     def _sharing(self, dataset: Any) -> Any:
-        """The user's DataLoader, but that it collates this rank's samples only."""
+        """Return the user's DataLoader, changed to collate only this rank's samples."""
         loader: Any = self._loader
         return DataLoader(
             dataset,
@@ -175,7 +175,7 @@ class WholeReader:
 
 
 def is_stock(loader: Any) -> bool:
-    """Whether a loader is torch's own DataLoader, or one that iterates as it does."""
+    """Whether a loader is torch's DataLoader, or a subclass with the same ``__iter__``."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
@@ -183,12 +183,12 @@ class _Pinnable(Portion):
     """A portion whose tensors a DataLoader can pin."""
 
     def pin_memory(self) -> Portion:
-        """What DataLoader calls on batches of its own types."""
+        """Pin the batch's tensors; DataLoader calls this on batches of custom types."""
         return replace(self, batch=map_tensors(self.batch, Tensor.pin_memory))
 
 
 class _CollateShare:
-    """Collates this rank's run of the samples of a batch; a class, so that workers can unpickle it."""
+    """Collates this rank's samples of a batch; a class, so that workers can unpickle it."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dp: Axis, share: Sharing, has_digest: bool):
         self._collate, self._share, self._has_digest = collate, share, has_digest
@@ -201,7 +201,7 @@ class _CollateShare:
 
 
 class _After(IterableDataset[Any]):
-    """The samples of a dataset that follow the first ones."""
+    """A dataset without its first ``samples`` samples."""
 
     def __init__(self, dataset: Any, samples: int):
         self._dataset, self._samples = dataset, samples
@@ -211,26 +211,26 @@ class _After(IterableDataset[Any]):
 
 
 def _num_rows(batch: Any) -> int:
-    """The rows of a batch, on which its tensors must agree.
+    """Return the number of rows of a batch, which must be the same for all its tensors.
 
     Raises:
-        ValueError: they do not, or there are none.
+        ValueError: the tensors differ in it, or the batch has none.
     """
     tensors = {name: leaf for name, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-    dense = {name: x for name, x in tensors.items() if is_dense(x)}  # a sparse one may be of the batch as a whole
+    dense = {name: x for name, x in tensors.items() if is_dense(x)}  # a sparse tensor may describe the whole batch
     rows = {name: x.shape[0] for name, x in (dense or tensors).items()}
     if not rows:
         raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
     if len(set(rows.values())) > 1:
         raise ValueError(
-            f"the tensors of a batch have different numbers of rows, {rows}, so that it cannot be split over "
-            "data-parallel ranks; pass a DataLoader over samples, whose collate function then runs on each rank"
+            f"the tensors of a batch have different numbers of rows, {rows}, so it cannot be split over data-parallel "
+            "ranks; pass a DataLoader over samples, so that its collate function runs on each rank"
         )
     return next(iter(rows.values()))
 
 
 def _rows_of(value: Any, rows: int, own: slice) -> Any:
-    """The rows of a batch: of its tensors, and of lists that hold a value for each row."""
+    """Return these rows of a batch: of its tensors, and of lists that hold a value for each row."""
     if isinstance(value, Mapping):
         return {key: _rows_of(item, rows, own) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,0 +1,133 @@
+"""A model whose modules and parameters have their roles by a sharding plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import PlanError, UncoveredParameterError
+from meshwright.roles.adapters import check_adapters, is_adapted
+from meshwright.roles.projection import is_projection
+from meshwright.roles.sharding_plan import (
+    BLOCK_ROLES,
+    COLUMN_ROLES,
+    MLP_COLUMN_ROLES,
+    ROW_ROLES,
+    WIDE_NORM_ROLES,
+    Role,
+    ShardingPlan,
+)
+
+PROJECTIONS = COLUMN_ROLES | ROW_ROLES
+_MLP_ROLES = MLP_COLUMN_ROLES | {Role.DOWN}
+_INSIDE_BLOCKS = PROJECTIONS | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD, Role.SHARED}
+
+
+class RoledModel:
+    """A model and the role of each of its modules and parameters that has one.
+
+    Args:
+        model: the decoder.
+        plan: gives the roles.
+
+    Attributes:
+        modules: the modules by name; a module that several names share is there under each.
+        roles: the role of each module, and of each parameter that the plan names directly.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan):
+        self.model, self.plan = model, plan
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        check_adapters(self.modules)
+        self.roles = {name: role for name in self.modules if (role := plan.role_of(name)) is not None}
+        self.roles |= self._roles_of_parameters()
+        self._owners = {name: owner for name in self.roles if (owner := self._owning_block(name)) is not None}
+
+    @property
+    def block_names(self) -> list[str]:
+        """The names of the modules that own attention and MLP blocks, in the order of the model."""
+        return [name for name in self.roles if self.roles[name] in BLOCK_ROLES or name in self._owners.values()]
+
+    def inside(self, block_name: str) -> dict[str, Role]:
+        """Return the roles of the modules and parameters in a block, by name."""
+        return {name: self.roles[name] for name, owner in self._owners.items() if owner == block_name}
+
+    def parameters(self, name: str) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters, with full names, that the role of ``name`` applies to."""
+        if name not in self.modules:
+            return [(name, self.model.get_parameter(name))]
+        module = self.modules[name]
+        named = module.named_parameters(recurse=is_adapted(module))
+        return [(f"{name}.{suffix}".lstrip("."), parameter) for suffix, parameter in named]
+
+    def only(self, role: Role, kind: type, *, required: bool = True) -> Any:
+        """Return the one module with a role, or None if there is none and none is required.
+
+        Raises:
+            PlanError: if there are several, or the module is not of this kind.
+        """
+        names = [name for name, r in self.roles.items() if r is role]
+        if len(names) > 1:
+            raise PlanError(f"{self.plan.source} names {len(names)} modules as the {role.value}: {', '.join(names)}")
+        if not names:
+            if required:
+                raise PlanError(f"{self.plan.source} names no module of this model as the {role.value}")
+            return None
+        module = self.modules[names[0]]
+        if is_adapted(module):
+            raise PlanError(
+                f"the {role.value} {names[0]!r} has adapters, which cannot be sharded over tp there; leave it out of "
+                "LoraConfig.target_modules, or use ParallelPlan(tp=1)"
+            )
+        if not isinstance(module, kind):
+            raise PlanError(f"the {role.value} {names[0]!r} must be a {kind.__name__}, not {type(module).__name__}")
+        return module
+
+    def check_coverage(self) -> None:
+        """Check that every parameter has a role, and every role a module that can have it.
+
+        Raises:
+            UncoveredParameterError: naming every parameter without a role.
+            PlanError: naming a module that cannot be sharded in its role.
+        """
+        covered = {
+            full_name
+            for name, role in self.roles.items()
+            if not (role.is_structural or (role in _INSIDE_BLOCKS and name not in self._owners))
+            for full_name, _ in self.parameters(name)
+        }
+        missing = [name for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in covered]
+        if missing:
+            raise UncoveredParameterError(missing, self.plan.source)
+        for name, role in self.roles.items():
+            if role in PROJECTIONS and not is_projection(self.modules[name]):
+                raise PlanError(
+                    f"{self.plan.source} gives {name!r} the role {role.value}, but it is a "
+                    f"{type(self.modules[name]).__name__}. Only nn.Linear projections can be sharded, alone or with "
+                    "LoRA; merge quantised layers first"
+                )
+            if role in WIDE_NORM_ROLES and isinstance(self.modules[name], nn.LayerNorm):
+                raise PlanError(
+                    f"{self.plan.source} gives {name!r} the role {role.value}, but it is a LayerNorm. Only an RMS norm "
+                    "can be sharded: its mean square is taken over all ranks"
+                )
+
+    def _roles_of_parameters(self) -> dict[str, Role]:
+        """Return the roles of parameters that the plan names directly, because their module has no role."""
+
+        def owner_has_one(name: str) -> bool:
+            owner = self.roles.get(name.rpartition(".")[0])
+            return owner is not None and not owner.is_structural
+
+        named = (name for name, _ in self.model.named_parameters(remove_duplicate=False) if not owner_has_one(name))
+        return {name: role for name in named if (role := self.plan.role_of(name)) is not None}
+
+    def _owning_block(self, name: str) -> str | None:
+        """Return the block around a module or parameter: the layer, if it owns its MLP's projections itself."""
+        owner = name.rpartition(".")[0]
+        if self.roles[name] in _MLP_ROLES and self.roles.get(owner) is Role.LAYER:
+            return owner
+        while owner and self.roles.get(owner) not in BLOCK_ROLES:
+            owner = owner.rpartition(".")[0]
+        return owner or None
