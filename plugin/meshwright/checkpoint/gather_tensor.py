@@ -57,7 +57,7 @@ def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime
 
 
 def _pieces(layout: RowLayout, cut: RowLayout, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """(tp rank, dp rank, start and stop in the tp rank's flattened shard) of each piece of at most ``most`` elements.
+    """Yield (tp rank, dp rank, start, stop) of pieces of at most ``most`` elements of the tp rank's flattened shard.
 
     Elements that several ranks hold come from the first of them.
     """

@@ -47,9 +47,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     runtime = find_runtime(model)
     if runtime is not None:
-        runtime.check_own(
-            "load_weights", "load one of its own checkpoints, or load the weights before it takes the model"
-        )
+        runtime.check_own("load_weights", "load one of its checkpoints, or the weights before it takes the model")
     weights = None if runtime is None else runtime.weights
     files = succeed_together(lambda: WeightFiles.open(path))
     names = succeed_together(lambda: files.names_for(model))

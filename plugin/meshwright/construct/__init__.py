@@ -1,1 +1,1 @@
-"""Deferred initialisation: each rank computes its shards of the initial weights only."""
+"""Deferred initialisation: each rank makes only its shards of the initial weights."""

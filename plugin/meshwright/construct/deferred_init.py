@@ -106,9 +106,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.tape = tape
         self._parameters: dict[int, nn.Parameter] = {}
-        self._storages: dict[
-            int, tuple[int, torch.UntypedStorage]
-        ] = {}  # address -> number of the storage in the recording
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # address -> number in the recording
         # Weak references keep the addresses from being used again, without keeping the memory.
         self._untouched: dict[int, StorageWeakRef] = {}
 
@@ -191,7 +189,7 @@ class Recorder(TorchDispatchMode):
             args_, kwargs_ = tree_map_only(Tensor, _on_meta, tree_map_only(Generator, lambda _: None, (args, kwargs)))
             form = func(*args_, **({**kwargs_, "device": torch.device("meta")} if "device" in kwargs_ else kwargs_))
         except (NotImplementedError, RuntimeError):
-            # The result's shape depends on values or has no rule. A wrong call fails again here.
+            # The result's shape has no rule, or depends on values. If the call is wrong, _compute raises.
             return self._compute(func, args, kwargs, written)
         arguments = tree_map_only(Tensor, self._window_or_value, (args, kwargs))
         if written:

@@ -37,7 +37,7 @@ def next_batches(lanes: Sequence[Lane], batch_size: int, limit: int) -> list[lis
     """Return the lane of each row of the next batches, as far as they are certain; ``lanes`` is not changed.
 
     All batches have ``batch_size`` rows, except the last of the stream. Near the end of a lane the result may be
-    empty: the end is then known, and a call succeeds once more samples of the other lanes are known.
+    empty: the end is then known, and the caller asks again when the other lanes know of more samples.
 
     Args:
         lanes: all lanes.

@@ -47,7 +47,7 @@ def shard_dataloader(
 
     Args:
         dataloader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. A batch is a tensor,
-            a tuple or list of inputs, or a dict of them; an input may be a nested list or dict. Other values than
+            a tuple or list of inputs, or a dict of them; an input may be a nested list or dict. Values other than
             tensors pass through.
         meshes: a ``ProcessMesh`` (or torch's ``DeviceMesh``) for all inputs, or a list with one for each input. For an
             input that is a list, the entry is a list too. A batch that is a single tensor goes on the first mesh.
@@ -64,7 +64,7 @@ def shard_dataloader(
         seed: the seed of the shuffling; by default the loader's generator or, without one, torch's random state on
             rank 0 decides.
         fingerprint: a name for the dataset, instead of a text made from what it holds.
-        shuffle, buffer_size: whether to shuffle an iterable dataset with numbered shards, and how many samples at once.
+        shuffle, buffer_size: whether to shuffle an iterable dataset with numbered shards, and over how many samples.
         timeout_s: the seconds that a rank may keep the others waiting.
         loader: another name for ``dataloader``.
 

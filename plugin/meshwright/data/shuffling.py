@@ -46,7 +46,7 @@ class WorkerSeeds:
         return (self._last or 0) + samples
 
     def forget(self, *, has_drawn: bool) -> None:
-        """Reset to before an epoch: the first one or, if it ``has_drawn``, a later one."""
+        """Reset to before the first epoch or, with ``has_drawn``, to before a later one."""
         self._last = 0 if has_drawn else None
 
     def state(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class WorkerSeeds:
 
 
 class GeneratorShuffle:
-    """The orders that a RandomSampler draws from a generator; each draw leaves the generator in the same state.
+    """The orders that a RandomSampler draws from a generator; each draw leaves the generator as RandomSampler would.
 
     Args:
         size: the number of samples in the dataset.
@@ -199,4 +199,4 @@ def decoded(text: str) -> Tensor:
             torch.stack([torch.frombuffer(part, dtype=torch.int32) for part in parts], dim=1).view(torch.uint8).view(-1)
         )
     except (ValueError, TypeError, AttributeError, RuntimeError, zlib.error) as error:
-        raise ValueError(f"the random state in this state cannot be read ({error}): truncated or changed") from error
+        raise ValueError(f"the state's random state cannot be read ({error}); it was truncated or changed") from error

@@ -151,9 +151,7 @@ class _OptimizerState:
     def _part_of(self, optimizer: Optimizer) -> str | None:
         """Why this rank's state is only a part; None if it is whole."""
         if self.runtime.zero is not None:
-            return (
-                f"under ZeRO this rank holds the state of its own elements, one of {self.runtime.dp.size} flat slices"
-            )
+            return f"under ZeRO this rank holds the state of its elements, one of {self.runtime.dp.size} flat slices"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         records = [getattr(p, "meshwright", None) for p in parameters]
         if any(isinstance(record, ShardRecord) and record.is_sharded for record in records):

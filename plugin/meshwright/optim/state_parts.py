@@ -1,4 +1,4 @@
-"""Which elements of each parameter this rank's optimizer steps, and so holds state of, under every plan.
+"""Which elements of each parameter this rank's optimizer steps, and so which state it holds, under every plan.
 
 Only this module decides that: saving makes the state whole by it, and loading cuts the state by it.
 """
@@ -24,7 +24,7 @@ class Part:
         record: the record of how the parameter is sharded over tp.
         cut: which elements of that flattened shard each data-parallel rank steps; replicated if each steps all.
         own: this rank's span of them.
-        key: this part in ``optimizer.state`` and in the groups; None if this rank steps no element.
+        key: the tensor for this part in ``optimizer.state`` and the groups; None if this rank steps no element.
         has_master: whether ``key`` is a float32 copy, stepped in place of half-precision weights.
     """
 

@@ -112,7 +112,7 @@ class TrainedParameters:
             self._reduce_whole(others)
 
     def _shard(self, new: list[nn.Parameter]) -> list[ShardedBucket]:
-        """The buckets of those of these parameters that ZeRO shards."""
+        """Return buckets of the ``new`` parameters that ZeRO shards."""
         if self.weights is not None:
             return self.weights.train(new)
         if self.zero is None:

@@ -254,9 +254,7 @@ class _Step:
             flat.lend()
         if torch.is_grad_enabled():
             saved.push(self._note)
-            self.is_awaited |= not isinstance(
-                self.module, nn.Embedding
-            )  # an embedding's gradient needs only the token ids
+            self.is_awaited |= not isinstance(self.module, nn.Embedding)  # its gradient needs only the token ids
         self._pushed.append(torch.is_grad_enabled())
 
     def _enter_inside(self, module: nn.Module, args: tuple[Any, ...]) -> None:

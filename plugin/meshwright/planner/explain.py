@@ -269,8 +269,7 @@ def _change_line(best: Choice, change: Change) -> str:
         return f"  {change.what}: no plan fits"
     same = _layout(change.plan) == _layout(best.plan)
     return (
-        f"  {change.what}: {'the same plan' if same else change.plan.label}, "
-        f"{change.speed:.2f}x the tokens per second"
+        f"  {change.what}: {'the same plan' if same else change.plan.label}, {change.speed:.2f}x the tokens per second"
     )
 
 

@@ -40,7 +40,7 @@ def settle(grad: DTensor, layout: Layout, other: Layout) -> tuple[DTensor, Layou
     """Return a gradient and its layout, known on all ranks, ready to be moved from ``layout`` to ``other``.
 
     torch may leave a gradient in any placements, which only the ranks of its mesh know. Within one mesh that is enough.
-    To move to another mesh, the gradient first takes the placements that follow from its tensor's.
+    To move to another mesh, the gradient first takes its tensor's placements, with ``Replicate`` for ``Partial``.
     """
     if layout.same_grid(other):
         return grad, Layout(layout.mesh, grad.placements)

@@ -1,4 +1,4 @@
-"""The answer of a search as one HTML page: pictures first, words where a picture cannot say it."""
+"""The answer of a search as one HTML page of diagrams and tables."""
 
 from meshwright.planner.page.page import page, write_page
 

@@ -11,11 +11,11 @@ from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.page.draw import Svg, span, text_width
 from meshwright.planner.search import Search
 
-_ROWS = 12  # bars at most; more are shortened in the middle
-_HEAD, _TAIL = 8, 3  # bars that stay
+_ROWS = 12  # most bars; of more, those in the middle are left out
+_HEAD, _TAIL = 8, 3  # bars that stay at each end
 _NOTE = 62  # width of the totals' column
 _GIB = 2**30
-_SAME = 2**26  # bytes that no bar shows
+_SAME = 2**26  # bytes too few to show in a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,10 @@ class Bar:
     """One stacked bar.
 
     Args:
-        label: what it is of.
-        parts: values by part; empty for a line that stands for bars left out.
+        label: text above the bar.
+        parts: part -> value; empty for a line that stands for omitted bars.
         note: its total as text.
-        first: the one to look at.
+        first: whether to emphasise it.
     """
 
     label: str
@@ -36,7 +36,7 @@ class Bar:
 
 
 def rank_groups(found: Search) -> list[tuple[int, int, Memory]]:
-    """Return (first rank, last rank, memory) of the best plan; neighbouring stages that hold the same are one group."""
+    """Return (first rank, last rank, memory) of the best plan, for each run of stages with equal memory."""
     plan = found.choices[0].plan
     ranks = plan.dp * plan.cp * plan.tp
     groups: list[tuple[int, int, Memory]] = []
@@ -55,7 +55,7 @@ def _same(one: Memory, two: Memory) -> bool:
 
 
 def memory_bars(found: Search, width: float, ident: str) -> Svg:
-    """Draw what each rank holds under the best plan, against the device's memory."""
+    """Draw the memory of each rank under the best plan, beside the device's memory."""
     plan, capacity = found.choices[0].plan, found.cluster.device.memory
     groups = rank_groups(found)
     most = max(memory.total for _, _, memory in groups)
@@ -92,7 +92,7 @@ def memory_bars(found: Search, width: float, ident: str) -> Svg:
 
 
 def time_bars(found: Search, width: float, ident: str) -> Svg:
-    """Draw where the step time of the best plans goes."""
+    """Draw the parts of the step time of the best plans."""
     tied = ties(found)
     bars = [
         Bar(
@@ -125,16 +125,16 @@ def stacked(
     description: str,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Svg:
-    """Draw bars below each other, each with its label above and its total at its right.
+    """Draw bars below each other, each with its label above it and its total on the right.
 
     Args:
         bars: the bars.
-        width: of the picture.
-        ident: of the picture.
-        limit: the value as long as the picture is wide.
-        unit: says a value in words.
-        title, description: of the picture.
-        marks: (value, label) of lines across all bars.
+        width: width of the diagram.
+        ident: id of the diagram.
+        limit: value of a bar across the full width.
+        unit: function that formats a value.
+        title, description: title and description of the diagram.
+        marks: (value, label) of vertical lines across all bars.
     """
     thick = 34 if len(bars) <= 2 else 24 if len(bars) <= 6 else 14
     top = 18 * len(marks) + (8 if marks else 0)
@@ -172,7 +172,7 @@ def stacked(
 
 
 def _inside(svg: Svg, name: str, value: str, x: float, y: float, length: float, thick: float) -> None:
-    """Write a part's name, and its value if there is room, on the part."""
+    """Write a part's name and value on the part, as far as there is room."""
     room = length - 10
     if thick >= 30 and max(text_width(name, 11.5), text_width(value, 11)) < room:
         svg.text(x + 6, y + 15, name, f"inside t-{name}")

@@ -1,4 +1,4 @@
-"""SVG by hand: shapes with a title to hover, one colour for each part in all pictures, and text that fits."""
+"""Draw SVG: shapes with a title on hover, one colour per part in all diagrams, and estimates of text widths."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from html import escape
 
 _GIB = 2**30
-_CHARACTER = 0.56  # mean width of a character over the font size
+_CHARACTER = 0.56  # mean width of a character, relative to the font size
 
-# (light, dark) of each part: hues of Okabe and Ito and of Tol, which differ in lightness too. Compute is blue,
-# communication warm, idleness grey; an axis of the mesh has the colour of the communication over it.
+# (light, dark) colour of each part: hues of Okabe and Ito and of Tol, which also differ in lightness. Compute is blue,
+# communication warm, idle time grey. A mesh axis has the colour of the communication over it.
 PALETTE: dict[str, tuple[str, str]] = {
     "matmul": ("#0072b2", "#2b8fd0"),
     "attention": ("#56b4e9", "#7cc8f2"),
@@ -37,7 +37,7 @@ HATCHED = frozenset({"recompute", "bubble", "other", "slack"})
 
 
 def number(value: float) -> str:
-    """Return a coordinate in as few characters as will do."""
+    """Return a coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -52,7 +52,7 @@ def span(first: int, last: int) -> str:
 
 
 def text_width(words: str, size: float) -> float:
-    """Return about how wide a text will be."""
+    """Return the approximate width of a text."""
     return _CHARACTER * size * len(words)
 
 
@@ -72,12 +72,12 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 @dataclass(kw_only=True)
 class Svg:
-    """One picture.
+    """One diagram.
 
     Args:
-        ident: unique on the page; its title and description are found by it.
-        width, height: its size; the page may shrink it.
-        title, description: what it shows, for those who do not see it.
+        ident: id of the diagram, unique on the page, to which its title and description refer.
+        width, height: size of the diagram; the page may shrink it.
+        title, description: text for screen readers.
     """
 
     ident: str
@@ -96,13 +96,13 @@ class Svg:
         self._add(f'<rect {size}{corner} class="{kind}"', "rect", title)
 
     def part(self, x: float, y: float, width: float, height: float, name: str, *, title: str = "") -> None:
-        """Add a rectangle in a part's colour, hatched where the part is no useful work."""
+        """Add a rectangle in a part's colour, hatched if the part is not useful work."""
         self.rect(x, y, width, height, f"part f-{name}", title=title)
         if name in HATCHED:
             self.rect(x, y, width, height, "hatch")
 
     def text(self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start") -> None:
-        """Add a text; the y is that of its baseline."""
+        """Add a text with its baseline at y."""
         where = "" if anchor == "start" else f' text-anchor="{anchor}"'
         style = f' class="{kind}"' if kind else ""
         self.parts.append(f'<text x="{number(x)}" y="{number(y)}"{where}{style}>{escape(words)}</text>')
@@ -125,7 +125,7 @@ class Svg:
         self.parts.append(f'<g class="{kind}"{values}>')
 
     def close(self) -> None:
-        """End the group that began last."""
+        """End the innermost group."""
         self.parts.append("</g>")
 
     def _add(self, start: str, tag: str, title: str) -> None:

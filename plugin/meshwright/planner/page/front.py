@@ -1,4 +1,4 @@
-"""Memory against time: every plan that fits, and those that no other beats in both."""
+"""Memory against time: every plan that fits, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
 _GIB = 2**30
-_SLOWEST = 6.0  # times the best step: slower plans are counted, not drawn
+_SLOWEST = 6.0  # plans slower than this many times the best step are counted, not drawn
 _LEFT = 58  # pixels for the labels of the time axis
-_CELL = 4  # pixels: one dot stands for all plans this near to each other
+_CELL = 4  # pixels of a square in which one dot stands for all plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Point:
 
     Args:
         plan: the plan.
-        memory: bytes of the rank that holds most.
-        time: seconds of a step; a lower bound where ``exact`` is false.
-        exact: the step was simulated.
+        memory: bytes on the rank that needs the most.
+        time: seconds per step; a lower bound unless ``exact``.
+        exact: whether the step was simulated.
     """
 
     plan: Candidate
@@ -39,10 +39,10 @@ class Point:
 
 
 def pareto(found: Search) -> tuple[list[Point], list[Point]]:
-    """Return all plans that fit, and the front: from lean to fast, each faster than all that need no more memory.
+    """Return all plans that fit, and the front: from lean to fast, each faster than all with no more memory.
 
-    The search stops at the first kind of recompute that fits; here all are weighed, since the leaner ones make the
-    front. A plan is simulated only where its lower bound is below the front so far, so no point is below the line.
+    The search stops at the first recompute that fits. This function tries all of them, since the leaner plans are part
+    of the front. It simulates a plan only if its lower bound is below the front so far, so no point is below the line.
     """
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
     known = {choice.plan: Point(plan=choice.plan, memory=choice.memory.total, time=choice.time.total, exact=True)
@@ -58,7 +58,7 @@ def pareto(found: Search) -> tuple[list[Point], list[Point]]:
         if front and point.time >= front[-1].time:
             continue
         if front and point.memory == front[-1].memory:
-            front.pop()  # a bound was lower, but this step is faster
+            front.pop()  # the bound of that plan was lower, but this step is faster
         front.append(point)
     return list(points.values()), front
 
@@ -77,13 +77,13 @@ def _weighed(found: Search, model: StepModel) -> Iterator[Point]:
                         is_any = True
                         yield Point(plan=plan, memory=memory, time=model.bound(plan, job), exact=plan.pp == 1)
             if not is_any:
-                break  # a larger micro-batch needs more memory still
+                break  # a larger micro-batch needs even more memory
 
 
 def front_picture(
     found: Search, points: list[Point], front: list[Point], width: float, ident: str, height: float = 380
 ) -> Svg:
-    """Draw memory against time: dots, the front as a line, the choice marked."""
+    """Draw memory against time: plans as dots, the front as a line, and the chosen plan as a diamond."""
     best = found.choices[0]
     capacity = found.cluster.device.memory
     limit = best.time.total * _SLOWEST
@@ -142,7 +142,7 @@ def front_picture(
 
 
 def _front_line(svg: Svg, places: list[tuple[float, float, Point]]) -> None:
-    """Draw the front as stairs: up to the next plan's memory, the plan before stays the fastest."""
+    """Draw the front as stairs, since each plan stays the fastest up to the memory of the next one."""
     if not places:
         return
     x, y, _ = places[0]
@@ -153,14 +153,14 @@ def _front_line(svg: Svg, places: list[tuple[float, float, Point]]) -> None:
     if len(places) > 2:
         x, y, point = places[0]
         words = f"leanest: {gib(point.memory)}"
-        if x - text_width(words, 12) > _LEFT + 10:  # nothing is drawn left of the leanest plan
+        if x - text_width(words, 12) > _LEFT + 10:  # nothing else is drawn left of the leanest plan
             svg.text(x - 9, y + 4, words, "label halo", anchor="end")
         else:
             svg.text(x - 5, y - 12, words, "label halo")
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers that are about evenly far apart on a log scale."""
+    """Return round numbers, about evenly spaced on a log scale."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     if high / low < 3:
         return ticks(low, high, 5)

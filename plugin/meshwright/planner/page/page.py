@@ -1,4 +1,4 @@
-"""Put the pictures, the header and the tables on one page that needs nothing else."""
+"""Put the header, the diagrams and the tables on one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from meshwright.planner.page.style import style
 from meshwright.planner.page.timeline import timeline, timeline_picture
 from meshwright.planner.search import Search
 
-_HALF, _FULL, _NARROW = 538, 1150, 336  # widths of pictures: half a page of 1280 pixels, all of it, a phone's
-_REASONS = 5  # rows before the fold
+_HALF, _FULL, _NARROW = 538, 1150, 336  # widths of diagrams: half a page of 1280 pixels, a full one, a phone's
+_REASONS = 5  # rows that are always shown
 _AXIS_NAMES = {"pp": "pipeline stage", "dp": "data", "cp": "context", "tp": "tensor"}
 
 Draw = Callable[[float, str], Svg]
 
 
 def page(found: Search, *, changed: Sequence[explain.Change] | None = None) -> str:
-    """Return the whole answer as one HTML page; it is well-formed XML too.
+    """Return the whole answer as one HTML page, which is also well-formed XML.
 
     Args:
         found: the outcome of a search.
-        changed: what ``explain.changes`` returned; looked up when not given.
+        changed: result of ``explain.changes``; computed if not given.
 
     Raises:
         PlanError: no plan fits.
@@ -52,13 +52,13 @@ def page(found: Search, *, changed: Sequence[explain.Change] | None = None) -> s
         f"<main>\n{_header(found)}\n{_why_not(found)}\n"
         f"{_changes(found, explain.changes(found) if changed is None else changed)}\n"
         f"{_memory(found)}\n{_time(found)}\n{_timeline(found)}\n{_ranks(found)}\n{_front(found)}\n"
-        f"<footer>{escape(explain.error_band(found))} {found.considered:,} legal plans weighed, {found.fitting:,} fit, "
+        f"<footer>{escape(explain.error_band(found))} {found.considered:,} legal plans, {found.fitting:,} fit, "
         f"{found.simulated:,} simulated.</footer>\n</main>\n</body>\n</html>\n"
     )
 
 
 def write_page(found: Search, path: str | Path, *, changed: Sequence[explain.Change] | None = None) -> None:
-    """Write the page; a reader never sees half of it.
+    """Write the page as a whole: readers of the file never see a part of it.
 
     Args:
         found, changed: as in ``page``.
@@ -98,7 +98,7 @@ def describe_plan(plan: Candidate) -> str:
     axes = [f"{size} {kinds[axis]}" for axis, size in sizes(plan).items() if size > 1] or ["one"]
     sequence = " with sequence parallelism" if plan.sequence_parallel else ""
     zero = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "no ZeRO"
-    chunks = f", {plan.interleave} chunks of layers a stage" if plan.interleave > 1 else ""
+    chunks = f", {plan.interleave} chunks of layers per stage" if plan.interleave > 1 else ""
     batches = "one micro-batch" if plan.accumulation == 1 else f"{plan.accumulation} micro-batches"
     again = {"none": "", "selective": ", attention recomputed", "full": ", all layers recomputed"}[plan.recompute]
     if plan.recomputed is not None:
@@ -114,7 +114,7 @@ def _header(found: Search) -> str:
     best, cluster, job, profile = found.choices[0], found.cluster, found.job, found.profile
     total, tied = best.time.total, explain.ties(found)
     nodes = f" in {cluster.nodes:,} nodes of {cluster.gpus_per_node}" if cluster.nodes > 1 else ""
-    job_text = f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {job.precision}"
+    job_text = f"{job.global_batch:,} sequences of {job.seq_len:,} tokens per step, {job.precision}"
     measured = f"{profile.rows} measured runs" if profile.rows else "nothing measured here"
     low, high = seconds(total / (1 + profile.band)), seconds(total * (1 + profile.band))
     others = tied - 1
@@ -145,7 +145,7 @@ def _why_not(found: Search) -> str:
         more = f'<details><summary>{len(rows) - _REASONS} more</summary><table class="why">{rest}</table></details>'
         rows = rows[:_REASONS]
     if not rows:
-        rows = ["<tr><td>nothing</td><td>every option was open</td></tr>"]
+        rows = ["<tr><td>nothing</td><td>no option was ruled out</td></tr>"]
     head = "<tr><th>option</th><th>what ruled it out</th></tr>"
     return f'<section class="card"><h2>Why not</h2><table class="why">{head}{"".join(rows)}</table>{more}</section>'
 
@@ -159,7 +159,7 @@ def _changes(found: Search, changed: Sequence[explain.Change]) -> str:
             same = dataclasses.replace(change.plan, accumulation=1) == best
             plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}&#215;"
         rows += f'<tr><td>{escape(change.what)}</td><td>{escape(plan)}</td><td class="num">{speed}</td></tr>'
-    rows = rows or "<tr><td>nothing</td><td>no other circumstances were looked at</td><td></td></tr>"
+    rows = rows or "<tr><td>nothing</td><td>no changes were tried</td><td></td></tr>"
     head = '<tr><th>with</th><th>the best plan is</th><th class="num">tokens/s</th></tr>'
     return f'<section class="card"><h2>What would change the answer</h2><table>{head}{rows}</table></section>'
 
@@ -177,7 +177,7 @@ def _section(title: str, words: str, picture: str, *, legend: str = "", wide: bo
 
 
 def _legend(parts: Mapping[str, str]) -> str:
-    """Return a legend: swatches by the part whose colour they have, and words."""
+    """Return a legend with a colour swatch and a text for each part."""
     items = ""
     for part, words in parts.items():
         hatch = '<rect width="13" height="13" class="hatch"/>' if part in HATCHED else ""
@@ -196,9 +196,9 @@ def _memory(found: Search) -> str:
         most = max(memory.parts[name] for _, _, memory in groups)
         if most > 0:
             parts[name] = f"<b>{name}</b> {gib(value)}" if value > 0 else f"<b>{name}</b> {gib(most)} elsewhere"
-    words = "Every rank holds the same." if len(groups) == 1 else (
+    words = "Every rank needs the same memory." if len(groups) == 1 else (
         "By pipeline stage; the first stages hold the activations of more micro-batches. The legend gives the stage "
-        "that holds most."
+        "that needs the most."
     )  # fmt: skip
     picture = _picture(lambda width, ident: memory_bars(found, width, ident), "memory", _HALF)
     return _section("Memory of each rank at its peak", words, picture, legend=_legend(parts))
@@ -211,7 +211,7 @@ def _time(found: Search) -> str:
     picture = _picture(lambda width, ident: time_bars(found, width, ident), "time", _HALF)
     words = (
         "Blue is compute, warm colours are communication that compute does not hide. A plan with = ties with the "
-        "first, whose parts the legend gives."
+        "first. The legend gives the parts of the first."
     )
     return _section("Where the time of a step goes", words, picture, legend=_legend(parts))
 
@@ -226,8 +226,8 @@ def _timeline(found: Search) -> str:
     parts |= {"optimizer": "optimizer", "other": "fixed cost and stragglers"}
     lanes = "Compute above, communication below" + (", for one rank of each stage." if plan.pp > 1 else ".")
     words = (
-        f"{lanes} Inside a micro-batch the two alternate layer by layer; each is drawn here in one piece. "
-        "Communication that compute hides is not drawn. The hatched end is time lost here and there, cut short if long."
+        f"{lanes} Within a micro-batch the two alternate layer by layer; here each is drawn in one piece. "
+        "Communication that compute hides is not drawn. The hatched end is fixed cost and waiting, shortened if long."
     )
     picture = _picture(lambda width, ident: timeline_picture(found, width, ident), "timeline", _FULL)
     return _section("One step", words, picture, legend=_legend(parts), wide=True)
@@ -237,7 +237,9 @@ def _ranks(found: Search) -> str:
     shown = {axis: size for axis, size in sizes(found.choices[0].plan).items() if size > 1} or {"dp": 1}
     parts = {AXES[axis]: f"<b>{axis}</b> {_AXIS_NAMES[axis]}, 0 to {size - 1}" for axis, size in shown.items()}
     picture = _picture(lambda width, ident: rank_picture(found, width, ident), "ranks", _FULL)
-    words = "Each cell is a rank, with its coordinate on every axis; ranks close on the innermost axis share a node."
+    words = (
+        "Each cell is a rank with its coordinate on each axis. Ranks that are close on the innermost axis share a node."
+    )
     return _section("Where each rank sits", words, picture, legend=_legend(parts), wide=True)
 
 
@@ -245,9 +247,9 @@ def _front(found: Search) -> str:
     points, front = pareto(found)
     picture = _picture(lambda width, ident: front_picture(found, points, front, width, ident), "front", _FULL)
     words = (
-        f"Each dot is one of {len(points):,} plans that fit, also those that recompute more than they must; the line "
-        "joins those that no other beats in both memory and time."
+        f"Each dot is one of {len(points):,} plans that fit, including those that recompute more than necessary. The "
+        "line joins the plans that no other plan beats in both memory and time."
     )
     if not all(point.exact for point in points):
-        words += " Pipeline plans far from the line stand at a lower bound of their time."
+        words += " Pipeline plans far from the line are drawn at a lower bound of their time."
     return _section("Memory against time", words, picture, wide=True)

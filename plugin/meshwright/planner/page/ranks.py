@@ -1,4 +1,4 @@
-"""The rank grid: which rank sits in which node, and its place on each axis of the mesh."""
+"""The rank grid: the node of each rank, and its coordinate on each mesh axis."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from meshwright.planner.candidate import Candidate
 from meshwright.planner.page.draw import AXES, Svg, span
 from meshwright.planner.search import Search
 
-_CELLS = 64  # ranks drawn in a wide picture; half of them in a narrow one
+_CELLS = 64  # ranks drawn in a wide diagram; half as many in a narrow one
 _COLUMNS = 4  # ranks side by side in a node
 _SHADES = 8  # steps of lightness along an axis
-_WIDE_COLUMNS = 16  # the same for a node of many
-_CELL = 66  # pixels that a rank needs
+_WIDE_COLUMNS = 16  # ranks side by side in a node of many ranks
+_CELL = 66  # pixels per rank
 _GAP = 16
 
 
 def coordinates(plan: Candidate, rank: int) -> dict[str, int]:
-    """Return a rank's place on each axis; tp neighbours sit next to each other, then cp, dp and pp.
+    """Return a rank's coordinate on each axis; tp is the innermost axis, then cp, dp and pp.
 
     Example:
         >>> coordinates(Candidate(replicate=2, tp=2), 3)
@@ -47,7 +47,7 @@ def rank_picture(found: Search, width: float, ident: str) -> Svg:
     across = min(in_box, _COLUMNS if in_box <= 2 * _COLUMNS or not is_wide else _WIDE_COLUMNS)
     room = int((width + _GAP) // (across * _CELL + 8 + _GAP)) if is_wide else 1
     if cluster.nodes > nodes > room > 0:
-        nodes -= nodes % room  # whole rows of nodes, where some are left out anyway
+        nodes -= nodes % room  # if some nodes are left out anyway, draw whole rows only
     boxes = math.ceil(nodes / math.ceil(nodes / max(1, room)))
     box = min(max(340.0, across * _CELL + 12), (width - _GAP * (boxes - 1)) / boxes)
     cell, tall = (box - 12) / across, 44

@@ -1,4 +1,4 @@
-"""The page's only style sheet; the parts' colours come from the palette."""
+"""The page's style sheet, with the parts' colours from the palette."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def style() -> str:
     """Return the style sheet."""
     light = "".join(_part(name, colours[0]) for name, colours in PALETTE.items())
     dark = "".join(_part(name, colours[1]) for name, colours in PALETTE.items())
-    # Coordinates along an axis are mixed with the card's colour; their text stays the ink's.
+    # A chip's shade shows the coordinate: the axis colour mixed with the card's. Its text stays in the ink's colour.
     chips = "".join(
         f".chip.f-{part}.s{shade} {{ fill: color-mix(in srgb, var(--{part}) {62 - 7 * shade}%, var(--card)); }}\n"
         for part in AXES.values()

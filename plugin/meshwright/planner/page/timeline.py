@@ -1,4 +1,4 @@
-"""One step as a timeline: compute and communication of each pipeline stage, micro-batch by micro-batch."""
+"""One step as a timeline: the compute and communication of each pipeline stage, by micro-batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright.planner.search import Search
 from meshwright.planner.simulate import Event, pipeline_events
 from meshwright.planner.time import StepModel
 
-_SHORT = 6  # micro-batches of a plan without a pipeline that are drawn one by one
-_STAGES = 8  # stages drawn at most; more are shortened in the middle
-_REST = 64  # pixels at most for what a step loses here and there, which has no place of its own
+_SHORT = 6  # micro-batches that are drawn one by one for a plan without a pipeline
+_STAGES = 8  # most stages to draw; of more, those in the middle are left out
+_REST = 64  # most pixels for the fixed cost and stragglers, which have no place of their own in the step
 _BREAK = 86  # pixels for the micro-batches left out
 
 
@@ -27,11 +27,11 @@ class Timeline:
     """One step of a plan.
 
     Args:
-        events: forwards and backwards; those after ``cut`` have the times and numbers of the whole step.
-        cut: (end of what is drawn first, start of what is drawn last), equal where nothing is left out.
-        skipped: micro-batches left out between them.
-        piped: seconds until the last backward; what follows is ``tail``: (part, seconds) each.
-        communication: share of a forward or backward that is communication, by part.
+        events: forwards and backwards; those after ``cut`` have the times and indices of the whole step.
+        cut: (end of the first drawn part, start of the last drawn part), equal if nothing is left out.
+        skipped: number of micro-batches left out between them.
+        piped: seconds until the last backward; after that comes ``tail``, as (part, seconds).
+        communication: part -> share of a forward or backward that is this communication.
         again: share of a backward that is recompute.
     """
 
@@ -49,7 +49,7 @@ class Timeline:
 
 
 def timeline(found: Search) -> Timeline:
-    """Return the step of the best plan; its schedule repeats itself in the middle, which is left out if it is long."""
+    """Return the step of the best plan; the middle of a long schedule, which repeats itself, is left out."""
     best, job = found.choices[0], found.job
     plan, parts = best.plan, best.time.parts
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
@@ -89,7 +89,7 @@ def timeline(found: Search) -> Timeline:
 
 
 def _moved(event: Event, cut: float, by: float, micro_batches: int) -> list[Event]:
-    """Return an event in the times of the whole step; one that the cut goes through in two pieces."""
+    """Return an event in the times of the whole step, in two pieces if it crosses the cut."""
     later = dataclasses.replace(
         event, start=event.start + by, end=event.end + by, micro_batch=event.micro_batch + micro_batches
     )
@@ -174,7 +174,7 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
         name = "forward" if event.is_forward else "backward"
         chunk = f", chunk {event.chunk}" if event.chunk else ""
         title = f"{name} of micro-batch {event.micro_batch}{chunk}, stage {stage}: {seconds(event.end - event.start)}"
-        edge = "part " if length > 6 else ""  # an edge would hide what is hardly wider
+        edge = "part " if length > 6 else ""  # an edge would hide a narrow rectangle
         svg.rect(x, y, busy, tall, f"{edge}f-{name}", title=title)
         again = 0.0 if event.is_forward else line.again * busy
         if again > 1:
@@ -184,7 +184,7 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
             svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, f"inside t-{name}", anchor="middle")
         x += busy
         if pp > 1 and length - busy > 1:
-            svg.rect(x, y, length - busy, tall, "lane")  # waiting for communication is no bubble
+            svg.rect(x, y, length - busy, tall, "lane")  # waiting for communication is not a bubble
         for part, share in line.communication.items():
             if share * length > 0.2:
                 kind = "part " if share * length > 6 else ""
@@ -201,7 +201,7 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
 
 
 def _break(svg: Svg, x: float, gap: float, base: float, skipped: int) -> None:
-    """Cover the middle that is left out with a torn strip."""
+    """Draw a torn strip over the middle that is left out."""
     pairs = max(1, round((base - 2) / 20))
     high = number((base - 2) / pairs / 2)
     svg.path(f"M{number(x)} 2{f'l5 {high}l-5 {high}' * pairs}h{number(gap)}{f'l5 -{high}l-5 -{high}' * pairs}z", "torn")
