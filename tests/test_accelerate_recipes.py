@@ -108,7 +108,7 @@ def test_a_schedule_of_another_number_is_refused(pool2: Any) -> None:
     errors = pool2.run_expecting_error(run, "no_trainer", TP2, "prepare", 1, max_train_steps=5)
     for kind, message in errors:
         assert kind == "PlanError"
-        assert "num_processes was read before prepare and said 2, and the plan has dp=1" in message
+        assert "num_processes was read before prepare and was 2, but the plan has dp=1" in message
         assert "from meshwright_hf.accelerate import Accelerator" in message
 
 
@@ -196,7 +196,7 @@ def test_the_cause_of_an_accelerator_for_itself_is_a_partial_state(monkeypatch: 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("WORLD_SIZE", "2")
     try:
-        with pytest.raises(PlanError, match=r"is of 1: a PartialState was made before.*PartialState\(cpu=True\) there"):
+        with pytest.raises(PlanError, match=r"has 1: a PartialState was made before.*PartialState\(cpu=True\) there"):
             meshwright_hf.accelerate.prepare(accelerate.Accelerator(), build("llama"), config=config({"dp": 2}))
     finally:
         forget()
@@ -222,7 +222,7 @@ def schedule_elsewhere(plan: dict[str, Any]) -> str:
 
 
 def test_a_schedule_that_is_prepared_later_is_refused_too(pool2: Any) -> None:
-    assert all("said 2, and the plan has dp=1" in message for message in pool2.run(schedule_elsewhere, TP2))
+    assert all("was 2, but the plan has dp=1" in message for message in pool2.run(schedule_elsewhere, TP2))
 
 
 def schedule_of_another_model() -> str:

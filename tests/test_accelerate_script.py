@@ -391,18 +391,18 @@ class TestBadInput:
     def test_a_launch_that_the_accelerator_does_not_see(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with accelerator() as accelerate:
             launched(2, monkeypatch)
-            with pytest.raises(PlanError, match=r"2 processes were launched, but this Accelerator is of 1.*cpu=True"):
+            with pytest.raises(PlanError, match=r"2 processes were launched, but this Accelerator has 1.*cpu=True"):
                 prepare(accelerate, build("llama"))
 
     def test_objects_that_accelerate_prepared(self, accelerate: Any) -> None:
         model = build("llama")
-        with pytest.raises(AlreadyDistributedError, match=r"the model was prepared by accelerator\.prepare already"):
+        with pytest.raises(AlreadyDistributedError, match=r"the model was already prepared by accelerator\.prepare"):
             prepare(accelerate, accelerate.prepare(model), config=config({}))
         optimizer = accelerate.prepare(make_optimizer(build("llama")))
-        with pytest.raises(AlreadyDistributedError, match="the optimizer was prepared"):
+        with pytest.raises(AlreadyDistributedError, match="the optimizer was already prepared"):
             prepare(accelerate, build("llama"), optimizer, config=config({}))
         loader = accelerate.prepare(DataLoader(dataset(2)))
-        with pytest.raises(AlreadyDistributedError, match="a loader was prepared"):
+        with pytest.raises(AlreadyDistributedError, match="a loader was already prepared"):
             prepare(accelerate, build("llama"), loader, config=config({}))
 
     @pytest.mark.parametrize(
@@ -421,10 +421,10 @@ class TestBadInput:
     def test_parallelism_config(self, accelerate: Any) -> None:
         sizes = SimpleNamespace(tp_size=4, cp_size=1, sp_size=1, dp_replicate_size=1, dp_shard_size=1)
         accelerate.state.parallelism_config = sizes
-        with pytest.raises(PlanError, match=r"ParallelismConfig has tp_size=4, and the plan has tp=1"):
+        with pytest.raises(PlanError, match=r"ParallelismConfig has tp_size=4, but the plan has tp=1"):
             prepare(accelerate, build("llama"), config=config({}))
         sizes.tp_size, sizes.dp_shard_size = 1, 2
-        with pytest.raises(PlanError, match=r"dp_replicate_size x dp_shard_size=2, and the plan has dp=1"):
+        with pytest.raises(PlanError, match=r"dp_replicate_size x dp_shard_size=2, but the plan has dp=1"):
             prepare(accelerate, build("llama"), config=config({}))
 
     def test_a_grad_scaler(self, accelerate: Any) -> None:
@@ -487,7 +487,7 @@ class TestBadInput:
             accelerate.save_state(tmp_path / "pickled", safe_serialization=False)
         accelerate.save_state(tmp_path / "own")
         prepare(accelerate, DataLoader(dataset(2)))
-        with pytest.raises(ValueError, match=r"is of 1 loader\(s\), and this Accelerator has 2"):
+        with pytest.raises(ValueError, match=r"is of 1 loader\(s\), but this Accelerator has 2"):
             accelerate.load_state(tmp_path / "own")
         with pytest.raises(ValueError, match="there is no checkpoint at"):
             accelerate.load_state(tmp_path / "stock")

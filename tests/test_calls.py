@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a scheduler": (lambda: to(MODEL, scheduler()), "pass scheduler.optimizer"),
     "a plan by position": (lambda: to(MODEL, "dp2"), r"a plan is passed by name: to_distributed\(model, plan="),
     "a config by position": (lambda: to(MODEL, mw.ToDistributedConfig()), r"write to_distributed\(model, config="),
-    "optimizers": (lambda: to(MODEL, [optimizer()]), "one optimizer steps all, in groups"),
+    "optimizers": (lambda: to(MODEL, [optimizer()]), "pass one optimizer, with groups"),
     "a dataset": (lambda: to(MODEL, None, DATA), r"the dataset itself \(TensorDataset\).*DataLoader\(dataset, batch"),
     "a stream": (lambda: to(MODEL, None, Rows()), r"the dataset itself \(Rows\).*batch_size=None if it yields whole"),
     "a dataset of datasets": (lambda: to(MODEL, None, hf_dataset()), r"the dataset itself \(Dataset\)"),

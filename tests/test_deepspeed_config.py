@@ -92,7 +92,7 @@ def test_any_two_sizes_of_a_batch_tell_the_third() -> None:
     assert sizes({**auto, "train_batch_size": 16, "gradient_accumulation_steps": 4}) == (2, 4)
     assert sizes({**auto, "train_batch_size": "auto"}, rows=3) == (3, 1)
     assert sizes(auto, mw.ParallelPlan(dp=2, tp=2, gradient_accumulation_steps=4), rows=3) == (3, 4)
-    with pytest.raises(mw.PlanError, match="nothing tells train_micro_batch_size_per_gpu"):
+    with pytest.raises(mw.PlanError, match="train_micro_batch_size_per_gpu is not known"):
         sizes(auto)
     with pytest.raises(mw.PlanError, match=r"gives 3 row.*batch_size.* = 4"):
         sizes({}, rows=3)

@@ -107,10 +107,10 @@ def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ("package", "version", "status", "text"),
     [
         ("transformers", "5.16.2", "problem", "5.16.2 is older than 5.17"),
-        ("transformers", "6.0.0", "warning", "newer than what is tested: 5.17 to 5.23"),
+        ("transformers", "6.0.0", "warning", "newer than the tested versions, 5.17 to 5.23"),
         ("torch", None, "problem", "not installed"),
         ("deepspeed", None, "note", "not installed; needed for DeepSpeed's ZeRO"),
-        ("datasets", "4.0.0", "warning", "older than what is tested: 5.2"),
+        ("datasets", "4.0.0", "warning", "older than the tested versions, 5.2"),
     ],
 )
 def test_packages(package: str, version: str | None, status: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     text, as_json = (CliRunner().invoke(app, ["doctor", *options]) for options in ([], ["--json"]))
     assert (text.exit_code, as_json.exit_code) == (0, 0), text.output
-    assert "two ends on this machine meet and add, over lo" in text.output
+    assert "two ranks on this machine meet and all-reduce, over lo" in text.output
     assert "0 problems" in text.output
     content = json.loads(as_json.output)
     assert content["problem"] is False

@@ -131,7 +131,7 @@ def test_nodes_are_counted_as_they_were_launched(monkeypatch: pytest.MonkeyPatch
         ("--num_processes 2 --machine_rank -1", "-1 must be from 0 to 0"),
         ("--num_processes 0", "--num_processes 0 must be at least 1"),
         ("--num_processes 2 --main_process_port 70000", "70000 must be from 1 to 65535"),
-        ("--plan plan.yaml --tp 2", "--plan plan.yaml and --tp 2 both say the plan"),
+        ("--plan plan.yaml --tp 2", "--plan plan.yaml and --tp 2 both give the plan"),
         ("--plan nowhere.yaml", "nowhere.yaml: no such plan"),
         ("--tp 0", "ParallelPlan.tp must be a positive integer, not 0"),
         ("--zero-stage 7", "zero_stage=7 must be 0, 1, 2 or 3"),
@@ -175,7 +175,7 @@ def test_accelerate_is_not_installed(script: Path, monkeypatch: pytest.MonkeyPat
 
 def test_too_few_gpus(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_gpus", lambda: 2)
-    with pytest.raises(mw.PlanError, match="4 processes on this machine need as many GPUs, and it has 2"):
+    with pytest.raises(mw.PlanError, match="4 processes on this machine need as many GPUs, but it has 2"):
         launcher.run(Launch(script=str(script), num_processes=8, num_machines=2, main_process_ip="10.0.0.1"))
     assert launcher.default_processes(3, cpu=False) == 6
 
@@ -186,7 +186,7 @@ def test_machines_that_do_not_come(tmp_path: Path, script: Path) -> None:
     options += ["--main_process_port", str(network.free_port())]
     first = run_command("launch", *options, "--machine_rank", "0", str(script), folder=tmp_path)
     assert first.code == 2
-    assert "not all of the 2 machines came to 127.0.0.1:" in first.output
+    assert "not all of the 2 machines joined at 127.0.0.1:" in first.output
     second = run_command("launch", *options, "--machine_rank", "1", str(script), folder=tmp_path)
     assert second.code == 2
     assert "machine 0 was not reached at 127.0.0.1:" in second.output

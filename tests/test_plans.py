@@ -63,7 +63,7 @@ def test_wildcards_match_one_component_and_exact_names_win() -> None:
 
 
 def test_a_role_must_be_a_role() -> None:
-    with pytest.raises(ValueError, match=r"'a' has 'column' for a role"):
+    with pytest.raises(ValueError, match=r"'a' has the role 'column'"):
         mw.ShardingPlan(roles={"a": "column"})  # type: ignore[dict-item]
 
 

@@ -112,14 +112,14 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str, st
         phi3, rows_by_head(Role.QKV, HeadLayout.grouped_rows), "tp2", "self_attn.qkv_proj", "not of the same matrix",
     ),
     "a head is cut in two": (
-        llama, rows_by_head(Role.Q, shifted), "tp2", "self_attn.q_proj", "which are no head",
+        llama, rows_by_head(Role.Q, shifted), "tp2", "self_attn.q_proj", "are not one head",
     ),
     "a hook takes a partial sum for the whole": (
         with_hook(O_PROJ, lambda module, args, output: output.tanh()), nullcontext, "tp2", O_PROJ, "partial sum",
     ),
     "a hook takes a shard's norm": (
         with_hook(UP_PROJ, lambda module, args, output: output / output.norm()), nullcontext, "tp2", UP_PROJ,
-        "its own part only",
+        "only its own part",
     ),
     "a block's input is not gathered": (
         llama, patch(SequenceSharding, "gather", lambda self, x: x), "tp2+sp", "q_proj", "its own input only",
@@ -176,7 +176,7 @@ def test_a_replicated_gradient_does_not_mix(other: Kind) -> None:
 def test_it_wants_a_process_of_its_own() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="process of their own"):
+        with pytest.raises(ValueError, match="process of its own"):
             check_plan(llama, PLANS["tp2"])
     finally:
         torch.distributed.destroy_process_group()

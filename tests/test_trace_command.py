@@ -69,5 +69,5 @@ def test_what_cannot_be_traced(config: Path, tmp_path: Path) -> None:
         trace_and_compare(model_on_meta(config, torch.float32), describe(config), Candidate(pp=2), JOB)
     unknown = tmp_path / "unknown.json"
     unknown.write_text(json.dumps({**CONFIG, "model_type": "nobody_s"}))
-    with pytest.raises(PlanError, match="transformers makes no causal LM"):
+    with pytest.raises(PlanError, match="transformers cannot make a causal LM"):
         model_on_meta(unknown, torch.float32)

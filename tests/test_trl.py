@@ -108,8 +108,8 @@ def build(kind: str, output_dir: Path, plan: dict[str, Any] | None, **options: A
 @pytest.mark.parametrize(
     ("kind", "plan", "options", "message"),
     [
-        ("grpo", {"tp": 2}, {}, "PlannedGRPOTrainer generates what it trains on, and the plan has tp=2"),
-        ("rloo", {"tp": 2}, {}, "PlannedRLOOTrainer generates what it trains on, and the plan has tp=2"),
+        ("grpo", {"tp": 2}, {}, "PlannedGRPOTrainer generates what it trains on, but the plan has tp=2"),
+        ("rloo", {"tp": 2}, {}, "PlannedRLOOTrainer generates what it trains on, but the plan has tp=2"),
         ("dpo", ZERO3, {"sync_ref_model": True}, "with zero_stage=3 a rank holds a part of them"),
         ("kto", {}, {}, "pass one: meshwright=ParallelPlan"),
     ],

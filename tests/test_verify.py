@@ -190,7 +190,7 @@ def test_what_cannot_be_compared_is_an_error() -> None:
         mw.verify(lambda: build("llama"), TP)
     with pytest.raises(mw.PlanError, match=r"which cannot be called; pass a function"):
         mw.verify("llama", TP)  # type: ignore[arg-type]
-    with pytest.raises(mw.PlanError, match=r"model_factory made model\.norm\.weight otherwise in another process"):
+    with pytest.raises(mw.PlanError, match=r"model_factory made a different model\.norm\.weight in another process"):
         mw.verify(unseeded, "dp2", steps=1)
     with pytest.raises(mw.PlanError, match="8 attention heads cannot be divided over tp=3"):
         mw.verify(functools.partial(build, "llama"), "tp3")

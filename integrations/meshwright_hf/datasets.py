@@ -136,7 +136,7 @@ class TokenCollator:
 
     Args:
         pad_token_id: the token that pads ``input_ids``.
-        multiple_of: the number whose multiples lengths are padded to, for sequence and context parallelism.
+        multiple_of: a number to a multiple of which lengths are padded, for sequence and context parallelism.
 
     Example:
         >>> TokenCollator()([{"input_ids": [5, 6]}, {"input_ids": [7]}])["input_ids"]

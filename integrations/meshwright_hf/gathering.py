@@ -14,7 +14,7 @@ from meshwright.parallel.collectives import Axis, all_gather
 
 
 def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
-    """Join the rows of every tensor over the data-parallel axis; a collective call.
+    """Join the rows of every tensor over the data-parallel axis; every rank makes the call.
 
     The ranks may have different numbers of rows. A tensor without dims becomes a vector with one number per rank.
 

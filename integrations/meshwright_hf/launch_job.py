@@ -100,7 +100,7 @@ def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int
     Args:
         plan: a plan file, or a plan in words.
         sizes: the fields of ``ParallelPlan`` that the user named.
-        num_processes: the number of processes, which the other sizes divide to give dp if ``sizes`` lacks it.
+        num_processes: the number of processes; if ``sizes`` lacks dp, dp is this number divided by the other sizes.
 
     Raises:
         PlanError: if there are both a plan and sizes, sizes do not divide the processes, or ``plan`` is no plan.

@@ -229,8 +229,8 @@ def _why_not_met(job: Launch, error: Exception) -> str:
             "start this command on each, with its own --machine_rank"
         )
     return (
-        f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); start it, with the "
-        "same --num_machines, --main_process_ip and --main_process_port"
+        f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); check that it is "
+        "started, with the same --num_machines, --main_process_ip and --main_process_port"
     )
 
 

@@ -254,7 +254,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # ---- steps
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
-        """Run the Trainer's step; the batch is counted before it, since the user's loss may remove the labels."""
+        """Run the Trainer's step; labels are counted in its batch, since the user's loss may remove them."""
         uneven, count = self._runtime.uneven, self._items.watch(num_items_in_batch)
         with contextlib.nullcontext() if uneven is None else uneven.of_batch(inputs):
             return super().training_step(model, inputs, count, **kwargs)  # type: ignore[misc]

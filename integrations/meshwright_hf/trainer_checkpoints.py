@@ -103,7 +103,7 @@ class CheckpointMixin:
             self._runtime.streams.load_state_dict(streams)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return where to resume; the Trainer counts in steps, which is wrong if a step now has other rows."""
+        """Return where to resume; the Trainer counts in steps, which is wrong if the rows per step have changed."""
         epoch, steps = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
         progress = read_progress(checkpoint) if checkpoint else {}

@@ -48,7 +48,7 @@ def check_arguments(args: Any) -> None:
     """Refuse TrainingArguments that no plan can honour, before the Trainer acts on them.
 
     Raises:
-        PlanError: if there is one; the message says what to use instead.
+        PlanError: if there is such an argument; the message names it, and what to use instead.
     """
     if args is None:
         return
@@ -94,8 +94,8 @@ def _refusals(args: Any) -> Iterator[str]:
         )
     if args.save_on_each_node:
         yield (
-            "TrainingArguments.save_on_each_node=True cannot work: only rank 0 has the whole weights, and writes them; "
-            "leave it out, and set output_dir to a directory that all nodes see"
+            "TrainingArguments.save_on_each_node=True is not available: only rank 0 has the whole weights, and writes "
+            "them; leave it out, and set output_dir to a directory that all nodes see"
         )
     yield from _refusals_of_loaders(args.accelerator_config)
     if args.n_gpu > 1:
@@ -130,7 +130,7 @@ def check_trainer(trainer: Any) -> None:
     """Refuse settings of the launcher and of the model, which are known once the Trainer is made.
 
     Raises:
-        PlanError: if there is one; the message says what to use instead.
+        PlanError: if there is such a setting; the message names it, and what to use instead.
     """
     for enabled, name in ((trainer.is_fsdp_enabled, "FSDP"), (trainer.is_deepspeed_enabled, "DeepSpeed")):
         if enabled:
@@ -204,7 +204,7 @@ def check_run(args: Any, runtime: Runtime) -> None:
     """Refuse arguments that are wrong under this plan in particular.
 
     Raises:
-        PlanError: if there is one; the message names it.
+        PlanError: if there is such an argument; the message names it.
     """
     if runtime.tp.size > 1 and args.neftune_noise_alpha is not None:
         raise PlanError(

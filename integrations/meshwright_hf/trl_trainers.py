@@ -58,9 +58,9 @@ def check_trl(trainer: Any, runtime: Runtime) -> None:
 
 
 def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
-    """Return how many labels or rows this rank's evaluation loss averages over; None for other trainers than TRL's.
+    """Return how many labels or rows this rank's evaluation loss averages over; None if that is not known.
 
-    TRL's trainers do not divide this loss by the count of all ranks, as the Trainer does.
+    It is known for TRL's trainers that do not divide the loss by the count of all ranks, as the Trainer does.
 
     Args:
         trainer: any trainer.

@@ -62,7 +62,7 @@ class DataParallel(nn.Module):
         last_comm_buffer_size: the size in MB of the last bucket, the first layers', which backward does not hide.
         find_unused_parameters: whether to walk the graph of each forward pass, so that the buckets behind an unused
             parameter need not wait for the end of backward. The gradients are also right without it.
-        group: the ranks that share the batch; None for all. If there is none, the launcher's environment makes it.
+        group: the ranks that share the batch; None for all. A missing group is made from the launcher's environment.
         timeout_s: seconds that a rank may keep the others waiting before all end with an error that names it.
         layers: another name of ``model``.
 

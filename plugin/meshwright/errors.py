@@ -50,7 +50,7 @@ class OptimizerMismatchError(ValueError):
 
 
 class UnreadableTensorError(ValueError):
-    """A read of a tensor of which this rank holds only a part."""
+    """A read of a whole tensor on a rank that holds only a part of it."""
 
 
 class OutOfVocabularyError(ValueError, IndexError):

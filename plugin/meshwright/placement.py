@@ -76,7 +76,8 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
     if isinstance(tensor, nn.Parameter):
         placed = wrap(_own_part(tensor.detach(), layout, device_mesh), device_mesh, layout.placements, tensor.shape)
         return cast(DTensor, nn.Parameter(placed, requires_grad=tensor.requires_grad))
-    return _ShardTensor.apply(tensor, device_mesh, layout)
+    result: DTensor = _ShardTensor.apply(tensor, device_mesh, layout)
+    return result
 
 
 def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
@@ -132,7 +133,8 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
     source = Layout(grid, decode(number, grid.ndim))
     device_type = tensor.device_mesh.device_type
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else mesh.to_device_mesh(device_type)
-    return _Reshard.apply(tensor, source, device_mesh, target)
+    result: DTensor = _Reshard.apply(tensor, source, device_mesh, target)
+    return result
 
 
 class _Reshard(torch.autograd.Function):

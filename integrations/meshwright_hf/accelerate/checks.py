@@ -30,7 +30,7 @@ def check_launch(accelerator: Accelerator) -> None:
     launched = world_size()
     if accelerator.state.num_processes == launched:
         return
-    said = f"{launched} processes were launched, but this Accelerator knows of {accelerator.state.num_processes}: "
+    said = f"{launched} processes were launched, but this Accelerator has {accelerator.state.num_processes}: "
     earlier = (
         "a PartialState was made before the Accelerator without cpu=True, which makes each process a program of "
         "its own, and every later Accelerator shares it. Write PartialState(cpu=True) there, or make the Accelerator "

@@ -56,4 +56,5 @@ class DecoderLayer(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(attended.transpose(1, 2).reshape(*x.shape))
         y = self.before_mlp(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return result

@@ -78,7 +78,7 @@ def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, 
 
 def _saved_by(model: Any) -> dict[str, Tensor]:
     """The tensors that ``save_pretrained`` may write; for a model with adapters, only those and the vocabulary's."""
-    state = model.state_dict(keep_vars=True)
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if wrapped(model) is None:
         return state
     ends = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -143,7 +143,7 @@ def _refusals(
 ) -> Iterator[str]:
     decoder = without_wrappers(model)[1]
     if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
-        yield "the model has a loss of its own, so a batch cannot be split into micro-batches"
+        yield "the model computes its own loss, so a batch cannot be split into micro-batches"
     if plan.recompute == "full" and not can_recompute(decoder):
         yield "the model's layers cannot be recomputed"
     try:
@@ -236,7 +236,7 @@ def _nearest(name: str, memory: float) -> str:
 
 
 def _lines(found: Search, choice: Choice, name: str) -> list[str]:
-    """Return the lines that say which plan was picked, its estimates, and why no other was."""
+    """Return the lines with the picked plan, its estimates, and the reasons against others."""
     job, cluster = found.job, found.cluster
     slower = ""
     for other in found.choices:

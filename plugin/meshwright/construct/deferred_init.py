@@ -171,7 +171,8 @@ class Recorder(TorchDispatchMode):
         is_like_deferred = bool(args) and self._is_deferred(args[0])
         form = func(*args, **{**kwargs, "device": torch.device("meta")})
         if kwargs.get("pin_memory") or form.layout is not torch.strided:
-            return func(*args, **kwargs)
+            result: Tensor = func(*args, **kwargs)
+            return result
         if is_like_deferred:
             return self.adopt(form)
         window = _window(form, -1)

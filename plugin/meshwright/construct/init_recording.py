@@ -156,7 +156,8 @@ class Tape:
                     for target, value in zip(operation.created, fresh, strict=True):
                         # Copied, since a real operator may return other strides than the recorded ones.
                         tensor(target).copy_(value)
-        return tensor(window)
+        wanted: Tensor = tensor(window)
+        return wanted
 
     def _needed(self, window: Window) -> list[Operation]:
         """The operations that a window's values depend on, in order."""

@@ -54,7 +54,8 @@ def _from_config(model: Any, draws: bool) -> nn.Module:
     torch.set_default_dtype(dtype or previous)
     try:
         with torch.device("cpu"), record(Tape(draws)):
-            return type(model)(copy.deepcopy(model.config))
+            made: nn.Module = type(model)(copy.deepcopy(model.config))
+            return made
     finally:
         torch.set_default_dtype(previous)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.data.nested import digest, is_plain
+from meshwright.data.nested import digest
+from meshwright.faults.memory_digest import is_plain
 
 ROWS_READ = 16
 
@@ -70,7 +71,8 @@ def _held(dataset: Any) -> dict[str, Any]:
     """
     try:
         if dataset in _first_seen:
-            return _first_seen[dataset]
+            seen: dict[str, Any] = _first_seen[dataset]
+            return seen
         held = _first_seen[dataset] = {}  # stored now, since a dataset may hold one that holds it
     except TypeError:  # the object allows no weak references
         held = {}

@@ -84,7 +84,8 @@ def take_rows(x: Tensor, own: slice) -> Tensor:
         )
     rows = torch.arange(x.shape[0], device=x.device)[own]
     taken = x.to_sparse_coo().index_select(0, rows)
-    return taken if x.layout is torch.sparse_coo else taken.to_sparse(layout=x.layout)
+    result: Tensor = taken if x.layout is torch.sparse_coo else taken.to_sparse(layout=x.layout)
+    return result
 
 
 def is_dense(x: Tensor) -> bool:

@@ -139,7 +139,8 @@ def shard_dataloader(
             options=options,
         ).claim()
 
-    return _on_all_ranks(make).agree()
+    made: DistributedLoader = _on_all_ranks(make).agree()
+    return made
 
 
 def _only(dataloader: Iterable[Any] | None, loader: Iterable[Any] | None) -> Iterable[Any]:

@@ -69,7 +69,8 @@ class DatasetShards:
 
     @property
     def num_shards(self) -> int:
-        return self._dataset.num_shards
+        count: int = self._dataset.num_shards
+        return count
 
     @property
     def fingerprint(self) -> str:

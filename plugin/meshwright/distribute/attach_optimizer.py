@@ -1,4 +1,4 @@
-"""Adds an optimizer, and what the plan says about it, to a model that was distributed without one."""
+"""Adds an optimizer, and what it adds to the plan, to a model that was distributed without one."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
     """Check the types of the arguments, not yet whether they fit each other.
 
     Raises:
-        PlanError: if a type is wrong; the message says what to write instead.
+        PlanError: if a type is wrong; the message names what was passed, and what to write instead.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(_no_model(model))

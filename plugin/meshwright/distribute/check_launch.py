@@ -18,7 +18,7 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
     """Compare the devices that the program names with what was launched.
 
     Raises:
-        PlanError: if two numbers differ; the message says how to change either.
+        PlanError: if two numbers differ; the message names both, and how to change either.
     """
     world = world_size()
     for name, value in (("device_num", device_num), ("node_num", node_num)):
@@ -48,7 +48,7 @@ def check_launch(plan: ParallelPlan) -> None:
     """Compare the plan with what was launched.
 
     Raises:
-        PlanError: if two numbers differ; the message says how to change either.
+        PlanError: if two numbers differ; the message names both, and how to change either.
     """
     world = world_size()
     if plan.world_size != world:

@@ -224,7 +224,7 @@ class Installation:
         assert runtime.guard is not None
         every = self.config.check_replicas_every
         if every is None:
-            # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with its owner's, even a faulty one.
+            # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with its owner's, even if faulty.
             every = 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
         return ReplicaComparison(
             self.model,

@@ -48,7 +48,8 @@ def on_first_rank(step: Callable[[], T]) -> T:
         message = [result, _describe(error)]
     dist.broadcast_object_list(message, src=0)
     _raise_first([message[1]], error)
-    return message[0]
+    received: T = message[0]
+    return received
 
 
 def text_from_first(make: Callable[[], str], device: torch.device) -> str:

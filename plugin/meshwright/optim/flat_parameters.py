@@ -77,7 +77,13 @@ class FlatShard:
             self._wait()
         self._full = self._wait = None
 
-    publish = refresh = release  # after a step, gathered values are stale
+    def publish(self) -> None:
+        """Drop what was gathered before the optimizer's step, which is stale."""
+        self.release()
+
+    def refresh(self) -> None:
+        """Drop what was gathered before a program wrote into the masters, which is stale."""
+        self.release()
 
     def take_over(self) -> None:
         """Shard and keep the values that the program assigned with ``parameter.data = ...``, if any.

@@ -68,7 +68,8 @@ def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Return the values of ``x``; backward multiplies the gradient by ``factor``."""
-    return _ScaleGradient.apply(x, factor)
+    result: Tensor = _ScaleGradient.apply(x, factor)
+    return result
 
 
 def in_backward() -> bool:

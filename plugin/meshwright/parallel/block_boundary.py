@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,21 @@ from meshwright.roles.adapters import projection
 from meshwright.roles.projection import is_transposed
 
 
+@dataclass
+class _Pass:
+    """One call of a block, from its entry to its end.
+
+    Args:
+        entered: the block's full input, if this pass is checked.
+        is_reduced: whether the output projection has run.
+        reduction: the graph node that reduces the block's result, if this pass is checked.
+    """
+
+    entered: Tensor | None
+    is_reduced: bool = False
+    reduction: Any = None
+
+
 class BlockHooks:
     """Hooks at the two borders of one block."""
 
@@ -34,9 +50,8 @@ class BlockHooks:
         self._bias: nn.Parameter | None = None
         self._name, self._is_whole_module = block.name, block.entries == (block.module,)
         self._names = tuple(inspect.signature(block.module.forward).parameters)
-        self._is_entered = self._is_reduced = self._is_checked = False
-        self._entered: Tensor | None = None  # the block's full input, kept for the pass that is checked
-        self._reduction: Any = None  # the graph node that reduces the block's result, kept for the same pass
+        self._is_checked = False
+        self._pass: _Pass | None = None
         self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
         self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
         for entry in block.entries:
@@ -55,7 +70,6 @@ class BlockHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._head_inputs is not None:
             args, kwargs = self._head_inputs.take_own(args, kwargs)
-        self._is_entered, self._is_reduced = True, False
         x, put_back = hidden_states(args, kwargs, self._names)
         x = _cast_for_autocast(x)
         if self.sequence is None:
@@ -66,8 +80,8 @@ class BlockHooks:
             assert self._projections is not None
             full = self.sequence.gather(x)
             self._projections.open(full, x, self.axis)
-        if self._is_whole_module and not self._is_checked and not torch.compiler.is_compiling():
-            self._entered = full
+        is_checked_now = self._is_whole_module and not self._is_checked and not torch.compiler.is_compiling()
+        self._pass = _Pass(full if is_checked_now else None)
         return put_back(full)
 
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -75,38 +89,38 @@ class BlockHooks:
             self._projections.close()
         if not self._is_whole_module:  # one of the columns of a layer's own MLP
             return
-        self._is_entered = False
-        if output is not None and not self._is_reduced:
+        current, self._pass = self._pass, None
+        if output is None or current is None:  # the block raised
+            return
+        if not current.is_reduced:
             raise PlanError(
                 f"{self._name} ran without calling its output projection as a module, so its result would be only one "
                 "rank's part. Call the projection instead of reading its weight; if the model's config has these "
                 "options, set pretraining_tp=1 and slow_but_exact=False"
             )
-        if self._entered is not None and output is not None and torch.is_grad_enabled():
-            self._check_result(output)
-        self._entered = self._reduction = None
+        if current.entered is not None and torch.is_grad_enabled():
+            self._check_result(output, current.entered, current.reduction)
 
-    def _check_result(self, output: Any) -> None:
+    def _check_result(self, output: Any, entered: Tensor, reduction: Any) -> None:
         """Check once that the result depends on the block's input only through the output projection."""
-        assert self._entered is not None
-        if bypasses(output, self._entered, self._reduction):
+        if bypasses(output, entered, reduction):
             raise PlanError(
                 f"{self._name} adds its input to its output (a residual connection of its own?), and that part of "
                 "the gradient would count once for each rank. Add it in the decoder layer: x + block(x)"
             )
-        self._is_checked = self._entered.requires_grad
+        self._is_checked = entered.requires_grad
 
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._is_reduced = True
         # Every rank would add the bias to its partial sum: leave it out of the call, add it once after the reduction.
         self._bias = self._row._parameters["bias"]
         none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
         self._row._parameters["bias"] = none  # Conv1D needs a bias
-        if not self._is_entered:
+        if self._pass is None:
             raise PlanError(
                 f"the output projection of {self._name} ran, but the block was not called as a module: the gradient of "
                 "its input would lack the other ranks' parts. Call block(x), not block.forward(x)"
             )
+        self._pass.is_reduced = True
 
     def _reduce(self, module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
         bias, self._bias = self._bias, None
@@ -117,8 +131,8 @@ class BlockHooks:
         if output is None:  # the projection raised; the hook runs only to put back what it changed
             return None
         summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
-        if self._entered is not None:
-            self._reduction = summed.grad_fn
+        if self._pass is not None and self._pass.entered is not None:
+            self._pass.reduction = summed.grad_fn
         return summed if bias is None else summed + bias.to(summed.dtype)
 
 

@@ -69,7 +69,7 @@ class CausalLMLoss:
         require_words(targets_N, self.vocab_size, "label", ignored=ignore_index)
         first_word = min(self.tp.rank * words, self.vocab_size)
         num_words = min(words, self.vocab_size - first_word)
-        return VocabParallelCrossEntropy.apply(
+        result: Tensor = VocabParallelCrossEntropy.apply(
             at_least_float32(logits.reshape(-1, words)),
             targets_N,
             first_word,
@@ -77,6 +77,7 @@ class CausalLMLoss:
             ignore_index,
             self.tp,
         )
+        return result
 
 
 def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:

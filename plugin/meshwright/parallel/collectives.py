@@ -158,22 +158,26 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
     """Gather all rows for a sharded consumer; backward sums the partial gradients into each row's owner."""
-    return _Collective.apply(x, axis, all_gather, reduce_scatter)
+    result: Tensor = _Collective.apply(x, axis, all_gather, reduce_scatter)
+    return result
 
 
 def reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
     """Sum partial results and keep this rank's rows; backward gathers the gradients of all rows."""
-    return _Collective.apply(x, axis, reduce_scatter, all_gather)
+    result: Tensor = _Collective.apply(x, axis, reduce_scatter, all_gather)
+    return result
 
 
 def split_rows(x: Tensor, axis: Axis) -> Tensor:
     """Keep this rank's rows of a replicated tensor; backward gathers, so the gradient is replicated again."""
-    return _Collective.apply(x, axis, _own_rows, all_gather)
+    result: Tensor = _Collective.apply(x, axis, _own_rows, all_gather)
+    return result
 
 
 def unsplit_rows(x: Tensor, axis: Axis) -> Tensor:
     """Gather all rows for a replicated consumer; backward keeps this rank's rows of its (equal) gradients."""
-    return _Collective.apply(x, axis, all_gather, _own_rows)
+    result: Tensor = _Collective.apply(x, axis, all_gather, _own_rows)
+    return result
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:

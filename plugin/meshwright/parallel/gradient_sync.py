@@ -89,7 +89,7 @@ class GradientSync:
         self._enabled = True
         self._paused = False
         self._checked_task = -1
-        self._end_of_pass: Callable[[], object] = _no_pass
+        self._end_of_pass: weakref.ref[Callable[[], None]] | None = None  # None between passes
         self._task = -1
         self._is_nested = False
         self._has_gradients = False
@@ -180,7 +180,7 @@ class GradientSync:
             sync._begin()
 
     def _begin(self) -> None:
-        if self._end_of_pass() is not None:
+        if self._end_of_pass is not None and self._end_of_pass() is not None:
             return
         end = functools.partial(self._finalize)
         # Only autograd's engine keeps it alive: a pass that raises drops it uncalled.
@@ -234,7 +234,7 @@ class GradientSync:
             self._finish.pop(0)()
 
     def _finalize(self) -> None:
-        self._end_of_pass = _no_pass
+        self._end_of_pass = None
         # Peers count: another rank may have gradients here when this rank has them only in a peer.
         if not any(sync._has_gradients for sync in self._peers):  # torch.autograd.grad
             return
@@ -320,10 +320,6 @@ class AllReduce:
 
 # Marks a gradient that no_sync() left unsynchronised; a reduction replaces the tensor, and so drops the mark.
 _OWN = "meshwright_own"
-
-
-def _no_pass() -> None:
-    return None
 
 
 def _guard(parameter: nn.Parameter) -> None:

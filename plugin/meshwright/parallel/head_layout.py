@@ -131,7 +131,8 @@ class HeadLayout:
     def take_heads(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """Return a rank's part of a tensor whose ``dim`` runs over query heads, or over batch times query heads."""
         by_head = x.unflatten(dim, (-1, self.heads))
-        return by_head.narrow(dim + 1, rank * self.local_heads, self.local_heads).flatten(dim, dim + 1)
+        result: Tensor = by_head.narrow(dim + 1, rank * self.local_heads, self.local_heads).flatten(dim, dim + 1)
+        return result
 
     def local_attributes(self, attention: nn.Module) -> dict[str, int]:
         """The attributes of a stock attention module that count heads or their width, with their local values.

@@ -164,12 +164,12 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
     """
     if kind.is_causal_lm:
         AddedToLoss(mean).watch(model)
-        model.loss_function = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean)
-        return model.loss_function
+        causal = model.loss_function = CausalLMLoss(vocab_size=vocab_size, tp=tp, mean=mean)
+        return causal
     if kind.is_function:
         AddedToLoss(mean).watch(model)
-        model.loss_function = HeadLoss(model.loss_function, kind, mean)
-        return model.loss_function
+        own = model.loss_function = HeadLoss(model.loss_function, kind, mean)
+        return own
     loss = OutputLoss(kind, mean)
     loss.watch(model)
     return loss

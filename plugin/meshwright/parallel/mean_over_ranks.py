@@ -93,7 +93,7 @@ class GlobalMean:
         value = (ranks[:, :size].sum(0).to(sums.dtype) / divisors).mean()
         # As in torch, a mean over nothing is NaN and its gradient is zero.
         factors = torch.where(divisors > 0, self.dp.size / size / divisors, 0)
-        mean = _ReplaceValue.apply(sums, value, factors)
+        mean: Tensor = _ReplaceValue.apply(sums, value, factors)
         self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
         return mean
 

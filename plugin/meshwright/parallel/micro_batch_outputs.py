@@ -38,7 +38,8 @@ class Pieces:
 
     def _join(self, last: Tensor, before: list[Tensor]) -> Tensor:
         parts = [x[:rows] for x, rows in zip([*before, last.detach()], self.rows, strict=True)]
-        return _Read.apply(torch.cat(parts).requires_grad_())
+        result: Tensor = _Read.apply(torch.cat(parts).requires_grad_())
+        return result
 
     def _stand_in(self, last: Tensor, _: list[Tensor]) -> Tensor:
         empty = torch.empty((), dtype=last.dtype, device=last.device)

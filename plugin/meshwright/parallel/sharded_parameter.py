@@ -39,7 +39,8 @@ class Shard(Tensor):
         return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.detach().clone())
+        result: Tensor = memo.setdefault(id(self), self.detach().clone())
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unreadable("pickling", self)
@@ -65,7 +66,8 @@ class ShardedParameter(nn.Parameter):
                 new = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
             new.meshwright = self.meshwright  # type: ignore[attr-defined]
             memo[id(self)] = guard(new)
-        return memo[id(self)]
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise unreadable("pickling", self)

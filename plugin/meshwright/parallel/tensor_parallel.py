@@ -266,4 +266,5 @@ class _WideNorm:
         own_mean = square.mean(-1, keepdim=True)
         weighted = (square * self.weight.to(square)).sum(-1, keepdim=True)
         mean = reduce_for_shards(weighted, self.axis) / self.size
-        return output * ((own_mean + self.eps) / (mean + self.eps)).sqrt().to(output.dtype)
+        result: Tensor = output * ((own_mean + self.eps) / (mean + self.eps)).sqrt().to(output.dtype)
+        return result

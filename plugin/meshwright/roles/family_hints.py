@@ -88,7 +88,7 @@ def hints_for(config: object) -> dict[str, Role]:
 
 # Families that no plan shards correctly, although one may seem to fit.
 _REFUSALS = {
-    "diffllama": "its heads work in pairs, one of the first half with one of the second",
+    "diffllama": "its heads work in pairs, the first half of them with the second",
     "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",
     "trocr": "its attention reshapes its heads to the width of its input",
 }

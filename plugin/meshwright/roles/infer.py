@@ -80,7 +80,8 @@ def _token_embedding(model: nn.Module, layers_name: str) -> tuple[str, nn.Embedd
 def _ask(model: nn.Module, method: str) -> nn.Module | None:
     """Call a getter of a transformers model; None if the model does not implement it."""
     try:
-        return getattr(model, method)()
+        found: nn.Module | None = getattr(model, method)()
+        return found
     except (AttributeError, NotImplementedError):
         return None
 
@@ -158,8 +159,8 @@ def _layer_roles(layer: nn.Module, hidden: int, hints: Mapping[str, Role]) -> di
         is_inside = any(name.startswith(block) for block in blocks)
         if is_inside and _is_weightless_norm(module):
             raise PlanError(
-                f"{name} of {type(layer).__name__} is a norm without weights inside a block: its structure does not "
-                "show whether it norms each head or the whole width, which is sharded; pass "
+                f"{name} of {type(layer).__name__} is a norm without weights inside a block: whether it norms each "
+                "head or the whole width, which is sharded, cannot be inferred; pass "
                 "ToDistributedConfig(sharding_plan=...)"
             )
         if not is_inside and _is_norm(module, hidden):

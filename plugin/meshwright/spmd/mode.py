@@ -183,13 +183,14 @@ class TypeMode(TorchFunctionMode):
     def _apart(self, apply: Any, *args: Any) -> Tensor:
         before, self._is_inside = self._is_inside, True
         try:
-            return apply(*args)
+            result: Tensor = apply(*args)
+            return result
         finally:
             self._is_inside = before
 
 
 def _is_alike(typed: Typed, takes: tuple[Kind, ...]) -> bool:
-    """Whether INVARIANT and REPLICATED are the same for a tensor, since it has no gradient."""
+    """Whether INVARIANT and REPLICATED may stand for each other, since the tensor has no gradient."""
     equal = {Kind.INVARIANT, Kind.REPLICATED}
     return typed.kind in equal and not equal.isdisjoint(takes) and not typed.has_gradient
 

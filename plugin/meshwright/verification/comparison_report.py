@@ -143,8 +143,8 @@ class Report:
         assert suspect is not None
         name = suspect.name or f"the {suspect.kind}"
         return (
-            f"DIFFERENT: look at {name} first ({suspect.kind}, {suspect.where}: {suspect.value:.1e}). The plan trains "
-            f"on other numbers than one device. ({seconds})"
+            f"DIFFERENT: look at {name} first ({suspect.kind}, {suspect.where}: {suspect.value:.1e}). The plan's "
+            f"numbers differ from those of one device. ({seconds})"
         )
 
 

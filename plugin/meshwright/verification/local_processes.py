@@ -164,7 +164,8 @@ class _Processes:
 
     def _receive(self, connection: Connection, rank: int) -> tuple[str, Any]:
         try:
-            return connection.recv()
+            answer: tuple[str, Any] = connection.recv()
+            return answer
         except (EOFError, OSError):
             self.processes[rank].join(1.0)
             code = self.processes[rank].exitcode

@@ -64,7 +64,7 @@ class ReadAhead:
             self._live.discard(chunk.lane)
 
 
-class _Rounds(IterableDataset):
+class _Rounds(IterableDataset[Any]):
     """Yields rounds with a chunk of each lane until all lanes have ended; a worker reads its share of the lanes."""
 
     def __init__(self, readers: Sequence[LaneReader], chunk_size: int):
