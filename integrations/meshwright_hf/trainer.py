@@ -24,9 +24,10 @@ from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
-from meshwright_hf.compiling import compile_decoder, left_to_us
+from meshwright_hf.compiling import compile_decoder
 from meshwright_hf.fused_head import gather_for_fused_head
 from meshwright_hf.gathering import has_only_tensors
+from meshwright_hf.trainer_accelerator import become_trainers
 from meshwright_hf.trainer_checkpoints import CheckpointMixin
 from meshwright_hf.trainer_checks import (
     arguments_of,
@@ -92,23 +93,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator, and have it leave the model to the plan and put loaders on its mesh."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerator = self.accelerator
-        prepare_model = accelerator.prepare_model
-
-        def prepare(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-            # In evaluation mode accelerate adds autocast but no DDP, since the plan reduces the gradients.
-            with left_to_us(accelerator.state.dynamo_plugin):
-                placement = device_placement if find_runtime(model) is None else False
-                return prepare_model(model, device_placement=placement, evaluation_mode=True)
-
-        self._items.watch_processes(accelerator)
-        accelerator.prepare_model = prepare
-        accelerator.prepare_optimizer = lambda optimizer, device_placement=None: optimizer
-        accelerator.prepare_data_loader = self._prepare_data_loader
-        accelerator.gather = functools.partial(self._gather, accelerator.gather)
-        accelerator.gather_for_metrics = self._gather_for_metrics
+        become_trainers(self.accelerator, self)
         self.gather_function = functools.partial(
-            self._gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            self.gathered_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -204,7 +191,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._train_loader = loader if isinstance(loader, DistributedLoader) else None
         return loader
 
-    def _prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> Any:
+    def planned_loader(self, data_loader: DataLoader[Any]) -> Any:
+        """Put a loader on the plan's mesh; called by the Trainer's Accelerator, as the next three methods are."""
         if find_runtime(self.model) is None:
             # The planner only looks at it; a trainer that passes over the data before sharding needs all rows.
             return data_loader if self._is_distributing else whole_loader(data_loader, self.args.device)
@@ -219,16 +207,22 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             data_seed=self.args.data_seed,
         )
 
-    def _gather(self, stock: Callable[[Any], Any], tensor: Any) -> Any:
+    def gathered(self, stock: Callable[[Any], Any], tensor: Any) -> Any:
+        """Gather a metric's tensors over the data-parallel ranks; without a plan, by accelerate's own method."""
         runtime = find_runtime(self.model)
         if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
             return stock(tensor)
         return gather_rows(tensor, runtime.dp, is_cut=False)  # the last batch's rows may differ in number
 
-    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gathered_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather a metric's rows over the data-parallel ranks, each once and in the dataset's order."""
         if find_runtime(self.model) is None:
             return input_data  # whole_loader gives each rank all rows
         return gather_rows(input_data, self._runtime.dp, as_objects=use_gather_object)
+
+    def notice_processes(self) -> None:
+        """Notice that the number of processes was read, perhaps by a loss."""
+        self._items.has_asked_processes = True
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         """Prepare the dataset of TRL's trainers, which call it before the model is distributed."""

@@ -32,7 +32,7 @@ class ItemsUse:
 
     def __init__(self) -> None:
         self.is_active = self.is_divided = self.is_read = False
-        self._is_settled = self._is_passed = self._has_asked_processes = False
+        self._is_settled = self._is_passed = self.has_asked_processes = False
 
     @contextlib.contextmanager
     def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
@@ -44,7 +44,7 @@ class ItemsUse:
         if self.is_active:
             yield
             return
-        self.is_divided = self.is_read = self._is_settled = self._has_asked_processes = False
+        self.is_divided = self.is_read = self._is_settled = self.has_asked_processes = False
         self.is_active = True
         if runtime.loss is not None:
             runtime.loss.mean.used_items = None
@@ -58,7 +58,7 @@ class ItemsUse:
         is_of_model = _is_of_model(trainer, runtime)
         if not self._is_passed or self._is_settled or (is_of_model and not counts_all):
             return
-        if is_of_model and self._has_asked_processes:
+        if is_of_model and self.has_asked_processes:
             raise ValueError(_MULTIPLIED.format(type(trainer).__name__))
         if self._agree(trainer, runtime):
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
@@ -76,16 +76,6 @@ class ItemsUse:
         # A rank without a label may return before it divides, and a rank may read the count to log it.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         return bool(maximum(maximum(flag, runtime.dp), runtime.tp))
-
-    def watch_processes(self, accelerator: Any) -> None:
-        """Notice reads of ``accelerator.num_processes`` while a loss is computed."""
-        kind = type(accelerator)  # a property can only be replaced in a class
-
-        def num_processes(this: Any) -> int:
-            self._has_asked_processes = True
-            return kind.num_processes.fget(this)
-
-        accelerator.__class__ = type(kind.__name__, (kind,), {"num_processes": property(num_processes)})
 
     def watch(self, count: Any) -> Any:
         """Return the count as a tensor that records when it is read."""

@@ -6,9 +6,10 @@ import logging
 import sys
 import time
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
+from rich import progress
+from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +26,22 @@ class Progress:
 
     def __init__(self, title: str, unit: str = "B"):
         self.title, self.unit, self.total, self.done = title, unit, 0, 0
-        self._bar: Any = None
+        self._bar: progress.Progress | None = None
         self._last = time.monotonic()
 
     def start(self, total: int) -> None:
         """Start, with ``total`` units to come."""
         self.total, self._last = total, time.monotonic()
-        self._bar = _bar(self.title, total, self.unit) if _is_first() and sys.stderr.isatty() else None
+        if _is_first() and sys.stderr.isatty():
+            self._bar = _bar(self.unit)
+            self._task = self._bar.add_task(self.title, total=total)
+            self._bar.start()
 
     def add(self, count: int) -> None:
         """Count ``count`` more units as done."""
         self.done += count
         if self._bar is not None:
-            self._bar.update(count)
+            self._bar.update(self._task, advance=count)
         elif time.monotonic() - self._last > _INTERVAL and _is_first():
             self._last = time.monotonic()
             if self.unit == "B":
@@ -47,7 +51,7 @@ class Progress:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.stop()
 
     def __enter__(self) -> Progress:
         return self
@@ -56,12 +60,10 @@ class Progress:
         self.close()
 
 
-def _bar(title: str, total: int, unit: str) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:  # it comes with transformers, which this package can do without
-        return None
-    return tqdm(total=total, desc=title, unit=unit, unit_scale=True)
+def _bar(unit: str) -> progress.Progress:
+    done = progress.DownloadColumn() if unit == "B" else progress.MofNCompleteColumn()
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), done, progress.TimeRemainingColumn())
+    return progress.Progress(*columns, console=Console(stderr=True))
 
 
 def _is_first() -> bool:

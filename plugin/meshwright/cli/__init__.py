@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from meshwright import __version__
 from meshwright.cli import calibrate, doctor, launch, plan, verify
 
 app = typer.Typer(
@@ -11,7 +14,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Train stock Hugging Face models in parallel with one call.",
 )
 app.command()(plan.plan)
 # Everything after the script's name goes to the script, even what looks like an option of launch.
@@ -19,6 +21,21 @@ app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command()(verify.verify)
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train stock Hugging Face models in parallel with one call."""
 
 
 def main() -> None:

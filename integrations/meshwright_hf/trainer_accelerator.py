@@ -1,0 +1,63 @@
+"""The Trainer's Accelerator under a plan: it leaves the model to the plan, and its loaders are on the plan's mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.optim.runtime import find_runtime
+from meshwright_hf.compiling import left_to_us
+
+
+class TrainerAccelerator(Accelerator):
+    """accelerate's methods that a Trainer calls, for a model on a plan; the rest is accelerate's own.
+
+    The class is given to the Accelerator that the Trainer made, by ``become_trainers``.
+    """
+
+    _trainer: Any
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes; reading it while a loss is computed is noticed (see ``ItemsUse``)."""
+        self._trainer.notice_processes()
+        return super().num_processes
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model without DDP, since the plan reduces the gradients; evaluation mode adds only autocast."""
+        with left_to_us(self.state.dynamo_plugin):
+            placement = device_placement if find_runtime(model) is None else False
+            return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Return the optimizer as it is: the plan has bound it to the model's gradients."""
+        return optimizer
+
+    def prepare_data_loader(self, data_loader: Any, *_: Any, **__: Any) -> Any:
+        """Put a loader on the plan's mesh."""
+        return self._trainer.planned_loader(data_loader)
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather a metric's tensors over the data-parallel ranks."""
+        return self._trainer.gathered(super().gather, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather a metric's rows over the data-parallel ranks, each once."""
+        return self._trainer.gathered_for_metrics(input_data, use_gather_object)
+
+
+def become_trainers(accelerator: Accelerator, trainer: Any) -> None:
+    """Give the Trainer's Accelerator the methods above; it stays the same object.
+
+    Args:
+        accelerator: changed in place.
+        trainer: the Trainer that made it.
+    """
+    kind = type(accelerator)
+    accelerator.__class__ = type(kind.__name__, (TrainerAccelerator, kind), {})
+    accelerator._trainer = trainer
