@@ -189,9 +189,9 @@ class Installation:
             self.decoder, structure, sequence_parallel=plan.sequence_parallel, is_split=plan.has_micro_batches
         )
         forward = ForwardState(
-            self.decoder,
-            streams,
+            model=self.decoder,
             inner=self._callable_alone(),
+            streams=streams,
             tp=runtime.tp,
             dp=runtime.dp,
             guard=runtime.guard,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 
 
+@dataclass(kw_only=True, eq=False)
 class ForwardState:
     """Hooks on the whole model that compare the ranks, decide whether logits stay sharded, and set the random stream.
 
@@ -41,35 +43,28 @@ class ForwardState:
         follow: a function called in each pass with gradients enabled, after the ranks were compared.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        streams: DropoutStreams,
-        *,
-        inner: Iterable[nn.Module] = (),
-        tp: Axis,
-        dp: Axis,
-        guard: Guard | None,
-        comparison: ReplicaComparison | None,
-        has_sharded_loss: bool,
-        has_known_loss: bool,
-        uneven: UnevenBatches,
-        hooked: HookedModules,
-        refuses_internals: bool,
-        shares_weights: bool = False,
-        follow: Callable[[], None] = lambda: None,
-    ):
-        self.shares_weights, self._follow = shares_weights, follow
-        self.streams, self.tp, self.dp, self.guard = streams, tp, dp, guard
-        self.has_sharded_loss, self.refuses_internals = has_sharded_loss, refuses_internals
-        self.has_known_loss, self.uneven, self.hooked = has_known_loss, uneven, hooked
-        self.comparison, self._inputs = comparison, ComparedInputs(tp)
+    model: nn.Module
+    inner: Iterable[nn.Module] = ()
+    streams: DropoutStreams
+    tp: Axis
+    dp: Axis
+    guard: Guard | None
+    comparison: ReplicaComparison | None
+    has_sharded_loss: bool
+    has_known_loss: bool
+    uneven: UnevenBatches
+    hooked: HookedModules
+    refuses_internals: bool
+    shares_weights: bool = False
+    follow: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._inputs = ComparedInputs(self.tp)
         self._keeps_sharded = False
         self._restore: Restore | None = None
-        self._model = model
         self._outermost: nn.Module | None = None  # the module whose call is running
         self._signatures: dict[nn.Module, inspect.Signature] = {}
-        for module in {id(x): x for x in (model, *inner)}.values():
+        for module in {id(x): x for x in (self.model, *self.inner)}.values():
             self._signatures[module] = inspect.signature(module.forward)
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
@@ -92,8 +87,8 @@ class ForwardState:
         if self.guard is not None:
             self._compare(self.guard, module, inputs, trains=trains)
         if torch.is_grad_enabled():
-            self._follow()
-        self._keeps_sharded = module is self._model and self.has_sharded_loss and module.training and labels is not None
+            self.follow()
+        self._keeps_sharded = module is self.model and self.has_sharded_loss and module.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
         has_global_loss = self.has_known_loss and labels is not None
         if self.dp.size == 1 or not torch.is_grad_enabled() or not has_global_loss:
