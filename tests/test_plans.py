@@ -47,6 +47,16 @@ def test_every_family_gets_the_roles_that_are_written_by_hand(family: str) -> No
     assert set(found.parameters) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "olmo2"])
+def test_an_mlp_as_wide_as_the_model_is_told_by_its_names(family: str) -> None:
+    model = build(family, intermediate_size=build(family).config.hidden_size)
+    found, expected = (
+        describe(model, plan, tp=2, sequence_parallel=True)
+        for plan in (plan_for(model), mw.ShardingPlan(roles=BY_HAND[family]))
+    )
+    assert found.parameters == expected.parameters
+
+
 def test_inference_refuses_fused_projections_by_name() -> None:
     model = build("phi3")
     with pytest.raises(mw.UncoveredParameterError) as raised:

@@ -21,6 +21,7 @@ _ATTENTION_NAMES = {
     Role.V: {"v_proj", "value_proj", "v", "value", "wv", "to_v", "v_lin"},
     Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "dense", "proj", "c_proj"},
 }
+_DOWN_NAMES = {"down_proj", "fc2", "lin2", "linear2", "linear_fc2", "w2", "dense_4h_to_h", "fc_out"}  # MLPs' alone
 
 
 def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> ShardingPlan:
@@ -235,7 +236,10 @@ def _mlp_block(
 ) -> dict[str, Role]:
     """Return the roles of an MLP block and its projections; empty if it is not one."""
     prefix = f"{block_name}." if block_name else ""
-    rows = {n: m for n, m in linears.items() if out_features(m) == hidden and in_features(m) != hidden}
+    if all(in_features(m) == out_features(m) == hidden for m in linears.values()):  # only names tell them apart
+        rows = {n: m for n, m in linears.items() if n.lower() in _DOWN_NAMES}
+    else:
+        rows = {n: m for n, m in linears.items() if out_features(m) == hidden and in_features(m) != hidden}
     columns = {n: m for n, m in linears.items() if in_features(m) == hidden and n not in rows}
     if len(rows) != 1 or len(columns) not in (1, 2) or len(rows) + len(columns) != len(linears):
         return {}

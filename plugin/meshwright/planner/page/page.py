@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from meshwright.errors import PlanError
 from meshwright.planner import explain
@@ -25,6 +30,8 @@ _HALF, _FULL, _NARROW = 538, 1150, 336  # widths of diagrams: half a page of 128
 _REASONS = 5  # rows that are always shown
 _AXIS_NAMES = {"pp": "pipeline stage", "dp": "data", "cp": "context", "tp": "tensor"}
 
+_TIMES = "\u00d7"  # the multiplication sign
+
 Draw = Callable[[float, str], Svg]
 
 
@@ -40,20 +47,18 @@ def page(found: Search, *, changed: Sequence[explain.Change] | None = None) -> s
     """
     if not found.choices:
         raise explain.no_fit(found)
-    best = found.choices[0]
-    name = escape(found.shape.name)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>{name}: {escape(best.plan.label)}</title>\n<style>{style()}</style>\n</head>\n<body>\n"
-        '<svg xmlns="http://www.w3.org/2000/svg" width="0" height="0" style="position:absolute" aria-hidden="true">'
-        '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<path d="M3 0V6" class="hatch-line"/></pattern></defs></svg>\n'
-        f"<main>\n{_header(found)}\n{_why_not(found)}\n"
-        f"{_changes(found, explain.changes(found) if changed is None else changed)}\n"
-        f"{_memory(found)}\n{_time(found)}\n{_timeline(found)}\n{_ranks(found)}\n{_front(found)}\n"
-        f"<footer>{escape(explain.error_band(found))} {found.considered:,} legal plans, {found.fitting:,} fit, "
-        f"{found.simulated:,} simulated.</footer>\n</main>\n</body>\n</html>\n"
+    changed = explain.changes(found) if changed is None else changed
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    ).get_template("page.html.j2")
+    return template.render(
+        style=Markup(style()),
+        header=_header(found),
+        reasons=_reasons(found),
+        changes=_changes(found, changed),
+        sections=[_memory(found), _time(found), _timeline(found), _ranks(found), _front(found)],
+        footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.fitting:,} fit, "
+        f"{found.simulated:,} simulated.",
     )
 
 
@@ -110,7 +115,7 @@ def describe_plan(plan: Candidate) -> str:
     )
 
 
-def _header(found: Search) -> str:
+def _header(found: Search) -> dict[str, Any]:
     best, cluster, job, profile = found.choices[0], found.cluster, found.job, found.profile
     total, tied = best.time.total, explain.ties(found)
     nodes = f" in {cluster.nodes:,} nodes of {cluster.gpus_per_node}" if cluster.nodes > 1 else ""
@@ -127,96 +132,110 @@ def _header(found: Search) -> str:
         ("Memory", gib(best.memory.total), f"of {gib(found.budget)} budget, {gib(cluster.device.memory)} device"),
         ("Ties", tie, f"within {explain.TIE:.0%}; no estimate tells them apart" if others else "no other is as fast"),
     ]
-    cells = "".join(f"<div><dt>{a}</dt><dd><b>{b}</b><small>{c}</small></dd></div>" for a, b, c in tiles)
-    future = "" if best.plan.runs_today else '<span class="future">planned ahead: this version cannot run it yet</span>'
-    return (
-        f'<header class="card"><h1>{escape(found.shape.name)}</h1><p>{found.shape.parameters / 1e9:,.2f} B parameters '
-        f"on {cluster.gpus:,} &#215; {escape(cluster.device.name)}{nodes}, {job_text}</p>"
-        f'<div class="chosen"><code>{escape(best.plan.label)}</code>{future}'
-        f"<span>{describe_plan(best.plan).replace(' x ', ' &#215; ')}</span></div><dl>{cells}</dl></header>"
-    )
+    return {
+        "name": found.shape.name,
+        "job": f"{found.shape.parameters / 1e9:,.2f} B parameters on {cluster.gpus:,} {_TIMES} "
+        f"{cluster.device.name}{nodes}, {job_text}",
+        "label": best.plan.label,
+        "is_future": not best.plan.runs_today,
+        "plan": describe_plan(best.plan).replace(" x ", f" {_TIMES} "),
+        "tiles": tiles,
+    }
 
 
-def _why_not(found: Search) -> str:
-    rows = [f"<tr><td>{escape(name)}</td><td>{escape(reason)}</td></tr>" for name, reason in explain.reasons(found)]
-    more = ""
-    if len(rows) > _REASONS + 1:
-        rest = "".join(rows[_REASONS:])
-        more = f'<details><summary>{len(rows) - _REASONS} more</summary><table class="why">{rest}</table></details>'
-        rows = rows[:_REASONS]
-    if not rows:
-        rows = ["<tr><td>nothing</td><td>no option was ruled out</td></tr>"]
-    head = "<tr><th>option</th><th>what ruled it out</th></tr>"
-    return f'<section class="card"><h2>Why not</h2><table class="why">{head}{"".join(rows)}</table>{more}</section>'
+def _reasons(found: Search) -> dict[str, Any]:
+    """The reasons against options, those after the first few folded away."""
+    rows = list(explain.reasons(found)) or [("nothing", "no option was ruled out")]
+    shown = _REASONS if len(rows) > _REASONS + 1 else len(rows)
+    return {"shown": rows[:shown], "folded": rows[shown:]}
 
 
-def _changes(found: Search, changed: Sequence[explain.Change]) -> str:
-    rows = ""
+def _changes(found: Search, changed: Sequence[explain.Change]) -> list[tuple[str, str, str]]:
+    rows = []
     best = dataclasses.replace(found.choices[0].plan, accumulation=1)
     for change in changed:
         plan, speed = "no plan fits", "none"
         if change.plan is not None:
             same = dataclasses.replace(change.plan, accumulation=1) == best
-            plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}&#215;"
-        rows += f'<tr><td>{escape(change.what)}</td><td>{escape(plan)}</td><td class="num">{speed}</td></tr>'
-    rows = rows or "<tr><td>nothing</td><td>no changes were tried</td><td></td></tr>"
-    head = '<tr><th>with</th><th>the best plan is</th><th class="num">tokens/s</th></tr>'
-    return f'<section class="card"><h2>What would change the answer</h2><table>{head}{rows}</table></section>'
+            plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}{_TIMES}"
+        rows.append((change.what, plan, speed))
+    return rows or [("nothing", "no changes were tried", "")]
 
 
-def _picture(draw: Draw, ident: str, width: float) -> str:
-    return (
-        f'<div class="picture">{draw(width, ident)}</div>'
-        f'<div class="picture narrow">{draw(_NARROW, f"{ident}-narrow")}</div>'
-    )
+@dataclass(frozen=True)
+class _Entry:
+    """One entry of a legend.
+
+    Args:
+        part: the part of the picture, which has this colour in all pictures.
+        words: what the part is, or how much.
+        name: the name in bold, before the words.
+    """
+
+    part: str
+    words: str
+    name: str = ""
+
+    @property
+    def is_hatched(self) -> bool:
+        return self.part in HATCHED
 
 
-def _section(title: str, words: str, picture: str, *, legend: str = "", wide: bool = False) -> str:
-    kind = "card wide" if wide else "card"
-    return f'<section class="{kind}"><h2>{title}</h2><p>{words}</p>{picture}{legend}</section>'
+@dataclass(frozen=True)
+class _Section:
+    """A card with a picture; the template draws it.
+
+    Args:
+        ident: unique prefix of the picture's ids.
+        draw: draws the picture, given its width and its ids' prefix.
+        is_wide: whether the card takes the page's whole width.
+    """
+
+    title: str
+    words: str
+    ident: str
+    draw: Draw
+    legend: Sequence[_Entry] = ()
+    is_wide: bool = False
+
+    @property
+    def picture(self) -> Markup:
+        return Markup(self.draw(_FULL if self.is_wide else _HALF, self.ident))
+
+    @property
+    def narrow_picture(self) -> Markup:
+        return Markup(self.draw(_NARROW, f"{self.ident}-narrow"))
 
 
-def _legend(parts: Mapping[str, str]) -> str:
-    """Return a legend with a colour swatch and a text for each part."""
-    items = ""
-    for part, words in parts.items():
-        hatch = '<rect width="13" height="13" class="hatch"/>' if part in HATCHED else ""
-        items += (
-            '<li><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 13 13" aria-hidden="true">'
-            f'<rect width="13" height="13" class="f-{part}"/>{hatch}</svg><span>{words}</span></li>'
-        )
-    return f'<ul class="legend">{items}</ul>'
-
-
-def _memory(found: Search) -> str:
+def _memory(found: Search) -> _Section:
     best = found.choices[0].memory
     groups = rank_groups(found)
-    parts: dict[str, str] = {}
+    legend = []
     for name, value in best.parts.items():
         most = max(memory.parts[name] for _, _, memory in groups)
         if most > 0:
-            parts[name] = f"<b>{name}</b> {gib(value)}" if value > 0 else f"<b>{name}</b> {gib(most)} elsewhere"
+            legend.append(_Entry(name, gib(value) if value > 0 else f"{gib(most)} elsewhere", name))
     words = "Every rank needs the same memory." if len(groups) == 1 else (
         "By pipeline stage; the first stages hold the activations of more micro-batches. The legend gives the stage "
         "that needs the most."
     )  # fmt: skip
-    picture = _picture(lambda width, ident: memory_bars(found, width, ident), "memory", _HALF)
-    return _section("Memory of each rank at its peak", words, picture, legend=_legend(parts))
+    draw = functools.partial(memory_bars, found)
+    return _Section("Memory of each rank at its peak", words, "memory", draw, legend)
 
 
-def _time(found: Search) -> str:
+def _time(found: Search) -> _Section:
     best = found.choices[0].time
     names = [name for name in best.parts if any(choice.time.parts[name] > 0 for choice in found.choices)]
-    parts = {name: f"<b>{name}</b> {seconds(value) if (value := best.parts[name]) else 'none'}" for name in names}
-    picture = _picture(lambda width, ident: time_bars(found, width, ident), "time", _HALF)
+    legend = [_Entry(name, seconds(value) if (value := best.parts[name]) else "none", name) for name in names]
     words = (
         "Blue is compute, warm colours are communication that compute does not hide. A plan with = ties with the "
         "first. The legend gives the parts of the first."
     )
-    return _section("Where the time of a step goes", words, picture, legend=_legend(parts))
+    draw = functools.partial(time_bars, found)
+    return _Section("Where the time of a step goes", words, "time", draw, legend)
 
 
-def _timeline(found: Search) -> str:
+def _timeline(found: Search) -> _Section:
     line, plan = timeline(found), found.choices[0].plan
     parts = {"forward": "forward (F)", "backward": "backward (B)"}
     if line.again:
@@ -229,27 +248,28 @@ def _timeline(found: Search) -> str:
         f"{lanes} Within a micro-batch the two alternate layer by layer; here each is drawn in one piece. "
         "Communication that compute hides is not drawn. The hatched end is fixed cost and waiting, shortened if long."
     )
-    picture = _picture(lambda width, ident: timeline_picture(found, width, ident), "timeline", _FULL)
-    return _section("One step", words, picture, legend=_legend(parts), wide=True)
+    draw = functools.partial(timeline_picture, found)
+    legend = [_Entry(part, text) for part, text in parts.items()]
+    return _Section("One step", words, "timeline", draw, legend, is_wide=True)
 
 
-def _ranks(found: Search) -> str:
+def _ranks(found: Search) -> _Section:
     shown = {axis: size for axis, size in sizes(found.choices[0].plan).items() if size > 1} or {"dp": 1}
-    parts = {AXES[axis]: f"<b>{axis}</b> {_AXIS_NAMES[axis]}, 0 to {size - 1}" for axis, size in shown.items()}
-    picture = _picture(lambda width, ident: rank_picture(found, width, ident), "ranks", _FULL)
+    legend = [_Entry(AXES[axis], f"{_AXIS_NAMES[axis]}, 0 to {size - 1}", axis) for axis, size in shown.items()]
     words = (
         "Each cell is a rank with its coordinate on each axis. Ranks that are close on the innermost axis share a node."
     )
-    return _section("Where each rank sits", words, picture, legend=_legend(parts), wide=True)
+    draw = functools.partial(rank_picture, found)
+    return _Section("Where each rank sits", words, "ranks", draw, legend, is_wide=True)
 
 
-def _front(found: Search) -> str:
+def _front(found: Search) -> _Section:
     points, front = pareto(found)
-    picture = _picture(lambda width, ident: front_picture(found, points, front, width, ident), "front", _FULL)
     words = (
         f"Each dot is one of {len(points):,} plans that fit, including those that recompute more than necessary. The "
         "line joins the plans that no other plan beats in both memory and time."
     )
     if not all(point.exact for point in points):
         words += " Pipeline plans far from the line are drawn at a lower bound of their time."
-    return _section("Memory against time", words, picture, wide=True)
+    draw = functools.partial(front_picture, found, points, front)
+    return _Section("Memory against time", words, "front", draw, is_wide=True)
