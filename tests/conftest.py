@@ -6,13 +6,11 @@ import pytest
 
 from harness import WorkerPool
 
-PRELOAD = ("transformers.models.llama.modeling_llama", "meshwright")
-
 
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[WorkerPool]:
     """Two ranks; they start at the first run."""
-    pool = WorkerPool(2, PRELOAD)
+    pool = WorkerPool(2)
     yield pool
     pool.close()
 
@@ -20,6 +18,6 @@ def pool2() -> Iterator[WorkerPool]:
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[WorkerPool]:
     """Four ranks; they start at the first run."""
-    pool = WorkerPool(4, PRELOAD)
+    pool = WorkerPool(4)
     yield pool
     pool.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PRELOAD = ["accelerate.commands.launch", "meshwright_hf.launcher", "meshwright.cli"]
+from harness.server import fork_context
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ def run_command(
         interrupts: signals to send one after the other, each with whether to send it now; asked until it is.
         timeout: seconds, after which the command is killed, and the test fails.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     log = folder / "output.log"
     process = context.Process(target=_main, args=(arguments, str(folder), str(log), dict(os.environ)))
     process.start()

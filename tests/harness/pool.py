@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from harness import worker
 from harness.messages import Failure, Job, Result, receive
+from harness.server import fork_context
 
-START_TIMEOUT = 180.0  # seconds for the imports of all workers, on a busy machine
+START_TIMEOUT = 180.0  # seconds for the server's imports, on a busy machine
 GRACE = 10.0  # seconds that the other ranks have to answer after one failed
 STACKS_TIME = 1.0  # seconds for the workers to write their stacks
 
@@ -56,11 +59,12 @@ class WorkerPool:
         self.world_size = world_size
         self._preload = preload
         self._jobs = 0
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._workers: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._store: dist.TCPStore | None = None
         self._log_starts = [0] * world_size
         self._logs = tempfile.TemporaryDirectory(prefix="workers-")
+        atexit.register(self.close)  # before multiprocessing's own, which waits for all children
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
         """Return what ``function(*args, **kwargs)`` returned on each rank.
@@ -96,10 +100,10 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers; a later run starts new ones."""
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.wait()
+        for process in self._workers:
+            process.kill()
+        for process in self._workers:
+            process.join()
         for connection in self._connections:
             connection.close()
         self._workers, self._connections, self._store = [], [], None
@@ -125,7 +129,7 @@ class WorkerPool:
         except BaseException:
             self.close()
             raise
-        if any(worker.poll() is not None for worker in self._workers):
+        if any(process.exitcode is not None for process in self._workers):
             self.close()
         return answers
 
@@ -148,15 +152,17 @@ class WorkerPool:
         try:
             return receive(self._connections[rank])
         except (EOFError, OSError):
-            code = self._workers[rank].wait()
+            self._workers[rank].join()
+            code = self._workers[rank].exitcode
             message = f"the process of rank {rank} ended with exit code {code}"
             # Time 0: what the other ranks raise is the effect.
             return Failure(0.0, "WorkerDied", message, f"{message}\n{self._output(rank)}")
 
     def _hang_report(self, silent: list[int], answers: dict[int, Result | Failure], timeout: float) -> str:
-        for worker in self._workers:
+        for process in self._workers:
             with contextlib.suppress(ProcessLookupError):
-                worker.send_signal(signal.SIGUSR1)
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(STACKS_TIME)
         failures = _failures(answers)
         cause = f"{GRACE:g} s after another rank failed" if failures else f"within {timeout:g} s"
@@ -176,17 +182,12 @@ class WorkerPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             connection, theirs = Pipe()
-            with theirs, self._log(rank).open("wb") as log:
-                worker = subprocess.Popen(
-                    [sys.executable, "-m", "harness.worker", str(theirs.fileno()), *self._preload],
-                    env=self._environment(rank),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            self._workers.append(worker)
+            self._log(rank).write_bytes(b"")
+            arguments = (theirs, str(self._log(rank)), self._environment(rank), self._preload)
+            process = fork_context().Process(target=worker.main, args=arguments)
+            process.start()
+            theirs.close()
+            self._workers.append(process)
             self._connections.append(connection)
         if failures := _failures(self._collect(START_TIMEOUT)):
             raise WorkerError(_tracebacks(failures))

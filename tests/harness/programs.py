@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from harness.server import fork_context
 
 FAULT = "fault at "
 
@@ -55,8 +56,7 @@ def run_program(
         timeout: seconds; what has not ended by then is killed and has no exit code.
         may_remain: ranks that are not waited for (they stop themselves).
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "meshwright", "support.models"])
+    context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""One rank of a worker pool: ``python -m harness.worker DESCRIPTOR [MODULE ...]``, started as torchrun would.
+"""One rank of a worker pool, with the environment that torchrun would give it.
 
 Each job gets a default process group of its own over the pool's store. The group of a job that succeeded
 lives until the next job comes, which is when every rank is known to be through: to close it earlier would cut
@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -34,15 +35,29 @@ from harness.messages import Failure, Job, Result, send
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def main() -> None:
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    connection = Connection(int(sys.argv[1]))
+def main(connection: Connection, log: str, environment: dict[str, str], preload: Sequence[str]) -> None:
+    """Serve jobs until the pool closes the connection.
+
+    Args:
+        connection: to the pool.
+        log: the file for what this process prints.
+        environment: the variables of this process.
+        preload: modules to import before the first job.
+    """
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     torch.set_num_threads(1)
-    _preload(sys.argv[2:])
+    _preload(preload)
     send(connection, Result("ready"))
     while True:
         _serve(connection, store, jobs.get())
@@ -57,7 +72,7 @@ def _read(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
             os._exit(1)
 
 
-def _preload(modules: list[str]) -> None:
+def _preload(modules: Sequence[str]) -> None:
     for name in modules:
         # A broken import is the finding of the test that needs the module.
         with contextlib.suppress(Exception):
@@ -99,7 +114,3 @@ def _close_groups() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

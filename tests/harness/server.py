@@ -1,0 +1,28 @@
+"""The process from which the tests fork all others: it has the imports done, which take seconds each time."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+# Python starts one such server for each test session, with the modules that it knew at its first use.
+PRELOAD = [
+    "accelerate.commands.launch",
+    "datasets",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "meshwright.cli",
+    "meshwright.distribute.to_distributed",
+    "meshwright_hf.accelerate",
+    "meshwright_hf.launcher",
+    "meshwright_hf.trainer",
+    "support.models",
+]
+
+
+def fork_context() -> ForkServerContext:
+    """Return the context whose processes are forked from the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
