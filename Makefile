@@ -58,8 +58,8 @@ test-quick: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m 'not crossing'
 
-test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+test-all: test
+	$(BIN)/python -m pytest -q -m crossing
 
 test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'

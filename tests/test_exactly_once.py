@@ -326,8 +326,9 @@ def test_a_sampler_is_told_the_epoch() -> None:
     (loader,) = ranks_of(1, lambda: DataLoader(Numbers(6), 6, sampler=Epochal(range(6)), collate_fn=as_list))
     loader.set_epoch(4)
     assert list(loader) == [[4, 5]]
-    with pytest.raises(ValueError, match="epoch must be an integer"):
-        loader.set_epoch(-1)
+    for epoch in (-1, True):
+        with pytest.raises(ValueError, match="epoch must be an integer"):
+            loader.set_epoch(epoch)
 
 
 @pytest.mark.parametrize("move", ["set_epoch", "load_state_dict"])
@@ -341,7 +342,7 @@ def test_an_iteration_ends_where_the_loader_is_sent_elsewhere(move: str) -> None
         next(iterator)
 
 
-@pytest.mark.parametrize("samples", [99, -4, "x", None])
+@pytest.mark.parametrize("samples", [99, -4, "x", None, True])
 def test_a_state_with_an_impossible_place_is_refused(samples: Any) -> None:
     (loader,) = ranks_of(1, lambda: plain(8, 2))
     with pytest.raises(ValueError, match="which must be an integer from 0"):

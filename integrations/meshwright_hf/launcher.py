@@ -28,7 +28,7 @@ def default_processes(num_machines: int, cpu: bool) -> int:
     """Return the number of GPUs on all machines, if they are like this one.
 
     Raises:
-        PlanError: if there are no GPUs.
+        PlanError: if ``cpu`` is set or this machine has no GPUs, so that the number is unknown.
     """
     gpus = 0 if cpu else _gpus()
     if gpus == 0:

@@ -74,10 +74,11 @@ class EvaluationLoss:
         self._has_warned = True
         if self._speaks:
             logger.warning(
-                "%s computes a loss of its own, and in an evaluation the data-parallel ranks had %s: the mean of the "
-                "ranks' means is taken, in which a row or label of a rank that has fewer of them weighs more than on "
-                "one device. Return meshwright.global_mean(model, loss, count) from compute_loss, with count the "
-                "number of items that the loss averages over, for example (labels != -100).sum()",
+                "%s computes its own loss, and in an evaluation the data-parallel ranks had %s. The evaluation "
+                "averages the ranks' means, so a row or label of a rank that has fewer of them weighs more than on one "
+                "device. For the mean over the global batch, return meshwright.global_mean(model, loss, count) from "
+                "compute_loss, where count is how many items this rank's loss is the mean of, for example "
+                "(labels != -100).sum()",
                 type(self.trainer).__name__,
                 said_of_ranks(ranks.tolist()),
             )

@@ -83,10 +83,10 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
 def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Move a tensor to any placements on any mesh: the same one, or one of other ranks, shape or size.
 
-    On the same mesh torch's ``redistribute`` does the work, except if the result is a new ``Partial``, which torch
-    refuses. To another mesh, each rank receives, point to point, only the elements that it lacks; a ``Partial`` is
-    reduced first. The gradient moves back the same way: it is sharded where the input was sharded, and whole where the
-    input was whole or partial.
+    On the same mesh torch's ``redistribute`` does the work, except for a new ``Partial``, which torch refuses, and for
+    dtypes that gloo's or NCCL's collectives do not support. In these cases, and to another mesh, each rank receives,
+    point to point, only the elements that it lacks; a ``Partial`` is reduced first. The gradient moves back the same
+    way: it is sharded where the input was sharded, and whole where the input was whole or partial.
 
     Args:
         tensor: the tensor, with its global shape on every rank, including ranks outside its mesh.

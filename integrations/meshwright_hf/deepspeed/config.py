@@ -36,7 +36,7 @@ REFUSED_IN_ZERO = {
     "zero_quantized_gradients": "quantised communication does not keep the numbers of one device",
     "zero_quantized_nontrainable_weights": "quantised communication does not keep the numbers of one device",
 }
-# Optimizers of the JSON whose step on a shard is the shard of their step on the whole tensor.
+# Optimizers of the JSON that update each element from that element alone, so that they are exact on shards.
 ELEMENTWISE = frozenset({"adam", "adamw", "sgd", "adagrad", "lion", "rmsprop", "adadelta", "adamax", "nadam", "radam"})
 BATCH = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
@@ -154,9 +154,9 @@ def _refuse(config: dict[str, Any], plan: ParallelPlan, device: torch.device, ha
         )
     if optimizer is not None and plan.tp > 1 and str(optimizer).lower() not in ELEMENTWISE:
         raise PlanError(
-            f"optimizer.type={optimizer!r} of the DeepSpeed configuration does not update each element from that "
-            f"element alone, so with tp={plan.tp} its step on a shard is not the shard of its step; use AdamW, or "
-            "ParallelPlan.tp=1"
+            f"optimizer.type={optimizer!r} of the DeepSpeed configuration is not known to update each element from "
+            f"that element alone, so with tp={plan.tp} its step on a shard may differ from its step on the whole "
+            "tensor; use AdamW, or ParallelPlan.tp=1"
         )
 
 

@@ -50,7 +50,7 @@ def save_optimizer(
     Raises:
         OptimizerMismatchError: if the optimizer belongs to another model.
         CheckpointError: if state is neither a tensor nor a number.
-        OSError: what failed on rank 0, there; CheckpointError elsewhere. The folder then holds what it held.
+        OSError: on every rank, if rank 0 cannot write; the folder then holds what it held before.
 
     Example::
 
@@ -77,7 +77,8 @@ def _parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     found = parts_of(model, optimizer)
     if dist.is_initialized() and dist.get_rank() == 0 and not is_first(found.runtime):
         raise PlanError(
-            f"rank 0 writes, but has place {found.runtime.dp.rank} on the axis 'dp'; use a mesh that starts with rank 0"
+            f"rank 0 writes, but has place {found.runtime.dp.rank} on the axis 'dp' and {found.runtime.tp.rank} on "
+            "'tp', and only the rank with place 0 on both gets whole tensors; use a mesh that starts with rank 0"
         )
     return found
 

@@ -29,7 +29,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         directory: the folder, created if it does not exist; this save replaces an earlier one when it is complete.
 
     Raises:
-        OSError: what failed on rank 0, there; CheckpointError elsewhere.
+        OSError: on every rank, if rank 0 cannot write.
 
     Example::
 

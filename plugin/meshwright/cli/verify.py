@@ -37,7 +37,10 @@ def verify(
     ] = False,
     processes: Annotated[
         int | None,
-        typer.Option(help="Largest number of processes to start (default: one for each core, and at least 4)."),
+        typer.Option(
+            help="Largest number of processes to start, unless the smallest plan of this kind needs more (default: one "
+            "for each core, and at least 4)."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit for each of the two programs, in seconds.")] = 600.0,
     trust_remote_code: Annotated[

@@ -48,7 +48,7 @@ class InitialWeights:
         files: the checkpoint, if any.
         names: the name in the checkpoint of each tensor to read from it.
         recipes: the recipe of each deferred parameter.
-        values: the values of each meta tensor that is small enough to have them already.
+        values: the values of each meta tensor that has them in the rebuilt model already, such as buffers.
     """
 
     files: WeightFiles | None = None
@@ -67,7 +67,8 @@ class InitialWeights:
         Raises:
             CheckpointError: if the checkpoint is damaged or of another model.
             UninitialisedParameterError: if nothing initialises some tensors; it names all of them.
-            PlanError: if the model is on the meta device and its config describes another one.
+            PlanError: if the model is on the meta device and its config describes another one, or if a deferred
+                parameter was changed after ``deferred_init()`` ended.
         """
         weights = InitialWeights()
         if source is not None:

@@ -155,9 +155,9 @@ class DistributedLoader:
     def weight(self) -> float:
         """The factor for a mean over the last batch's rows, to apply before gradients are averaged over ranks.
 
-        It is 1 unless the batch's rows do not divide over the ranks; then it gives all rows the same weight in the
-        average. A loss that is a sum over tokens divided by their global count, as under ``to_distributed``, needs no
-        weight.
+        It gives all rows the same weight in the average. It is 1 for DTensors, and if all ranks have the same number of
+        the batch's rows. A loss that is a sum over tokens divided by their global count, as under ``to_distributed``,
+        needs no weight.
         """
         return self._weight
 
@@ -196,9 +196,11 @@ class DistributedLoader:
         return self._reader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next ``iter`` resume from a state, which any mesh with any batch size or workers may have saved.
+        """Make the next ``iter`` resume from a state.
 
-        A state that holds torch's random state restores it, so that later epochs are those of the run that saved it.
+        It may be of another mesh, batch size or number of workers, except for datasets that are split already or that
+        every rank reads whole; docs/data.md lists what may change for them. A state that holds torch's random state
+        restores it, so that later epochs are those of the run that saved it.
 
         Raises:
             ValueError: the state is of another dataset or order; names what differs.

@@ -138,8 +138,8 @@ class PackedRows:
 def make_row(pieces: Sequence[tuple[Piece, Any]], packing: Packing) -> dict[str, Tensor]:
     """Return a row's ``input_ids``, ``labels`` and ``position_ids``, padded.
 
-    Positions restart with each document, which shows attention the borders. A document's first token has no label,
-    since the token before it is another document's last.
+    Positions restart with each piece (a document, or a part of one that was cut), which shows attention the borders. A
+    piece's first token has no label, since the token before it is not in the piece.
     """
     input_ids = torch.full((packing.padded_length,), packing.pad_token_id)
     labels = torch.full((packing.padded_length,), IGNORE_INDEX)

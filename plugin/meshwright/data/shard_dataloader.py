@@ -51,7 +51,8 @@ def shard_dataloader(
             tensors pass through.
         meshes: a ``ProcessMesh`` (or torch's ``DeviceMesh``) for all inputs, or a list with one for each input. For an
             input that is a list, the entry is a list too. A batch that is a single tensor goes on the first mesh.
-        input_keys: the keys of a dict batch that ``meshes`` apply to, one for each; other keys stay as they are.
+        input_keys: the keys of a dict batch that ``meshes`` apply to: one for each of several meshes, or any number for
+            a single one. Other keys stay as they are.
         shard_dims: the axis along which rows are sharded, by name or index: one for all meshes, or a list like
             ``meshes``. None gives every rank all rows.
         is_dataset_splitted: whether the ranks' datasets are different parts already; each rank then reads its own.

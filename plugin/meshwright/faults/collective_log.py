@@ -74,7 +74,7 @@ def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
     if not logs:
         return None
     numbers = sorted({int(number) for log in logs.values() for number in log})
-    # Collectives that the longest log no longer holds cannot be compared.
+    # Collectives that some log no longer holds cannot be compared.
     known_from = max(min((int(number) for number in log), default=1) for log in logs.values())
     for number in numbers:
         said = {name: log.get(str(number), "nothing") for name, log in logs.items()}

@@ -64,7 +64,7 @@ _observer: Observer | None = None
 
 @contextlib.contextmanager
 def own_collectives() -> Iterator[None]:
-    """Mark the collectives inside as the runtime's: they are counted and compared once per step, not one by one."""
+    """Mark the collectives inside as the runtime's: they are logged, and compared as a digest at each meeting."""
     before, _state.is_own = _state.is_own, True
     try:
         yield

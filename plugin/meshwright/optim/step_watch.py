@@ -28,7 +28,7 @@ def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
         runtime: the runtime of a distributed model.
         is_trusted: see ``check_elementwise``.
     """
-    # A weak reference, since torch keeps the hook, and what it refers to, for as long as the process lives.
+    # A weak reference, since torch holds the hook: a strong one would keep the runtime alive, and so the hook.
     reference = weakref.ref(runtime)
 
     has_warned = False

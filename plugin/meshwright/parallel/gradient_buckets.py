@@ -93,8 +93,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Fill buckets with parameters in the given order.
 
-    Parameters whose gradients are partial over the TP axis get separate buckets, which come last: they are summed
-    over that axis first, when backward is over.
+    Parameters whose gradients are partial over the TP axis get separate buckets, which come last: they are averaged
+    over that axis first.
 
     Args:
         parameters: the parameters, with records.

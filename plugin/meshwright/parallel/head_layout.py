@@ -105,7 +105,12 @@ class HeadLayout:
 
         The model's code splits the local rows in four again, so each rank's number of heads must divide by four.
         """
-        if self.local_heads % 4 or self.kv_heads != self.heads:
+        if self.kv_heads != self.heads:
+            raise PlanError(
+                f"a projection in four parts needs as many key/value heads as query heads, not {self.kv_heads} for "
+                f"{self.heads}; give it another role in ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
+            )
+        if self.local_heads % 4:
             raise PlanError(
                 f"a projection in four parts needs a multiple of 4 heads on each rank, not {self.heads} heads over "
                 f"tp={self.tp}; change ParallelPlan.tp"

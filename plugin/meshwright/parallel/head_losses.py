@@ -120,9 +120,9 @@ def _labels(batch: Batch) -> Tensor:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         raise ValueError(
-            "ToDistributedConfig.loss_averages_over='labels', but the model was called without labels, so the mean "
-            "over the global batch is unknown. Call model(..., labels=labels), or set loss_averages_over to a callable "
-            "that counts in the batch"
+            "the model's loss is a mean over the labels of the batch, but the model was called without labels, so the "
+            "mean over the global batch is unknown. Call model(..., labels=labels). If you set "
+            "ToDistributedConfig.loss_averages_over to 'labels', it may instead be a callable that counts in the batch"
         )
     return valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
 

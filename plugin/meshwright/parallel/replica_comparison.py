@@ -46,7 +46,7 @@ WEIGHT_ADVICE = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a parameter that several ranks of an axis hold.
+    """Rows of a parameter that an axis holds more than once.
 
     Args:
         name: the parameter's one-device name.
@@ -206,7 +206,7 @@ class ReplicaComparison:
             raise DivergenceError(_parted(differ, axis, gathered.step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
-        """Return, for each rank of an axis, the rows that it holds and others hold too."""
+        """Return, for each rank of an axis, the rows that it holds and that the axis holds more than once."""
         shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
             record: ShardRecord = parameter.meshwright  # type: ignore[attr-defined]
@@ -226,7 +226,7 @@ class ReplicaComparison:
 
 
 def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
-    """Yield the rows of a rank's shard that another rank holds too."""
+    """Yield the rows of a rank's shard that the axis holds more than once, be it on another rank or on this one."""
     place, runs = 0, iter(record.layout.copies(rank))
     for start, stop in record.layout.spans[rank]:
         while start < stop:

@@ -46,7 +46,10 @@ def check_agreement(problem: str | None, lines: list[str], axis: Axis) -> None:
         raise ValueError(problems[0] if len(set(problems)) == 1 else _by_rank(problems, axis))
     for values in zip_longest(*(theirs for _, theirs in everyone), fillvalue="nothing more"):
         if len(set(values)) > 1:
-            raise ValueError(f"the ranks did not build the same model; the first difference: {_by_rank(values, axis)}")
+            raise ValueError(
+                f"the ranks did not build the same model; the first difference: {_by_rank(values, axis)}. Build the "
+                "same model, and pass the same arguments, on every rank"
+            )
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], axis: Axis) -> None:

@@ -72,7 +72,10 @@ class RoledModel:
             raise PlanError(f"{self.plan.source} names {len(names)} modules as the {role.value}: {', '.join(names)}")
         if not names:
             if required:
-                raise PlanError(f"{self.plan.source} names no module of this model as the {role.value}")
+                raise PlanError(
+                    f"{self.plan.source} names no module of this model as the {role.value}. Give one Role.{role.name} "
+                    "in ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
+                )
             return None
         module = self.modules[names[0]]
         if is_adapted(module):

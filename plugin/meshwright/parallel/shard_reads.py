@@ -94,7 +94,7 @@ def unreadable(
             why = f"{name}() with a tensor {list(other.shape)} would not give this rank's part of the one-device result"
             cure = "combine it with whole tensors of its one-device shape, or with tensors that are sharded like it"
         elif plain in MODULES:
-            why = f"{name}() would multiply by this part only"
+            why = f"{name}() would use this part only"
             cure = "call the module that owns the weight, e.g. model.lm_head(hidden), which communicates"
         elif plain in _DRAWS or plain.endswith(("normal", "uniform")):
             why = f"{name}() would draw other numbers than one device"

@@ -1,6 +1,6 @@
 """While backward runs, sum the gradients of rows that several ranks hold, before an engine sees them.
 
-The runtime's own synchroniser sums all of them once when backward is over (see gradient_sync.py). It cannot
+The runtime's own synchroniser averages the copies of a whole bucket at a time (see gradient_sync.py). It cannot
 do so for an engine that takes each gradient as it arrives (ZeRO partitions it at once).
 """
 

@@ -1,6 +1,8 @@
 """Derive every parameter's layout from a model and its sharding plan, without changing the model.
 
-All that can be wrong with a sharding plan is found here, so a failing call leaves the model as it was.
+Modules without a role and sizes that do not fit are found here, so a failing call leaves the model as it was. What
+only a forward pass shows, such as a residual connection inside a block, raises PlanError there (see block_boundary.py
+and tensor_parallel.py).
 """
 
 from __future__ import annotations
@@ -95,7 +97,10 @@ def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel
     head: nn.Linear | None = roled.only(Role.HEAD, nn.Linear, required=False)
     layers = tuple(roled.modules[name] for name, role in roled.roles.items() if role is Role.LAYER)
     if not layers:
-        raise PlanError(f"{plan.source} names no decoder layer of {type(model).__name__}")
+        raise PlanError(
+            f"{plan.source} names no decoder layer of {type(model).__name__}. Give the layers Role.LAYER in "
+            "ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
+        )
     blocks = tuple(_block(roled, name, tp) for name in roled.block_names)
     layouts: dict[str, ParameterLayout] = {}
     for block in blocks:
@@ -137,11 +142,14 @@ def _check_embedding(embedding: nn.Embedding) -> None:
     if others := [name for name, _ in embedding.named_parameters() if name != "weight"]:
         raise PlanError(
             f"{type(embedding).__name__} has parameters beside its table ({', '.join(others)}): each rank would apply "
-            "them to its own words only, so it cannot be sharded over tp"
+            "them to its own words only, so it cannot be sharded over tp. Use ParallelPlan(tp=1)"
         )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(embedding, option):
-            raise PlanError(f"an embedding with {option}={getattr(embedding, option)!r} cannot be sharded over tp")
+            raise PlanError(
+                f"an embedding with {option}={getattr(embedding, option)!r} cannot be sharded over tp. Make it without "
+                f"{option}, or use ParallelPlan(tp=1)"
+            )
 
 
 def _block(roled: RoledModel, block_name: str, tp: int) -> Block:

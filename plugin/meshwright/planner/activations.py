@@ -131,7 +131,7 @@ def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
 def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
     """Return the bytes per position between q, k, v and the output projection."""
     if shape.traits.keeps_scores:
-        # q, k and v for every query head, the output twice over; scores capped, their softmax in 32 bits and back.
+        # q, k and v for every query head, and the output; scores capped, their softmax in 32 bits and back.
         capped = b
         scores = sizes.heads * seq_len * (capped + 4 + (b if b < 4 else 0))
         return b * 4 * sizes.query + scores

@@ -131,7 +131,8 @@ def _check_step(
             return [*findings, *mode.findings]
         raise
     if (typed := mode.type_of(loss)) is not None and typed.kind is not Kind.INVARIANT:
-        mode.findings.append(Finding("the loss", "is", f"{typed.kind.value} over tp, and should be one number"))
+        problem = f"{typed.kind.value}, and should be {Kind.INVARIANT.value}, on the ranks of tp"
+        mode.findings.append(Finding("the loss", "is", problem))
     with _Reductions(runtime.tp, runtime.dp) as sent:
         loss.backward()
     return [*findings, *mode.findings, *_unsummed(model, runtime, sent)]

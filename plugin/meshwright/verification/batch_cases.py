@@ -67,9 +67,11 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
     decoder: Any = without_wrappers(model)[1]
     takes = inspect.signature(decoder.forward).parameters
     words = _vocabulary(decoder)
-    if words is None or not {"input_ids", "labels"} <= takes.keys():
+    takes_tokens = {"input_ids", "labels"} <= takes.keys()
+    if words is None or not takes_tokens:
+        why = "has no embedding or head of a known size" if takes_tokens else "is not called with input_ids and labels"
         raise PlanError(
-            f"{type(decoder).__name__} is not called with input_ids and labels, so verify cannot make batches for it; "
+            f"{type(decoder).__name__} {why}, so verify cannot make batches for it; "
             "pass a global batch: verify(model_factory, plan, batch={...})"
         )
     generator = torch.Generator().manual_seed(seed)

@@ -38,7 +38,7 @@ class Failure:
 
     Args:
         time: the time of the failure, on a clock that all processes share.
-        error: the error itself, if it can be pickled.
+        error: a PlanError with the error's message, if it is one of meshwright's; None for any other error.
         text: its traceback.
         is_effect: whether it only says that another rank failed.
     """
@@ -244,7 +244,7 @@ def _main(connection: Connection, place: _Place, function: Callable[..., Any], a
         answer = ("failed", _failure(error))
     try:
         connection.send(answer)
-    except Exception as error:  # the user's error cannot be pickled
+    except Exception as error:  # the function's result cannot be pickled
         connection.send(("failed", Failure(time.monotonic(), None, f"{answer[1]!r}\n{error}", False)))
     # Wait for the parent to end it: the other ranks may still need it, and leaving a group does not wait.
     threading.Event().wait()

@@ -8,9 +8,11 @@ from meshwright.config import ParallelPlan
 
 
 def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
-    """Return the plan, or one of the same kind that fits ``processes`` processes.
+    """Return the plan, or the one of the same kind that fits ``processes`` processes or comes nearest.
 
-    Every axis, stage and option of the plan stays; the sizes of the axes shrink, dp first, never below 2.
+    Every axis, stage and option of the plan stays; the sizes of the axes shrink, dp first. dp shrinks to 2, and tp to
+    its largest divisor that fits, otherwise to its smallest above 1. So the result may need more than ``processes``
+    processes: at least 4 with dp and tp, and 14 with dp and tp=7.
 
     Example:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp

@@ -45,7 +45,7 @@ class Position:
         Raises:
             ValueError: ``epoch`` is not an integer from 0 on.
         """
-        if not isinstance(epoch, int) or epoch < 0:
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ValueError(f"epoch must be an integer from 0 on, got {epoch!r}")
         if epoch != self.epoch or not self.is_fresh:
             self.epoch, self.samples, self.is_fresh = epoch, 0, True
@@ -58,8 +58,10 @@ class Position:
         """
         for name in ("epoch", "samples"):
             value = state.get(name)
-            if not isinstance(value, int) or value < 0 or (name == "samples" and most is not None and value > most):
-                limit = f" to {most}" if name == "samples" and most is not None else ""
+            largest = most if name == "samples" else None
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or value < 0 or (largest is not None and value > largest):
+                limit = "" if largest is None else f" to {largest}"
                 raise ValueError(f"the state has {name}={value!r}, which must be an integer from 0{limit}")
         self.epoch, self.samples, self.is_fresh = state["epoch"], state["samples"], True
 
