@@ -1,10 +1,11 @@
-"""The worker pools that every distributed test of the session shares."""
+"""The worker pools that every distributed test of the session shares, and the tiers of the tests."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from harness import WorkerPool
+from tiers import CROSSINGS, QUICK, matches
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,18 @@ def pool4() -> Iterator[WorkerPool]:
     pool = WorkerPool(4)
     yield pool
     pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test the mark of its tier, and refuse a pattern of ``tiers.py`` that fits no test of its file."""
+    for mark, tier in (("crossing", CROSSINGS), ("quick", QUICK)):
+        unused: dict[str, set[str]] = {}
+        for item in items:
+            patterns = tier.get(item.path.name, ())
+            found = matches(item.nodeid.partition("::")[2], patterns)
+            if found:
+                item.add_marker(mark)
+            unused.setdefault(item.path.name, set(patterns)).difference_update(found)
+        # A single test that was asked for is no evidence about the others of its file.
+        if len(items) > 1000 and (stale := {file: rest for file, rest in unused.items() if rest}):
+            raise pytest.UsageError(f"tests/tiers.py has patterns for `{mark}` that fit no test: {stale}")

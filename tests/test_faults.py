@@ -518,14 +518,12 @@ for step in range(10):
 def test_torchrun_ends_with_the_cause(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    start = time.monotonic()
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=100,  # less than the two minutes that rank 0 would wait for a rank that hangs
     )
     assert run.returncode == 1
     assert "OSError: the disk is full" in run.stderr
-    assert time.monotonic() - start < 60  # not the two minutes of the timeout

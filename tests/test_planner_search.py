@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import pytest
@@ -66,11 +65,10 @@ def test_search_is_deterministic() -> None:
     assert one == two
 
 
-def test_405b_on_16384_devices_takes_two_seconds_at_most() -> None:
-    start = time.perf_counter()
+def test_405b_on_16384_devices_simulates_few_of_the_plans() -> None:
     found = find(HUGE, gpus=16384, batch=2048, allow_future=True)
-    assert time.perf_counter() - start < 2
     assert found.considered > 1000 and found.choices[0].plan.pp > 1
+    assert found.simulated < 20  # 5; a search that simulated all of them would take minutes
 
 
 def test_every_pruned_axis_has_a_reason() -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -167,14 +168,16 @@ def slow_save(path: Path) -> None:
     model, _, _ = mw.to_distributed(make("llama"), config=config)
     write = SafetensorsWriter.write
 
+    written = []
+
     def slowly(self: SafetensorsWriter, tensor: Tensor) -> None:
         time.sleep(0.2)
         write(self, tensor)
+        written.append(tensor)
 
     with mock.patch.object(SafetensorsWriter, "write", slowly):
-        start = time.monotonic()
         model.save_pretrained(path)
-        assert time.monotonic() - start > 5.0
+    assert dist.get_rank() > 0 or len(written) * 0.2 > config.timeout_s
 
 
 def test_a_save_may_take_longer_than_the_timeout(pool2: Any, tmp_path: Path) -> None:
