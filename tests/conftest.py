@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness import WorkerPool
-from tiers import CROSSINGS, QUICK, matches
+from tiers import CROSSINGS, QUICK, belongs, matches
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +24,7 @@ def pool4() -> Iterator[WorkerPool]:
     pool.close()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the mark of its tier, and refuse a pattern of ``tiers.py`` that fits no test of its file."""
     for mark, tier in (("crossing", CROSSINGS), ("quick", QUICK)):
@@ -31,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             patterns = tier.get(item.path.name, ())
             found = matches(item.nodeid.partition("::")[2], patterns)
-            if found:
+            if belongs(found):
                 item.add_marker(mark)
             unused.setdefault(item.path.name, set(patterns)).difference_update(found)
         # A single test that was asked for is no evidence about the others of its file.
