@@ -99,8 +99,8 @@ QUICK: dict[str, tuple[str, ...]] = {}
 
 def matches(name: str, patterns: Iterable[str]) -> list[str]:
     """Return the patterns, those with ``!`` included, that a test's name without its file fits."""
-    # The first bracket begins the test's case, and stands for itself; a later one is written [ as fnmatch has it.
-    return [p for p in patterns if fnmatchcase(name, p.removeprefix("!").replace("[", "[", 1))]
+    # Brackets stand for themselves, which fnmatch writes as [[].
+    return [pattern for pattern in patterns if fnmatchcase(name, pattern.removeprefix("!").replace("[", "[[]"))]
 
 
 def belongs(found: Iterable[str]) -> bool:
