@@ -278,7 +278,7 @@ def test_an_embedding_with_weights_of_its_own_is_refused() -> None:
 
 def test_a_layer_norm_over_a_sharded_width_is_refused() -> None:
     model = decoder_with(lambda block: setattr(block.attn, "q_norm", nn.LayerNorm(32)))
-    with pytest.raises(mw.PlanError, match=r"'blocks.0.attn.q_norm' a query norm .* is a LayerNorm"):
+    with pytest.raises(mw.PlanError, match=r"'blocks.0.attn.q_norm' the role query norm .* is a LayerNorm"):
         describe(model, mw.infer_plan(model), tp=2, sequence_parallel=True)
 
 

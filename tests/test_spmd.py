@@ -60,7 +60,7 @@ structure_layout = structure.ParameterLayout
 
 
 def bias_stays(self: BlockHooks, module: nn.Module, args: Any) -> None:
-    self._is_reduced, self._bias = True, self._row._parameters["bias"]
+    self._pass.is_reduced, self._bias = True, self._row._parameters["bias"]
 
 
 def shifted(self: HeadLayout) -> RowLayout:
