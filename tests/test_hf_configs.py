@@ -143,7 +143,7 @@ def test_what_cannot_be_honoured_is_named(fields: dict[str, Any], names: list[st
 
 def test_hybrid_sharding_is_refused_by_both_names(world: Any) -> None:
     world(4)
-    with pytest.raises(mw.PlanError, match=r"fsdp_size=2 with dp_replicate_size=2.*set fsdp_size=4"):
+    with pytest.raises(mw.PlanError, match=r"fsdp_size=2, dp_replicate_size=2\) is not supported.*set fsdp_size=4"):
         distributed_config.options_for(DistributedConfig(fsdp_size=2, dp_replicate_size=2))
 
 

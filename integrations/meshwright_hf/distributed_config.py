@@ -68,8 +68,8 @@ def _plan(config: DistributedConfig, *, tp_size: int, fsdp_size: int, dp_replica
         return ParallelPlan(dp=dp_replicate_size, **shape)
     if dp_replicate_size > 1:
         raise PlanError(
-            f"DistributedConfig.fsdp_size={fsdp_size} with dp_replicate_size={dp_replicate_size}: ParallelPlan."
-            f"zero_stage=3 shards over all data-parallel ranks; set fsdp_size={fsdp_size * dp_replicate_size}, "
-            "dp_replicate_size=1"
+            f"DistributedConfig(fsdp_size={fsdp_size}, dp_replicate_size={dp_replicate_size}) is not supported, "
+            "because ParallelPlan(zero_stage=3) shards over all data-parallel ranks; set "
+            f"fsdp_size={fsdp_size * dp_replicate_size}, dp_replicate_size=1"
         )
     return ParallelPlan(dp=fsdp_size, zero_stage=3, **shape)

@@ -73,8 +73,8 @@ class Launch:
             )
         if self.num_machines > 1 and self.main_process_ip is None:
             raise PlanError(
-                f"--num_machines {self.num_machines} needs --main_process_ip, the address of machine 0 under which all "
-                "machines reach it"
+                f"--num_machines {self.num_machines} needs --main_process_ip: the address at which the other "
+                "machines can reach machine 0"
             )
         if self.main_process_port is not None and not 0 < self.main_process_port < 2**16:
             raise PlanError(f"--main_process_port {self.main_process_port} must be from 1 to 65535")

@@ -115,7 +115,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
                 self.create_optimizer()
             # Registered before the guard's own, so that it runs after it: exit hooks run in reverse order.
             atexit.register(leave_process_group)
-            with torch.random.fork_rng(devices=[]):  # so that the Trainer later draws as on one process
+            with torch.random.fork_rng(devices=[]):  # keeps the Trainer's later random draws equal to a one-process run
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         self._evaluation_loss = EvaluationLoss(self, runtime)

@@ -1,4 +1,7 @@
-"""Refuses settings of the Trainer that contradict a plan or are wrong on shards; the errors name them."""
+"""Refuses Trainer settings that contradict the plan or would give wrong results on sharded weights.
+
+Each error names the setting.
+"""
 
 from __future__ import annotations
 

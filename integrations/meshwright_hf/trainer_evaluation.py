@@ -54,7 +54,7 @@ class EvaluationLoss:
         Args:
             loss: the loss over this rank's rows, a scalar.
             counted: the result of ``count`` for them.
-            items: how the loss used the count of items.
+            items: whether and how the loss used ``num_items_in_batch``.
         """
         own = torch.cat([loss.detach().double().reshape(1), counted.to(loss.device)])
         losses, weights, rows, labels = all_gather(own[None], self.dp).unbind(1)

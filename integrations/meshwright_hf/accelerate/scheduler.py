@@ -30,7 +30,7 @@ class PlannedScheduler(AcceleratedScheduler):
         self.batches = batches
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, unless the optimizer did not."""
+        """Step the scheduler; with ``step_with_optimizer``, skip it if an optimizer skipped its step."""
         if not (self.step_with_optimizer and self.gradient_state.sync_gradients):
             super().step(*args, **kwargs)
             return

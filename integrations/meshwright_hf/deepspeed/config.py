@@ -32,9 +32,9 @@ REFUSED = {
 REFUSED_IN_ZERO = {
     "mics_shard_size": "MiCS builds groups of neighbouring ranks, which tp has taken",
     "zero_hpz_partition_size": "ZeRO++ builds groups of neighbouring ranks, which tp has taken",
-    "zero_quantized_weights": "quantised communication does not keep the numbers of one device",
-    "zero_quantized_gradients": "quantised communication does not keep the numbers of one device",
-    "zero_quantized_nontrainable_weights": "quantised communication does not keep the numbers of one device",
+    "zero_quantized_weights": "quantised communication changes losses and gradients",
+    "zero_quantized_gradients": "quantised communication changes losses and gradients",
+    "zero_quantized_nontrainable_weights": "quantised communication changes losses and gradients",
 }
 # Optimizers of the JSON that update each element from that element alone, so that they are exact on shards.
 ELEMENTWISE = frozenset({"adam", "adamw", "sgd", "adagrad", "lion", "rmsprop", "adadelta", "adamax", "nadam", "radam"})
@@ -227,14 +227,15 @@ def _number(config: dict[str, Any], key: str) -> int | None:
 
 def _fill_from_hidden_size(config: dict[str, Any], model: nn.Module) -> None:
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    if not any(config["zero_optimization"].get(key) == "auto" for key in keys):
+    left = [key for key in keys if config["zero_optimization"].get(key) == "auto"]
+    if not left:
         return
     own = getattr(model, "config", None)
     width = getattr(own, "hidden_size", None) or getattr(getattr(own, "text_config", None), "hidden_size", None)
     if width is None:
         raise PlanError(
-            f"{', '.join(keys)} of zero_optimization say 'auto', which follows the model's hidden_size, but "
-            f"{type(model).__name__} has no config with it; write numbers"
+            f"{', '.join(left)} of zero_optimization: 'auto' is computed from the model's hidden_size, but "
+            f"{type(model).__name__} has no config with a hidden_size; set numbers instead"
         )
     values = (width * width, int(0.9 * width * width), 10 * width)  # transformers' formulas
     for key, value in zip(keys, values, strict=True):

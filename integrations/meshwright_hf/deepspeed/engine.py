@@ -82,7 +82,8 @@ def initialize(
     Raises:
         PlanError: if the plan, the configuration or their combination cannot run; the message names the settings.
         AlreadyDistributedError: if ``zero.Init``, DDP or another call has distributed the model.
-        OptimizerMismatchError: if the optimizer is of another model, or its step is wrong on shards.
+        OptimizerMismatchError: if the optimizer belongs to another model, or its step on a shard may differ from
+            its step on the whole tensor.
 
     Example::
 

@@ -22,7 +22,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, record_of
 
-# DeepSpeed's loader of stages 1 and 2 reads it on a parameter, instead of assuming an even split.
+# The parameter attribute that DeepSpeed's stage 1 and 2 loader reads; without it the loader assumes an even split.
 RESTORE = keys.DS_AUTOTP_UC_META
 
 

@@ -36,8 +36,8 @@ WIDTHS: Mapping[str, float] = {
 }
 _AT_MOST = {"overlap": 0.98, "matmul": 1.1, "matmul_8bit": 1.2, "attention": 0.95}
 NOISE = 0.04  # relative scatter of a run around any model of this kind
-# Relative scatter of the time that launches and latency bound. Kernels and messages too short to fill a device depend
-# on more than their sizes: on the kernel and the protocol that the libraries pick.
+# Relative scatter of the time that launches and latency bound. The time of a kernel or message too short to saturate
+# the hardware depends not only on its size, but also on which kernel or protocol the library picks.
 _SMALL = 0.15
 _BOUND = [NAMES.index("launch"), NAMES.index("latency")]
 _BELIEF = 4  # number of runs that the prior value of the scatter counts as

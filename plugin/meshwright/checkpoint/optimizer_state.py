@@ -44,7 +44,8 @@ def save_optimizer(
     Args:
         model: the optimizer's model, distributed or not.
         optimizer: the optimizer, as ``to_distributed`` or ``shard_optimizer`` returned it.
-        directory: the folder, created if it does not exist; this save replaces an earlier one when it is complete.
+        directory: the folder, created if it does not exist; an earlier save in it is replaced only once the new one is
+            complete.
         max_shard_size: maximum size of one file, as a number of bytes or as text with a unit.
 
     Raises:

@@ -37,8 +37,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: a .safetensors file, a .safetensors.index.json, or a directory with either.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged or of another model; the model is then unchanged. If a file
-            turns out to be unreadable half-way, the tensors before it have been read.
+        CheckpointError: if the checkpoint is damaged or belongs to another model; the model is then unchanged. If
+            reading fails part-way, the tensors read so far have already been overwritten in the model.
 
     Example::
 

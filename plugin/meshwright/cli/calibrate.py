@@ -25,9 +25,10 @@ def calibrate(
     """Measure this machine and write a profile for meshwright plan.
 
     Without a profile, meshwright plan uses data sheets and typical efficiencies. This command measures matrix
-    multiplications, attention and elementwise work by size, whole layers, the optimizer, collectives by size and group,
-    and copies. All processes run at once, as in training. Run nothing else meanwhile: it would be measured too. On CPU
-    each process has OMP_NUM_THREADS threads (default: 1, or torch's default with --processes 1).
+    multiplications, attention and elementwise operations at several sizes; whole layers; the optimizer step;
+    collectives at several message and group sizes; and host-device copies. All processes run at once, as in training.
+    Run nothing else meanwhile: it would be measured too. On CPU each process has OMP_NUM_THREADS threads (default: 1,
+    or torch's default with --processes 1).
 
     For example:
 

@@ -1,4 +1,4 @@
-"""Which input of a batch belongs on which mesh, and how it is laid out there."""
+"""Decides which mesh each input of a batch belongs on, and how it is laid out there."""
 
 from __future__ import annotations
 

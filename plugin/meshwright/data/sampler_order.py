@@ -181,7 +181,10 @@ class Sampling:
         return [len(batches), *map(len, batches), *chain.from_iterable(batches)]
 
     def _listed_again(self) -> list[Any]:
-        """Repeat ``_listed`` from the state that the sampler first drew from; torch's own random state is kept."""
+        """Call ``_listed`` again with the generator reset to the state before the sampler's first draw.
+
+        torch's default generator is restored afterwards.
+        """
         source = self._source
         now = source.get_state()
         if self._drawn_from is not None:

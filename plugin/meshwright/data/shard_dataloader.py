@@ -73,8 +73,9 @@ def shard_dataloader(
         A loader with ``set_epoch``, ``state_dict`` and ``load_state_dict``; each ``iter`` or call is an epoch.
 
     Raises:
-        ValueError: on every rank alike: meshes, keys or dims that do not fit each other; a batch that does not divide
-            over the ranks; an empty dataset; one that is split already; ranks whose datasets or arguments differ.
+        ValueError: on every rank alike: meshes, keys or dims that do not fit each other; a batch size that is not
+            a multiple of the number of ranks; an empty dataset; one that is split already; ranks whose datasets or
+            arguments differ.
 
     Example::
 
@@ -163,7 +164,7 @@ def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
     """Raise if a full batch does not divide over some mesh.
 
     Raises:
-        ValueError: the batch size does not divide; names both numbers and the sizes that fit.
+        ValueError: the batch size is not a multiple of an axis size; names both numbers and the sizes that fit.
     """
     batch_size = getattr(loader, "batch_size", None)
     for target in targets:

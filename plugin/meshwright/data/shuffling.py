@@ -199,4 +199,7 @@ def decoded(text: str) -> Tensor:
             torch.stack([torch.frombuffer(part, dtype=torch.int32) for part in parts], dim=1).view(torch.uint8).view(-1)
         )
     except (ValueError, TypeError, AttributeError, RuntimeError, zlib.error) as error:
-        raise ValueError(f"the state's random state cannot be read ({error}); it was truncated or changed") from error
+        raise ValueError(
+            f"the generator state in the loader's saved state cannot be decoded ({error}): the text was truncated or "
+            "changed; load an intact copy of the checkpoint"
+        ) from error

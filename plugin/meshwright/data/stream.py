@@ -60,7 +60,7 @@ class ShardedStream:
         buffer_size: the number of samples that are shuffled together, over all lanes.
         seed: the seed of the shuffling.
         lanes: the number of shards that are read at a time over all ranks. It is part of the order, so a resumed run
-            cannot change it. Best is a multiple of the ranks times their workers.
+            cannot change it. Preferably a multiple of (number of ranks x workers per rank).
         drop_last: whether to leave out a last batch that is not full; ``dropped`` counts its samples.
         num_workers: the number of reading processes per rank.
         loader_options: further arguments of the DataLoader that runs the workers, such as ``prefetch_factor``.
@@ -188,7 +188,7 @@ class ShardedStream:
         return []
 
     def _needed(self, steps: int) -> int:
-        """Return how many samples of each lane make up this many batches, if no other lane ends before."""
+        """Return how many samples of each lane ``steps`` batches need, if no further lane runs out first."""
         return math.ceil(steps * self.batch_size / max(1, sum(not lane.ended for lane in self._lanes)))
 
     def _learn(self, reports: list[Any]) -> None:

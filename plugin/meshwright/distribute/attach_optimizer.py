@@ -49,7 +49,8 @@ def plan_to_complete(
     Raises:
         AlreadyDistributedError: if the model has an optimizer.
         PlanError: if the plan or an option contradicts how the model was distributed.
-        OptimizerMismatchError: if the optimizer is of another model, or its step is wrong on shards.
+        OptimizerMismatchError: if the optimizer belongs to another model, or its step on a shard may differ from
+            its step on the whole tensor.
     """
     if optimizer is not None and runtime.has_optimizer:
         raise AlreadyDistributedError(

@@ -74,8 +74,9 @@ def to_distributed(
     Raises:
         PlanError: if the model, the launch or this version cannot run the plan, or no plan fits.
         AlreadyDistributedError: if DDP, FSDP, DeepSpeed or an earlier call has distributed the model.
-        OptimizerMismatchError: if the optimizer is of another model, or its step is wrong on shards.
-        CheckpointError: if ``config.weights`` are unsound or not this model's.
+        OptimizerMismatchError: if the optimizer belongs to another model, or its step on a shard may differ from
+            its step on the whole tensor.
+        CheckpointError: if the checkpoint ``config.weights`` cannot be read or belongs to another model.
         UninitialisedParameterError: if nothing initialises a model on the meta device.
 
     Example::

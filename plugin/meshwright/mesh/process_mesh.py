@@ -335,7 +335,10 @@ class ParallelDims:
         return self.process_mesh().to_device_mesh(device_type)
 
     def rank_grid(self, rank: int | None = None) -> str:
-        """Return the ranks as text: TP across, leading axes as titled blocks, ``rank`` in brackets."""
+        """Return the ranks as a text grid, with ``rank`` in brackets.
+
+        The last axis larger than 1 (usually tp) runs across, the one before it down. The others title one block each.
+        """
         return grid_text(range(self.world_size), self.shape, self.axis_names, rank)
 
     def _product(self) -> str:

@@ -146,7 +146,10 @@ class ShardedWeights:
             parameter.data = self.place_holder(parameter)
 
     def place_holder(self, parameter: nn.Parameter) -> Tensor:
-        """The tensor in a parameter outside of its layer; it has the parameter's shape and no memory."""
+        """The placeholder that a parameter holds while its layer is not running.
+
+        It has the parameter's shape and allocates no memory.
+        """
         flat, index = self._place[id(parameter)]
         return flat.stand_in.expand(flat.shapes[index])
 

@@ -38,7 +38,10 @@ class _WithoutCache:
 
 
 def _begins_anew(given: dict[str, Any]) -> bool:
-    """Whether positions restart inside a row; transformers' own check waits for the device too."""
+    """Return whether positions restart inside a row.
+
+    This synchronises with the device, as transformers' own check does.
+    """
     positions = given.get("position_ids")
     if positions is None or positions.ndim != 2 or given.get("attention_mask") is not None:
         return False

@@ -58,7 +58,10 @@ class DropoutStreams:
         return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the seed and pass counts that determine later passes' seeds: JSON, the same on every rank."""
+        """Return the seed and pass counts that determine the seeds of later passes.
+
+        The dict is JSON-serialisable and equal on all ranks.
+        """
         return {"seed": self._seed, **self._passes}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -40,7 +40,8 @@ class ForwardState:
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they see.
         refuses_internals: whether asking for hidden states or attention maps raises, since a rank has only its share.
         shares_weights: whether data-parallel ranks gather weights from each other, so that all must run every pass.
-        follow: a function called in each pass with gradients enabled, after the ranks were compared.
+        follow: a callback that takes in parameters frozen or thawed since the last pass; it runs in each pass with
+            gradients enabled, after the guard has compared the ranks.
     """
 
     model: nn.Module

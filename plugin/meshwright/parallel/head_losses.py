@@ -37,7 +37,7 @@ class BatchLoss(Protocol):
         """Return the number of items that this rank's loss averages over, one number for each of its means."""
 
     def of_output(self, batch: Batch, output: Any) -> Any:
-        """Return an output of the model's own forward with the loss of the global batch in it."""
+        """Return ``output``, a result of the model's own forward, with its loss made that of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

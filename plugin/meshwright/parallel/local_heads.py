@@ -1,4 +1,7 @@
-"""Give stock attention code this rank's counts of heads and per-head biases, which it reads beside its projections."""
+"""Gives stock attention code this rank's head counts and per-head biases.
+
+The code reads these separately from the projection weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compare over tp and dp what replicas of a model must have in common while they train; on by default.
+"""Checks during training, over tp and dp, that the replicas of a model agree on everything that must be equal.
+
+On by default.
 
 - The text of each meeting has the optimizer's settings and number of steps, ``requires_grad`` of each parameter, and
   whether gradients were cleared.

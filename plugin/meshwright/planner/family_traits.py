@@ -1,4 +1,4 @@
-"""Differences of a model family from Llama that its config does not show: its matrices, and what forward saves."""
+"""How a model family differs from Llama where its config does not say so: in its matrices and in what forward saves."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Space:
         recompute: Recompute,
         first: int | None = None,
     ) -> Candidate:
-        """Return the candidate of a region with a micro-batch size, a ZeRO stage and a recompute."""
+        """Return the candidate for a region, a micro-batch size, a ZeRO stage and a recompute mode."""
         stage, replicate, shard = zero
         return Candidate(
             replicate=replicate,

@@ -275,7 +275,7 @@ class StepModel:
 
 
 def _at_least(value: float, floor: float) -> float:
-    """Return a smooth maximum, since kernels nearly as short as their launches do not hide them fully."""
+    """Return a smooth maximum: kernels that take little longer than their launches hide the launch time only partly."""
     return float((value**4 + floor**4) ** 0.25)
 
 

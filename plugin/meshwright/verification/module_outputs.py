@@ -56,8 +56,8 @@ def output_differences(
 ) -> list[Difference]:
     """Compare the outputs of modules on all ranks with those on one device.
 
-    An output is compared if each rank has it whole, or has its run of the tokens (sequence parallelism). An output that
-    is sharded over its width or over heads is not compared, but what is computed from it is.
+    An output is compared if every rank holds all of it, or a contiguous slice of its tokens (sequence parallelism). An
+    output that is sharded over its width or over heads is not compared, but what is computed from it is.
 
     Args:
         expected: the outputs on one device.

@@ -47,7 +47,7 @@ class Program:
         steps: the number of optimizer steps.
         seed: the seed of the weights and the tokens.
         perturb: whether to add noise to parameters of one dim, since norms of ones and biases of zeros hide errors.
-        folder: the directory of the numbers of one device.
+        folder: the directory of the results on one device.
     """
 
     factory: Factory

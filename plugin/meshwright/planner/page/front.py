@@ -39,7 +39,9 @@ class Point:
 
 
 def pareto(found: Search) -> tuple[list[Point], list[Point]]:
-    """Return all plans that fit, and the front: from lean to fast, each faster than all with no more memory.
+    """Return all plans that fit, and the Pareto front in order of memory.
+
+    Each plan in the front is faster than every plan that needs no more memory.
 
     The search stops at the first recompute that fits. This function tries all of them, since the leaner plans are part
     of the front. It simulates a plan only if its lower bound is below the front so far, so no point is below the line.

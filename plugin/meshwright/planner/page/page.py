@@ -183,7 +183,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Section:
-    """A card with a picture; the template draws it.
+    """A card with a picture. The template renders the card; ``draw`` makes the picture.
 
     Args:
         ident: unique prefix of the picture's ids.
