@@ -59,8 +59,8 @@ class Position:
         for name in ("epoch", "samples"):
             value = state.get(name)
             largest = most if name == "samples" else None
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if not is_int or value < 0 or (largest is not None and value > largest):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if not is_count or (largest is not None and state[name] > largest):
                 limit = "" if largest is None else f" to {largest}"
                 raise ValueError(f"the state has {name}={value!r}, which must be an integer from 0{limit}")
         self.epoch, self.samples, self.is_fresh = state["epoch"], state["samples"], True
