@@ -28,13 +28,12 @@ def pool4() -> Iterator[WorkerPool]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the mark of its tier, and refuse a pattern of ``tiers.py`` that fits no test of its file."""
     for mark, tier in (("crossing", CROSSINGS), ("quick", QUICK)):
-        unused: dict[str, set[str]] = {}
+        unused = {file: set(patterns) for file, patterns in tier.items()}
         for item in items:
-            patterns = tier.get(item.path.name, ())
-            found = matches(item.nodeid.partition("::")[2], patterns)
+            found = matches(item.nodeid.partition("::")[2], tier.get(item.path.name, ()))
             if belongs(found):
                 item.add_marker(mark)
-            unused.setdefault(item.path.name, set(patterns)).difference_update(found)
+            unused.get(item.path.name, set()).difference_update(found)
         # A single test that was asked for is no evidence about the others of its file.
         if len(items) > 1000 and (stale := {file: rest for file, rest in unused.items() if rest}):
             raise pytest.UsageError(f"tests/tiers.py has patterns for `{mark}` that fit no test: {stale}")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def pool8() -> Iterator[WorkerPool]:
-    pool = WorkerPool(8, ("meshwright",))
+    pool = WorkerPool(8)
     yield pool
     pool.close()
 

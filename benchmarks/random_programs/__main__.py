@@ -15,8 +15,6 @@ from benchmarks.random_programs.compare import judge
 from benchmarks.random_programs.draw import PLANS, Program
 from harness import WorkerPool
 
-PRELOAD = ("transformers.models.llama.modeling_llama", "meshwright")
-
 
 def main(
     count: Annotated[int, typer.Option(help="number of programs")] = 500,
@@ -34,7 +32,7 @@ def main(
         python -m benchmarks.random_programs --first 137 --count 1 --verbose
     """
     warnings.filterwarnings("ignore")
-    pools = {size: WorkerPool(size, PRELOAD) for size in sorted(set(PLANS.values()))}
+    pools = {size: WorkerPool(size) for size in sorted(set(PLANS.values()))}
     verdicts: Counter[str] = Counter()
     start = time.perf_counter()
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.server import fork_context
+from harness.server import fork_context, redirect_output
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,7 @@ def run_command(
 
 def _main(arguments: tuple[str, ...], folder: str, log: str, environment: dict[str, str]) -> None:
     """As a shell would start the command."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    redirect_output(log)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))

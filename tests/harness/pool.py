@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -44,7 +44,6 @@ class WorkerPool:
 
     Args:
         world_size: the number of ranks.
-        preload: modules that every worker imports when it starts.
 
     Example:
         def total(value):
@@ -55,9 +54,8 @@ class WorkerPool:
         assert pool.run(total, 10) == [21, 21]
     """
 
-    def __init__(self, world_size: int, preload: Sequence[str] = ()) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._preload = preload
         self._jobs = 0
         self._workers: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -183,7 +181,7 @@ class WorkerPool:
         for rank in range(self.world_size):
             connection, theirs = Pipe()
             self._log(rank).write_bytes(b"")
-            arguments = (theirs, str(self._log(rank)), self._environment(rank), self._preload)
+            arguments = (theirs, str(self._log(rank)), self._environment(rank))
             process = fork_context().Process(target=worker.main, args=arguments)
             process.start()
             theirs.close()

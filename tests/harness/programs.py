@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.server import fork_context
+from harness.server import fork_context, redirect_output
 
 FAULT = "fault at "
 
@@ -92,10 +92,7 @@ def _wait(workers: list[BaseProcess], deadline: float, may_remain: tuple[int, ..
 
 def _main(rank: int, world_size: int, port: int, log: str, program: Callable[..., None], args: tuple[Any, ...]) -> None:
     """A process of its own, from the environment that a launcher sets to the exit hooks of a script."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    redirect_output(log)
     os.environ.update(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",

@@ -8,11 +8,9 @@ fail instead of hanging.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import faulthandler
 import gc
-import importlib
 import os
 import pickle
 import queue
@@ -22,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -30,25 +27,22 @@ import torch
 import torch.distributed as dist
 
 from harness.messages import Failure, Job, Result, send
+from harness.server import redirect_output
 
 # The pool finds a hang long before; a worker must not report it as an error of its own.
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def main(connection: Connection, log: str, environment: dict[str, str], preload: Sequence[str]) -> None:
+def main(connection: Connection, log: str, environment: dict[str, str]) -> None:
     """Serve jobs until the pool closes the connection.
 
     Args:
         connection: to the pool.
         log: the file for what this process prints.
         environment: the variables of this process.
-        preload: modules to import before the first job.
     """
     os.setsid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    redirect_output(log)
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable(sys.stderr)
@@ -57,7 +51,9 @@ def main(connection: Connection, log: str, environment: dict[str, str], preload:
     threading.Thread(target=_read, args=(connection, jobs), daemon=True).start()
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     torch.set_num_threads(1)
-    _preload(preload)
+    # What was imported stays: left out of every later collection, a collection takes a few milliseconds.
+    gc.collect()
+    gc.freeze()
     send(connection, Result("ready"))
     while True:
         _serve(connection, store, jobs.get())
@@ -70,16 +66,6 @@ def _read(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
             jobs.put(connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)
-
-
-def _preload(modules: Sequence[str]) -> None:
-    for name in modules:
-        # A broken import is the finding of the test that needs the module.
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    # What was imported stays: left out of every later collection, a collection takes a few milliseconds.
-    gc.collect()
-    gc.freeze()
 
 
 def _serve(connection: Connection, store: dist.Store, message: bytes) -> None:
