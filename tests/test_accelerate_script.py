@@ -487,7 +487,7 @@ class TestBadInput:
             accelerate.save_state(tmp_path / "pickled", safe_serialization=False)
         accelerate.save_state(tmp_path / "own")
         prepare(accelerate, DataLoader(dataset(2)))
-        with pytest.raises(ValueError, match=r"is of 1 loader\(s\), but this Accelerator has 2"):
+        with pytest.raises(ValueError, match=r"has the state of 1 loader\(s\), but this Accelerator has 2"):
             accelerate.load_state(tmp_path / "own")
         with pytest.raises(ValueError, match="there is no checkpoint at"):
             accelerate.load_state(tmp_path / "stock")

@@ -141,7 +141,7 @@ def test_weights_of_a_tail_and_where_there_is_none(pool2: Any) -> None:
     first, second = pool2.run(tail, ["dp", "dp"])
     assert first[1] == ([4.0], [4.0], 0.0) and second[1] == ([4.0], [4.0], 2.0)
     for kind, message in pool2.run_expecting_error(tail, ["dp", None]):
-        assert kind == "ValueError" and "no loader.weight can correct it" in message
+        assert kind == "ValueError" and "loader.weight cannot correct the loss" in message
 
 
 def labelled_tail() -> list[float]:

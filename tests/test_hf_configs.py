@@ -230,11 +230,11 @@ def test_an_optimizer_that_comes_later(checkpoint: str) -> None:
     refused("parameters are not the model's", torch.optim.AdamW(build("llama").parameters()))
     plan = mw.ParallelPlan(gradient_accumulation_steps=2, zero_stage=1)
     model(input_ids=tokens(2, 7), labels=tokens(2, 7)).loss.backward()
-    refused("shards gradients, and the model has some already", plan=plan)
+    refused("shards gradients, but the model already has some", plan=plan)
     model.zero_grad()
     mw.to_distributed(model, optimizer, config=mw.ToDistributedConfig(plan=plan))
     assert mw.plan_of(model) == plan
-    refused("with an optimizer; build it anew")
+    refused("with an optimizer; build a new model")
 
 
 def test_a_plan_travels_with_the_model(tmp_path: Path, world: Any) -> None:

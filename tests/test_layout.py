@@ -127,10 +127,11 @@ def test_rows_in_four_are_what_the_stock_code_splits(tp: int) -> None:
 
 
 def test_rows_in_four_need_four_heads_a_rank() -> None:
-    with pytest.raises(PlanError, match=r"a multiple of 4 heads on each rank, not 8 heads over tp=4"):
+    with pytest.raises(PlanError, match=r"a multiple of 4 heads on each rank, but there are 8 heads and tp=4"):
         HeadLayout(heads=8, kv_heads=8, head_dim=2, tp=4).rows_in_four()
 
 
 def test_rows_in_four_need_a_key_head_for_each_query_head() -> None:
-    with pytest.raises(PlanError, match=r"as many key/value heads as query heads, not 4 for 8; give it another role"):
+    says = r"but there are 4 key/value heads and 8 query heads. Give the projection another role"
+    with pytest.raises(PlanError, match=says):
         HeadLayout(heads=8, kv_heads=4, head_dim=2, tp=2).rows_in_four()

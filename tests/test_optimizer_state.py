@@ -268,8 +268,11 @@ def refused(plan: dict[str, Any], folder: Path, changes: dict[str, Any]) -> None
     ("changes", "words"),
     [
         ({"kind": torch.optim.SGD}, ("AdamW", "SGD")),
-        ({"intermediate_size": 64}, ("model.layers.0.mlp.up_proj.weight: [48, 32] in it, [64, 32] in the model",)),
-        ({"num_hidden_layers": 3}, ("model.layers.2.mlp.up_proj.weight is not in it",)),
+        (
+            {"intermediate_size": 64},
+            ("model.layers.0.mlp.up_proj.weight: [48, 32] in the state, [64, 32] in the model",),
+        ),
+        ({"num_hidden_layers": 3}, ("model.layers.2.mlp.up_proj.weight is not in the state",)),
     ],
     ids=["another optimizer", "another width", "another depth"],
 )
@@ -301,8 +304,8 @@ def _without_a_name(folder: Path) -> None:
     ("damage", "words"),
     [
         (_cut_short, "truncated"),
-        (_without_a_file, "not there"),
-        (_without_a_name, "names no file"),
+        (_without_a_file, "do not exist"),
+        (_without_a_name, "lists no file"),
         (lambda folder: (folder / "optimizer.json").write_text("{"), "damaged"),
         (lambda folder: (folder / "optimizer.json").write_text("[]"), "damaged"),
         (lambda folder: (folder / "optimizer.json").unlink(), "no optimizer state"),
@@ -410,7 +413,7 @@ def test_groups_and_wrappers(tmp_path: Path) -> None:
         mw.save_optimizer(again.model, training.optimizer, tmp_path)
     first = again.optimizer.param_groups[0]["params"]
     again.optimizer.param_groups[1]["params"].append(first.pop())
-    with pytest.raises(mw.CheckpointError, match="is in group 1, and in group 0 of the file"):
+    with pytest.raises(mw.CheckpointError, match="is in group 1 of the optimizer, but in group 0 of the state"):
         mw.load_optimizer(again.model, again.optimizer, tmp_path)
     training.optimizer.state[training.model.lm_head.weight]["what"] = {}
     with pytest.raises(mw.CheckpointError, match=r"'what' of model.embed_tokens.weight is a dict"):

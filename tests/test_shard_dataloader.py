@@ -407,7 +407,7 @@ def ragged(samples: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("batch", "batch_size=5 does not divide over the 2 ranks of axis 'dp'; use 4 or 6"),
+        ("batch", "batch_size=5 is not divisible by the 2 ranks of axis 'dp'; use 4 or 6"),
         ("meshes", r"inputs \['x', 'y', 'text'\], but there are 2 meshes"),
         ("keys", "input_keys has 1 entries"),
         ("missing key", "no input 'z'"),

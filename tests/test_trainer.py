@@ -295,7 +295,7 @@ def train_by_own_loss(output_dir: Path, plan: dict[str, Any] | None, kind: Any, 
         trainer = kind(build("llama"), args, train_dataset=Rows(16), meshwright=chosen, **extra)
         trainer.train()
         history = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-        return [x for pair in history for x in pair], [text for text in said if "not one that is known" in text]
+        return [x for pair in history for x in pair], [text for text in said if "of an unknown kind" in text]
 
 
 def train_by_own_losses(output_dir: Path, plan: dict[str, Any] | None) -> list[Any]:

@@ -158,7 +158,7 @@ def test_a_mean_of_the_ranks_means_is_named(
     trainer = type("KTOTrainer", (), {"__module__": f"trl.trainer.{module}"})()
     trainer.args = SimpleNamespace(max_steps=max_steps, gradient_accumulation_steps=1)  # type: ignore[attr-defined]
     loader: DataLoader[Any] = DataLoader(range(rows), batch_size=2)  # type: ignore[arg-type]
-    raised = pytest.raises(ValueError, match="the last 3 do not divide by dp=2") if expected == "raises" else None
+    raised = pytest.raises(ValueError, match="the last 3 are not divisible by dp=2") if expected == "raises" else None
     with raised or contextlib.nullcontext():
         check_last_batch(trainer, loader, dp, is_training=is_training)
     assert ("dataloader_drop_last=True" in caplog.text) is (expected == "warns")

@@ -185,7 +185,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a bare pickle inside": (overwrite(pickle.dumps({"a": [1] * 99})), r"model.safetensors is a pickle file"),
     "pytorch_model.bin": (as_bin, r"pytorch_model.bin looks like a pickle file.*save_pretrained"),
     "nothing": (lambda path: path.unlink(), r"has no .safetensors file; it holds: .*config.json"),
-    "an index of a lost file": (index_of({"a": "gone.safetensors"}), r"files that are not there: gone.safetensors"),
+    "an index of a lost file": (index_of({"a": "gone.safetensors"}), r"files that do not exist: gone.safetensors"),
     "an index that leaves": (index_of({"a": "../x.safetensors"}), r"outside its own folder: ../x.safetensors"),
     "an index without a map": (index_of(None), r"no valid 'weight_map'"),
 }

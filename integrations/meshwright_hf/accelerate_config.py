@@ -1,4 +1,4 @@
-"""A configuration file for plain ``accelerate launch``, for a plan's processes and machines."""
+"""Writes a configuration file for plain ``accelerate launch`` with the processes and machines of a plan."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 
 def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per_node: int, cpu: bool,
                       saved: Path | None, mixed_precision: str = "no") -> str:  # fmt: skip
-    """Return the YAML that ``accelerate launch --config_file`` takes.
+    """Return the YAML text of a configuration file for ``accelerate launch --config_file``.
 
-    It sets how many processes run on which machines. It cannot hold the plan, since accelerate refuses keys that it
-    does not know: the script gets the plan from an environment variable, which a comment in the file shows.
+    The file sets the number of processes and machines. It cannot contain the plan, since accelerate refuses unknown
+    keys. The script gets the plan from an environment variable, which a comment in the file shows.
 
     Args:
         fields: the plan's fields, those of ``ParallelPlan``.
-        label: the plan in a few words.
+        label: the plan in words, such as "dp2 tp2".
         gpus: the number of processes over all machines.
         gpus_per_node: the number of processes per machine.
-        cpu: whether they run on CPU.
-        saved: the plan file beside it, if one was written.
+        cpu: whether the processes run on CPU.
+        saved: the path of the plan file, if one was written; None puts the plan into the variable.
         mixed_precision: accelerate's name of the planned precision: no, bf16 or fp8.
     """
     machines = -(-gpus // gpus_per_node)

@@ -1,4 +1,4 @@
-"""Makes a causal LM that fits a laptop, with the kinds of layers and the proportions of a real config."""
+"""Makes a small causal LM with the kinds of layers and the proportions of a real config."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrow import narrower_configs
 
 MEMORY = 0.8  # share of the machine's memory that the programs may fill
-_COPIES = 6  # of the weights per process: weights, gradients, two moments, what is compared
+_COPIES = 6  # copies of the weights per process: weights, gradients, two moments, compared values
 
 
 @dataclass(frozen=True)
 class ShortModel:
-    """Makes the model of a directory's config.json, with random weights; it can be pickled.
+    """A picklable callable that returns the model of a directory's config.json, with random weights.
 
     Args:
         path: the directory.
-        trust_remote_code: whether to run Python code from it.
+        trust_remote_code: whether to run Python code from this directory.
     """
 
     path: str
@@ -38,7 +38,7 @@ class ShortModel:
 
     def __call__(self) -> nn.Module:
         config = read_config(Path(self.path), self.trust_remote_code)
-        # Random weights of its own, since a class may initialise zeros, which would hide a wrong cut.
+        # All weights are drawn here, since a class may initialise zeros, which would hide wrong sharding.
         model = causal_lm(config, torch.float64, self.trust_remote_code)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -47,7 +47,7 @@ class ShortModel:
 
 
 def _draw(name: str, parameter: nn.Parameter) -> None:
-    """Draw so that outputs are about as large as inputs: larger sums saturate the softmax, smaller ones vanish."""
+    """Initialise a parameter so that outputs are about as large as inputs; large outputs would saturate the softmax."""
     if parameter.ndim > 1:
         parameter.normal_(std=(parameter.shape[0] / parameter.numel()) ** 0.5)
     elif name.endswith("bias"):
@@ -57,15 +57,15 @@ def _draw(name: str, parameter: nn.Parameter) -> None:
 
 
 def read_config(path: Path, trust_remote_code: bool) -> Any:
-    """Return the config of a directory, or of a config.json.
+    """Return the config in a directory or a config.json file.
 
     Raises:
-        PlanError: if there is no such file, or transformers does not know the config.
+        PlanError: if the file does not exist, or transformers cannot read the config.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise PlanError(f"--model {path}: there is no {file}; give a config.json, or a directory that holds one")
-    # Code that lies beside a config is found by its directory.
+    # transformers finds the Python code of a config by the config's directory.
     place = file.parent if file.name == "config.json" else file
     try:
         return transformers.AutoConfig.from_pretrained(str(place), trust_remote_code=trust_remote_code)
@@ -74,10 +74,10 @@ def read_config(path: Path, trust_remote_code: bool) -> Any:
 
 
 def causal_lm(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    """Return the causal LM of a config.
+    """Return a causal LM that is built from a config.
 
     Raises:
-        PlanError: if it has none.
+        PlanError: if transformers has no causal LM for the config.
     """
     try:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -97,15 +97,15 @@ def short_model(
     trust_remote_code: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[ShortModel, list[str]]:
-    """Write a shortened config.json into a folder; return a maker of its model, and notes on what was changed.
+    """Write a shortened config.json into a folder; return a callable that makes its model, and notes on the changes.
 
     Args:
         source: a config.json, or a directory that holds one.
         folder: an empty directory.
-        real_plan: the plan that the real model is to run under, which is checked on the real sizes.
-        plan: the plan that the shortened model runs under.
-        full_width: whether to keep all sizes, and shorten only the stack of layers.
-        trust_remote_code: whether to run Python code that lies beside the config.json.
+        real_plan: the plan for the real model, which is checked on the real sizes.
+        plan: the plan for the shortened model.
+        full_width: whether to keep all sizes and only reduce the number of layers.
+        trust_remote_code: whether to run Python code from the directory of the config.json.
         tell: a function that receives a few words at each stage.
 
     Raises:
@@ -141,7 +141,7 @@ class _Maker:
                 shutil.copy(code, folder)
 
     def with_fields(self, config: Any, fields: Mapping[str, Any]) -> Any:
-        """Return a config with other values; derived fields follow them."""
+        """Return the config with changed fields; fields that are derived from them are recomputed."""
         names = getattr(type(config), "attribute_map", {})
         values = config.to_dict() | {names.get(name, name): value for name, value in fields.items()}
         self._save(values)
@@ -168,7 +168,7 @@ def _check_layers(model: Any, config: Any) -> None:
 
 
 def _roles(model: Any, plan: ParallelPlan) -> dict[str, str] | None:
-    """Return the role of each parameter under tp, with layer numbers written as ``*``; None without tp."""
+    """Return the role of each parameter under tp, with ``*`` for layer numbers in the names; None without tp."""
     if plan.tp == 1:
         return None
     sharding_plan = plan_for(model)
@@ -198,7 +198,7 @@ def _shortened(maker: _Maker, full: Any) -> tuple[Any, list[str]]:
 
 
 def _without_dropout(config: Any) -> list[str]:
-    """Turn dropout off, since two programs that draw different masks cannot be compared."""
+    """Set all dropout rates of a config to 0, since programs with different masks cannot be compared; return a note."""
     changed = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value]
     for name in changed:
         setattr(config, name, 0.0)
@@ -217,7 +217,7 @@ def _narrowed(
                 describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
                 if _roles_of(model, sharding_plan).items() != roles.items():
                     continue
-        except (ValueError, TypeError, ZeroDivisionError, RuntimeError):  # sizes that this class cannot have
+        except (ValueError, TypeError, ZeroDivisionError, RuntimeError):  # the class does not accept these sizes
             continue
         return narrow, f"Sizes are reduced: {', '.join(_changes(short, fields))}."
     return None, "All sizes are kept, since no smaller ones have the roles of the real model."

@@ -101,8 +101,8 @@ def _verify(
     notes = []
     if chosen != wanted:
         notes.append(
-            f"{wanted.label} needs {wanted.world_size} processes, so {chosen.label} was verified in its place, "
-            "a smaller plan of the same kind."
+            f"{wanted.label} needs {wanted.world_size} processes, so {chosen.label}, a smaller plan of the same kind, "
+            "was verified instead."
         )
     from meshwright.verification.local_processes import start_server
 
@@ -122,7 +122,7 @@ def _verify(
 
 
 def _modules(model: Path) -> list[str]:
-    """Return the modules that the processes can import already, before the config is read in full."""
+    """Return the modules that the processes can start to import before the config is read in full."""
     try:
         file = model / "config.json" if model.is_dir() else model
         name = str(json_format.loads(file.read_text())["model_type"]).replace("-", "_")

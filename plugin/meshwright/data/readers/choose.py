@@ -34,7 +34,7 @@ def make_reader(
     """Return the reader that fits a loader.
 
     Raises:
-        ValueError: an empty dataset, one that is split without ``is_dataset_splitted``, or options that do not fit it.
+        ValueError: the dataset is empty, it is split but ``is_dataset_splitted`` is False, or the options do not fit.
     """
     if is_dataset_splitted:
         own = _reader_of_whole(loader, Axis(dp.name), share, Peers(), options, may_stream=False)

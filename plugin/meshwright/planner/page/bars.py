@@ -11,11 +11,11 @@ from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.page.draw import Svg, span, text_width
 from meshwright.planner.search import Search
 
-_ROWS = 12  # most bars; of more, those in the middle are left out
+_ROWS = 12  # largest number of bars; if there are more, the middle ones are left out
 _HEAD, _TAIL = 8, 3  # bars that stay at each end
 _NOTE = 62  # width of the totals' column
 _GIB = 2**30
-_SAME = 2**26  # bytes too few to show in a bar
+_SAME = 2**26  # a smaller difference in bytes is not visible in a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class Bar:
 
     Args:
         label: text above the bar.
-        parts: part -> value; empty for a line that stands for omitted bars.
-        note: its total as text.
-        first: whether to emphasise it.
+        parts: part -> value; empty for the line in place of omitted bars.
+        note: the bar's total as text.
+        first: whether to emphasise the bar.
     """
 
     label: str
@@ -36,7 +36,7 @@ class Bar:
 
 
 def rank_groups(found: Search) -> list[tuple[int, int, Memory]]:
-    """Return (first rank, last rank, memory) of the best plan, for each run of stages with equal memory."""
+    """Return (first rank, last rank, memory) of the best plan for each group of adjacent stages with equal memory."""
     plan = found.choices[0].plan
     ranks = plan.dp * plan.cp * plan.tp
     groups: list[tuple[int, int, Memory]] = []
@@ -131,7 +131,7 @@ def stacked(
         bars: the bars.
         width: width of the diagram.
         ident: id of the diagram.
-        limit: value of a bar across the full width.
+        limit: value of a bar that fills the full width.
         unit: function that formats a value.
         title, description: title and description of the diagram.
         marks: (value, label) of vertical lines across all bars.
