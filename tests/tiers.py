@@ -47,17 +47,17 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_equals_one_process_with[stage 3, everything offloaded*",
     ),
     "test_demo.py": ("test_the_planner_picks_the_demo_s_plan", "test_a_plan_that_does_not_fit_is_one_clear_message"),
+    "test_ended_ranks.py": (
+        "test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds[1]",
+        "test_a_rank_that_finishes_later_is_left_in_peace[1]",
+        "test_torchrun_ends_with_the_cause",
+    ),
     "test_examples.py": ("test_adapters_are_tuned_over_two_processes", "test_a_plain_loop_goes_on_under_another_plan"),
     "test_families.py": (
         "test_equals_one_device_as_the_page_says[*",
         "!test_equals_one_device_as_the_page_says[apertus and so on]",
         "test_variants[falcon*",
         "!test_variants[falcon, eager alibi]",
-    ),
-    "test_faults.py": (
-        "test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds[1]",
-        "test_a_rank_that_finishes_later_is_left_in_peace[1]",
-        "test_torchrun_ends_with_the_cause",
     ),
     "test_hf_datasets.py": ("test_ranks_and_workers_change_in_mid_epoch[files]",),
     "test_hf_from_pretrained.py": (

@@ -18,7 +18,7 @@ from meshwright.cli import app
 from meshwright_hf import doctor, versions
 from meshwright_hf.versions import TESTED, UntestedVersionWarning, place, warn_outside_range
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

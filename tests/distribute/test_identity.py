@@ -11,36 +11,13 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from harness import WorkerError
-from support.exact import Float64, relative_difference
+from support.exact import Float64
 from support.logs import logged
-from support.models import build, labels_for, tokens
+from support.models import build
+from support.short_programs import ZERO, Plan, batches, distribute, weights_of, worst
 
 TP2, SP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
 DP2 = {"dp": 2}
-ZERO = [{"dp": 2, "zero_stage": stage} for stage in (1, 2, 3)]
-
-Plan = dict[str, Any] | None
-
-
-def batches(steps: int) -> list[dict[str, Tensor]]:
-    ids = tokens(4 * steps, 10)
-    labels = labels_for(ids)
-    return [{"input_ids": ids[i : i + 4], "labels": labels[i : i + 4]} for i in range(0, len(ids), 4)]
-
-
-def distribute(plan: Plan, model: nn.Module, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
-    if plan is None:
-        return model, optimizer, loader
-    return mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))
-
-
-def weights_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
-    return {n: w.clone() for n, w in model.state_dict().items()} if plan is None else mw.full_state_dict(model)
-
-
-def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return max(relative_difference(actual[name], value) for name, value in expected.items())
-
 
 # Each program is one of one device; a plan adds the call of to_distributed and nothing else.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from support.exact import Float64
 from support.models import build
-from test_identity import Plan, batches, distribute, weights_of, worst
+from support.short_programs import Plan, batches, distribute, weights_of, worst
 
 ZERO = [{"dp": 2, "zero_stage": stage} for stage in (1, 2, 3)]
 SP = {"tp": 2, "sequence_parallel": True}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset as HubDataset
+from test_loader import axes
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import meshwright as mw
@@ -22,7 +23,6 @@ from meshwright.data.peers import Peers
 from meshwright.parallel.collectives import Axis
 from support.loading import as_list, ranks_of
 from support.logs import logged
-from test_loader import axes
 
 
 class Documents(Dataset[torch.Tensor]):

@@ -11,7 +11,7 @@ import torch
 
 from examples.demo.prove import gradient_differences
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 240  # seconds; about 20 on a free machine
 
 

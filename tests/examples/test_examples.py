@@ -11,7 +11,7 @@ import pytest
 from examples import finetune_lora, plain_loop
 from harness.programs import run_program
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def losses(program: Any, world_size: int, *args: Any) -> list[float]:

@@ -6,7 +6,6 @@ Tolerance 1e-10 relative to a tensor's largest value: in float64 only the order 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from unittest import mock
 
@@ -15,12 +14,10 @@ import torch
 
 from meshwright.parallel import mean_over_ranks as mean
 from meshwright.parallel.gradient_buckets import Bucket
-from support.exact import relative_difference
 from support.models import FAMILIES
-from support.reference import Result, run_distributed, run_reference
+from support.parity import TOLERANCE, largest_differences, pool_for, reference
+from support.reference import Result, run_distributed
 from support.replicas import uncompared
-
-TOLERANCE = 1e-10
 
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2": ({"tp": 2}, {}),
@@ -31,36 +28,6 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2xtp2+sp+zero3": ({"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3}, {}),
     "tp4+sp, 2 kv heads": ({"tp": 4, "sequence_parallel": True}, {"num_key_value_heads": 2}),
 }
-
-
-@functools.cache
-def reference(family: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Result:
-    return run_reference(family, dtype, **overrides)
-
-
-def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
-
-
-def largest_differences(actual: Result, expected: Result) -> dict[str, float]:
-    """The largest relative difference of each kind of result."""
-
-    def of_numbers(a: list[float], b: list[float]) -> float:
-        assert len(a) == len(b)
-        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-    def of_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-        assert a.keys() == b.keys()
-        return max(relative_difference(a[name], b[name]) for name in b)
-
-    assert actual.first_logits is not None and expected.first_logits is not None
-    return {
-        "logits": relative_difference(actual.first_logits, expected.first_logits),
-        "losses": of_numbers(actual.losses, expected.losses),
-        "norms": of_numbers(actual.norms, expected.norms),
-        "gradients": of_tensors(actual.first_gradients, expected.first_gradients),
-        "weights": of_tensors(actual.weights, expected.weights),
-    }
 
 
 @pytest.mark.parametrize("plan_name", PLANS)

@@ -13,7 +13,7 @@ import meshwright as mw
 from harness import WorkerError
 from support.exact import Float64
 from support.models import build
-from test_identity import ZERO, Plan, batches, distribute, weights_of, worst
+from support.short_programs import ZERO, Plan, batches, distribute, weights_of, worst
 
 
 def edit(plan: Plan, way: str, dtype: str = "float64") -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, 
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.time import StepModel
 
-EXCERPT = Path(__file__).parent / "data" / "published_runs_excerpt.csv"
+EXCERPT = Path(__file__).parents[1] / "data" / "published_runs_excerpt.csv"
 SEEDS = (0, 1)
 CALIBRATED = ("vTrain", "llm-foundry A100", "llm-foundry H100-80GB 16", "BigScience A100", "DGXC H100")
 

@@ -35,7 +35,7 @@ from support.replicas import (
     rows,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Everything(nn.Module):

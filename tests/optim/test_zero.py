@@ -22,8 +22,8 @@ from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.tracing.traced_memory import LiveBytes
 from support.exact import Float64, relative_difference
 from support.models import FAMILIES, SIZES, build, labels_for, tokens
+from support.parity import TOLERANCE, largest_differences, pool_for, reference
 from support.reference import run_distributed, run_reference
-from test_parity import TOLERANCE, largest_differences, pool_for, reference
 
 TP2_DP2 = {"dp": 2, "tp": 2, "sequence_parallel": True}
 

@@ -115,7 +115,7 @@ def test_every_pair_on_one_axis(pool4, mesh):
     check(table, pool4.run(move_all, table))
 
 
-@pytest.mark.parametrize(("shape", "every"), [((8, 4), 1), ((7, 5), 1), ((7, 5), 4), ((3, 1), 7)])
+@pytest.mark.parametrize(("shape", "every"), [((8, 4), 1), ((7, 5), 1), ((7, 5), 4), ((3, 1), 7)], ids=str)
 def test_every_pair_on_two_axes(pool4, shape, every):
     table = cases(SQUARE, SQUARE, [shape])[::every]  # each pair, or a sample of the pairs
     check(table, pool4.run(move_all, table, timeout=240))
