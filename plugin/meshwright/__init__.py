@@ -6,8 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.load_checkpoint import Checkpoint, load_checkpoint
     from meshwright.checkpoint.optimizer_state import save_optimizer
     from meshwright.checkpoint.restore import load_optimizer, load_weights
+    from meshwright.checkpoint.save_checkpoint import save_checkpoint
     from meshwright.checkpoint.save_weights import save_weights
     from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
     from meshwright.config import LoaderOptions, ParallelPlan, ToDistributedConfig
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoint.whole_tensors": ("full_gradients", "full_state_dict"),
     "checkpoint.optimizer_state": ("save_optimizer",),
+    "checkpoint.load_checkpoint": ("Checkpoint", "load_checkpoint"),
     "checkpoint.restore": ("load_optimizer", "load_weights"),
+    "checkpoint.save_checkpoint": ("save_checkpoint",),
     "checkpoint.save_weights": ("save_weights",),
     "config": ("LoaderOptions", "ParallelPlan", "ToDistributedConfig"),
     "construct.deferred_init": ("deferred_init",),
@@ -77,6 +81,7 @@ _HOME = {name: f"meshwright.{module}" for module, names in _HOMES.items() for na
 
 __all__ = [
     "AlreadyDistributedError",
+    "Checkpoint",
     "CheckpointError",
     "DataParallel",
     "DivergenceError",
@@ -107,12 +112,14 @@ __all__ = [
     "fused_allreduce_gradients",
     "global_mean",
     "infer_plan",
+    "load_checkpoint",
     "load_optimizer",
     "load_weights",
     "no_sync",
     "plan_of",
     "register_plan",
     "reshard",
+    "save_checkpoint",
     "save_optimizer",
     "save_weights",
     "shard_dataloader",

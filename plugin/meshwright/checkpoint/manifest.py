@@ -1,120 +1,178 @@
-"""The manifest of a saved optimizer, ``optimizer.json``, which holds everything except the tensors."""
+"""The manifest of a checkpoint, ``checkpoint.json``: all of it but the tensors, and a digest of every other file.
+
+The file is one JSON object, whose first member is the digest of all bytes after it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.part_files import FileRecord, digest, file_names, reading
+from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.errors import CheckpointError
 
-NAME = "optimizer.json"
-_FORMAT = "meshwright-optimizer-1"
+NAME = "checkpoint.json"
+FORMAT = "meshwright-checkpoint-1"
+_PREFIX, _MIDDLE = b'{"digest":"', b'","manifest":'
+_MAX_BYTES = 2**30  # of a manifest: beyond it, a hostile file would fill the memory
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A saved optimizer, whose parameters have their one-device names.
+    """What a checkpoint holds.
 
     Args:
-        optimizer: the name of the optimizer's class.
-        shapes: the one-device shape of each parameter.
-        groups: the parameter names and the (encoded) options of each group.
-        tensors: the keys of each parameter's state that is a tensor.
-        values: each parameter's (encoded) state that is not a tensor.
-        masters: the parameters whose float32 master weights were saved.
-        weight_map: the file of each tensor, as in an index of safetensors files.
-        format: the format of this file.
+        step: the number that the program gave the checkpoint; None if it gave none.
+        written: when it was written, in nanoseconds since 1970.
+        versions: the versions of the libraries that wrote it.
+        plan: the fields of the ParallelPlan; None for a model that was not distributed.
+        dp, tp: the sizes of the mesh.
+        tensors: the dtype and the one-device shape of each tensor, by its key.
+        ties: the key that has the values of each weight with several names, by its other names.
+        optimizer: what ``OptimizerState`` says beside tensors; None without an optimizer.
+        scheduler, scaler, loader, streams: the (encoded) states of these; None without one.
+        extra: the program's own JSON.
+        files: the record of each other file, by name.
     """
 
-    optimizer: str
-    shapes: dict[str, list[int]]
-    groups: list[dict[str, Any]]
-    tensors: dict[str, list[str]]
-    values: dict[str, dict[str, Any]]
-    masters: list[str]
-    weight_map: dict[str, str]
-    format: str = _FORMAT
+    step: int | None
+    written: int
+    versions: dict[str, str]
+    plan: dict[str, Any] | None
+    dp: int
+    tp: int
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    ties: dict[str, str]
+    optimizer: dict[str, Any] | None
+    scheduler: Any
+    scaler: Any
+    loader: Any
+    streams: dict[str, int] | None
+    extra: Any
+    files: dict[str, FileRecord]
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of a folder in one step; the files that it lists must already be on disk."""
-        staged = folder / f".{NAME}.saving"
-        with staged.open("w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, folder / NAME)
-        sync_folder(folder)
+        """Write the manifest of a folder, and flush it to the disk."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        record["tensors"] = {key: [_DTYPE_NAMES[dtype], list(shape)] for key, (dtype, shape) in self.tensors.items()}
+        record["files"] = {name: asdict(file) for name, file in self.files.items()}
+        body = json.dumps({"format": FORMAT, **record}, indent=1, allow_nan=True).encode()
+        disk.write_file(folder / NAME, _PREFIX + digest(body + b"}\n").encode() + _MIDDLE + body + b"}\n")
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Read the manifest of a folder.
+        """Read and check the manifest of a folder.
 
         Raises:
-            CheckpointError: if the manifest is missing or damaged.
+            CheckpointError: if it is missing, damaged, or of another format; it names what is wrong.
         """
         path = folder / NAME
+        with reading(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            content = _all_of(descriptor) if size <= _MAX_BYTES else b""
+        head, body = content[: len(_PREFIX)], content[len(_PREFIX) + 32 + len(_MIDDLE) :]
+        middle = content[len(_PREFIX) + 32 : len(_PREFIX) + 32 + len(_MIDDLE)]
+        claimed = content[len(_PREFIX) : len(_PREFIX) + 32]
+        if (head, middle) != (_PREFIX, _MIDDLE) or digest(body).encode() != claimed:
+            raise CheckpointError(f"{path} is damaged: it is not what was saved; load another checkpoint")
         try:
-            manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
-            is_sound = manifest.format == _FORMAT and all(
-                {"parameters", "options"} <= g.keys() for g in manifest.groups
-            )
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"there is no optimizer state in {folder}: it has no {NAME}; name a folder that "
-                "meshwright.save_optimizer wrote"
-            ) from error
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-        if not is_sound:
-            raise CheckpointError(f"{path} is not of the format {_FORMAT}")
-        return manifest
+            return _from_json(json.loads(body.removesuffix(b"}\n")))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not of the format {FORMAT}: {error}") from error
 
 
-def state_key(name: str, key: str) -> str:
-    """Return a state tensor's name in the files."""
-    return f"state/{name}/{key}"
+def _all_of(descriptor: int) -> bytes:
+    parts = []
+    while part := os.read(descriptor, 2**20):
+        parts.append(part)
+    return b"".join(parts)
 
 
-def master_key(name: str) -> str:
-    """Return a master weight's name in the files."""
-    return f"master/{name}"
+def _is(kind: Any) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
 
 
-def encode(value: Any, what: str) -> Any:
-    """Return a number, string, list, tuple, None or one-element tensor in a form that JSON can hold.
-
-    Raises:
-        CheckpointError: if the value cannot be saved; the message begins with ``what``.
-    """
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [encode(x, what) for x in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise CheckpointError(f"{what} is a {type(value).__name__}, which cannot be saved; numbers and tensors can")
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
-def decode(value: Any) -> Any:
-    """Return the value that :func:`encode` was given."""
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"])).view(value["shape"])
-    ((kind, items),) = value.items()
-    return {"tuple": tuple, "list": list}[kind](decode(x) for x in items)
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= 2**24
+
+
+def _is_tensor(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and value[0] in DTYPES
+        and isinstance(value[1], list)
+        and all(map(_is_count, value[1]))
+    )
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"bytes", "digest"}
+        and _is_count(value["bytes"])
+        and isinstance(value["digest"], str)
+    )
+
+
+def _table(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "format": lambda value: value == FORMAT,
+    "step": _or_none(_is(int)),
+    "written": _is_count,
+    "versions": _table(_is(str)),
+    "plan": _or_none(_is(dict)),
+    "dp": _is_size,
+    "tp": _is_size,
+    "tensors": _table(_is_tensor),
+    "ties": _table(_is(str)),
+    "optimizer": _or_none(_is(dict)),
+    "scheduler": lambda value: True,
+    "scaler": lambda value: True,
+    "loader": _or_none(_is(dict)),
+    "streams": _or_none(_table(_is_count)),
+    "extra": lambda value: True,
+    "files": _table(_is_record),
+}
+
+
+def _from_json(record: Any) -> Manifest:
+    if not isinstance(record, dict):
+        raise ValueError("it is not a table")
+    if unknown := sorted(record.keys() - _FIELDS.keys()):
+        raise ValueError(f"it has unknown fields: {', '.join(unknown)}")
+    if missing := sorted(_FIELDS.keys() - record.keys()):
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    if wrong := [name for name, is_right in _FIELDS.items() if not is_right(record[name])]:
+        raise ValueError(f"its field {wrong[0]!r} has a wrong value: {str(record[wrong[0]])[:100]}")
+    del record["format"]
+    places = range(record["dp"] * record["tp"])
+    if record["files"].keys() != {name for place in places for name in file_names(place)}:
+        raise ValueError(f"its files are not the two of each of the {len(places)} ranks that wrote it")
+    if lost := [tie for tie in record["ties"].values() if tie not in record["tensors"]]:
+        raise ValueError(f"it has no tensor {lost[0]!r}")
+    record["tensors"] = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in record["tensors"].items()}
+    record["files"] = {name: FileRecord(**value) for name, value in record["files"].items()}
+    return Manifest(**record)

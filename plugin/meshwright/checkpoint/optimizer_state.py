@@ -8,6 +8,7 @@ leaves the last complete save.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import uuid
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.gather_tensor import assemble, is_first
-from meshwright.checkpoint.manifest import Manifest, encode, master_key, state_key, sync_folder
+from meshwright.checkpoint.optimizer_manifest import Manifest, encode, master_key, state_key, sync_folder
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.errors import CheckpointError, PlanError
-from meshwright.faults.together import on_first_rank, succeed_together
+from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 
@@ -59,18 +60,18 @@ def save_optimizer(
         mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
     """
     found = succeed_together(lambda: _parts(model, optimizer))
-    state = _merged(succeed_together(lambda: _own_state(found)))
-    forms = _forms(found, state)
+    state = merged(succeed_together(lambda: own_state(found)))
+    forms = tensor_forms(found, state)
     most = succeed_together(lambda: parse_bytes(max_shard_size))
     folder = Path(directory)
     stem = on_first_rank(lambda: _new_stem(folder))
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (dtype, shape) in forms.items()}
     files = {file: {name: forms[name] for name in names} for file, names in split(stem, sizes, most).items() if names}
-    manifest = succeed_together(lambda: _manifest(found, state, files))
+    manifest = succeed_together(lambda: describe_optimizer(found, state, files))
 
     is_writer = is_first(found.runtime) and (not dist.is_initialized() or dist.get_rank() == 0)
     written = StreamedFiles(folder, files, f"writing {folder}") if is_writer else None
-    stream(files, functools.partial(_gather, found, _tensors(found, state), forms, device_of(model)), written)
+    stream(files, functools.partial(_gather, found, saved_tensors(found, state), forms, device_of(model)), written)
     on_first_rank(lambda: _finish(folder, manifest, written) if written is not None else None)
 
 
@@ -84,7 +85,7 @@ def _parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     return found
 
 
-def _own_state(found: OptimizerParts) -> State:
+def own_state(found: OptimizerParts) -> State:
     """Return a description of this rank's part of the state, without tensors."""
     return {
         name: {key: _described(name, key, value, part) for key, value in found.optimizer.state[part.key].items()}
@@ -109,20 +110,24 @@ def _described(name: str, key: str, value: Any, part: Part) -> Any:
     )
 
 
-def _merged(own: State) -> State:
+def merged(own: State) -> State:
     """Merge the states of all ranks, since under ZeRO each rank has the state of its slices only."""
-    everyone: list[State] = [own]
-    if dist.is_initialized():
-        everyone = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own)
-    merged: State = {}
-    for state in everyone:
-        for name, values in state.items():
-            known = merged.setdefault(name, {})
+    result: State = {}
+    for text in texts_of_all(json.dumps(own, default=str)):
+        for name, values in json.loads(text).items():
+            known = result.setdefault(name, {})
             for key, value in values.items():
                 # The largest step count is right: a slice without a gradient in early steps counts too few.
                 known[key] = max(known.get(key, value), value, key=_count)
-    return merged
+    return {name: {key: _form(value) for key, value in values.items()} for name, values in result.items()}
+
+
+def _form(value: Any) -> Any:
+    """Return the description of a tensor as a tuple again, and an encoded value as it is."""
+    if not isinstance(value, list):
+        return value
+    kind, dtype, shape = value
+    return kind, getattr(torch, dtype.removeprefix("torch.")), tuple(shape)
 
 
 def _count(value: Any) -> float:
@@ -130,7 +135,7 @@ def _count(value: Any) -> float:
     return number if isinstance(number, int | float) else 0
 
 
-def _tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, str | None]]:
+def saved_tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, str | None]]:
     """Return the parameter and the state key of each tensor to save; the key of a master weight is None."""
     masters = {master_key(name): (name, None) for name, part in found.parts.items() if part.has_master}
     return masters | {
@@ -141,9 +146,9 @@ def _tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, str | 
     }
 
 
-def _forms(found: OptimizerParts, state: State) -> dict[str, Form]:
+def tensor_forms(found: OptimizerParts, state: State) -> dict[str, Form]:
     forms: dict[str, Form] = {}
-    for tensor, (name, key) in _tensors(found, state).items():
+    for tensor, (name, key) in saved_tensors(found, state).items():
         shape = tuple(found.parts[name].record.global_shape)
         forms[tensor] = (torch.float32, shape) if key is None else state[name][key][1:]
     # Wide dtypes first, so that every tensor is aligned in its file.
@@ -157,18 +162,31 @@ def _gather(
     device: torch.device,
     tensor: str,
 ) -> Tensor | None:
-    name, key = tensors[tensor]
+    part = found.parts[tensors[tensor][0]]
+    value = local_values(found, tensors[tensor], forms[tensor], device)
+    if forms[tensor][1] != tuple(part.record.global_shape):
+        return value  # the same on every rank
+    return assemble(value.reshape(-1), part.record, part.cut, found.runtime)
+
+
+def local_values(found: OptimizerParts, tensor: tuple[str, str | None], form: Form, device: torch.device) -> Tensor:
+    """Return this rank's elements of a tensor of the optimizer's state.
+
+    Args:
+        found: the optimizer.
+        tensor: the parameter and the key of its state; None for its master weight.
+        form: the dtype and the one-device shape of the tensor.
+        device: the device of elements that have no state yet.
+    """
+    name, key = tensor
     part = found.parts[name]
-    dtype, shape = forms[tensor]
     if key is None:
         value = part.key
     else:
         value = found.optimizer.state.get(part.key, {}).get(key) if part.key is not None else None
-    if value is not None and tuple(shape) != tuple(part.record.global_shape):
-        return value.detach()  # the same on every rank
     if value is None:  # no element here, or a slice that never had a gradient: one device would have zeros
-        value = torch.zeros(part.own[1] - part.own[0], dtype=dtype, device=device)
-    return assemble(value.detach().reshape(-1), part.record, part.cut, found.runtime)
+        return torch.zeros(part.own[1] - part.own[0], dtype=form[0], device=device)
+    return value.detach()
 
 
 def _new_stem(folder: Path) -> str:
@@ -176,7 +194,7 @@ def _new_stem(folder: Path) -> str:
     return f"optimizer-{uuid.uuid4().hex[:8]}"
 
 
-def _manifest(found: OptimizerParts, state: State, files: dict[str, dict[str, Form]]) -> Manifest:
+def describe_optimizer(found: OptimizerParts, state: State, files: dict[str, dict[str, Form]]) -> Manifest:
     groups = [
         {
             "parameters": names,

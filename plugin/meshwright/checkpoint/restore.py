@@ -7,13 +7,14 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.manifest import NAME, Manifest, decode, master_key, state_key
+from meshwright.checkpoint.optimizer_manifest import NAME, Manifest, decode, master_key, state_key
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
@@ -102,13 +103,36 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
     found = succeed_together(lambda: parts_of(model, optimizer))
     manifest, files = succeed_together(lambda: _open(folder, found))
     _check_same_everywhere(folder)
+    with files.progress as progress:
+        progress.start(_bytes_to_read(files, found))
+        restore_optimizer(found, manifest, _OneDeviceState(files))
 
-    def read() -> dict[str, tuple[dict[str, Any], Tensor | None]]:
-        with files.progress as progress:
-            progress.start(_bytes_to_read(files, found))
-            return {name: _read_part(name, part, manifest, files) for name, part in found.parts.items()}
 
-    loaded = succeed_together(read)
+class SavedState(Protocol):
+    """The tensors of a saved optimizer, whatever their files are."""
+
+    def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Return the dtype and the shape of a tensor; None if it was not saved."""
+
+    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of a tensor, on the CPU in the shape of the part; all of it if it has another shape
+        than its parameter."""
+
+
+def restore_optimizer(found: OptimizerParts, manifest: Manifest, saved_state: SavedState) -> None:
+    """Give an optimizer the state that was saved; every rank must make the call.
+
+    Args:
+        found: the optimizer, which :func:`check_fits` has compared with the manifest.
+        manifest: what was saved beside tensors.
+        saved_state: the tensors.
+
+    Raises:
+        CheckpointError: if a tensor cannot be read; the optimizer is then unchanged.
+    """
+    loaded = succeed_together(
+        lambda: {name: _read_part(name, part, manifest, saved_state) for name, part in found.parts.items()}
+    )
     options = [group["options"] for group in manifest.groups]
     for group, saved in zip(found.optimizer.param_groups, options, strict=True):
         _set_options(group, saved)
@@ -136,6 +160,17 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
 def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:
     """Open the manifest and the files, and check them against the optimizer."""
     manifest = Manifest.read(folder)
+    files = WeightFiles.open(folder / NAME)
+    check_fits(folder, manifest, _OneDeviceState(files), found)
+    return manifest, files
+
+
+def check_fits(folder: Path, manifest: Manifest, saved_state: SavedState, found: OptimizerParts) -> None:
+    """Check that a saved state is that of an optimizer.
+
+    Raises:
+        CheckpointError: if it is the state of other parameters or of another optimizer, or a tensor was not saved.
+    """
     kind = type(found.optimizer).__name__
     if manifest.optimizer != kind:
         raise CheckpointError(
@@ -162,19 +197,14 @@ def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:
     if problems:
         shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
         raise CheckpointError(f"the optimizer state in {folder} does not fit this model and optimizer:\n  {shown}")
-    files = WeightFiles.open(folder / NAME)
-    _check_tensors(folder, manifest, files, found)
-    return manifest, files
-
-
-def _check_tensors(folder: Path, manifest: Manifest, files: WeightFiles, found: OptimizerParts) -> None:
     expected = [state_key(name, key) for name, keys in manifest.tensors.items() for key in keys]
     expected += [master_key(name) for name in manifest.masters]
-    if lost := [tensor for tensor in expected if tensor not in files.entries]:
-        raise CheckpointError(f"{folder / NAME} is damaged: it lists no file for {lost[0]!r} and {len(lost) - 1} more")
+    if lost := [tensor for tensor in expected if saved_state.form(tensor) is None]:
+        raise CheckpointError(f"{folder} is damaged: it lists no file for {lost[0]!r} and {len(lost) - 1} more")
     for name, part in found.parts.items():
         for key in manifest.tensors.get(name, ()):
-            shape = files.entries[state_key(name, key)][1].shape
+            form = saved_state.form(state_key(name, key))
+            shape = form[1] if form else ()
             if shape != tuple(part.record.global_shape) and not part.is_whole:
                 raise CheckpointError(
                     f"the state {key!r} of {name} has the shape {list(shape)}, not that of the parameter, so it cannot "
@@ -203,26 +233,38 @@ def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
     return sum(int(entry.num_bytes * shares[tensor.split("/")[1]]) for tensor, (_, entry) in files.entries.items())
 
 
-def _read_part(name: str, part: Part, manifest: Manifest, files: WeightFiles) -> tuple[dict[str, Any], Tensor | None]:
+def _read_part(name: str, part: Part, manifest: Manifest, saved: SavedState) -> tuple[dict[str, Any], Tensor | None]:
     """Return this rank's state of one parameter, on the CPU, and the parameter's master weight, if any."""
     if part.key is None:
         return {}, None
     state: dict[str, Any] = {key: decode(value) for key, value in manifest.values.get(name, {}).items()}
     for key in manifest.tensors.get(name, ()):
-        state[key] = _read_tensor(state_key(name, key), part, files)
+        form = saved.form(state_key(name, key))
+        assert form is not None
+        # State takes its parameter's dtype, as in torch's own load_state_dict.
+        state[key] = saved.read(state_key(name, key), part, part.key.dtype if form[0].is_floating_point else form[0])
     has_master = part.has_master and name in manifest.masters
-    return state, _read_tensor(master_key(name), part, files) if has_master else None
+    return state, saved.read(master_key(name), part, part.key.dtype) if has_master else None
 
 
-def _read_tensor(tensor: str, part: Part, files: WeightFiles) -> Tensor:
-    key, entry = part.key, files.entries[tensor][1]
-    assert key is not None
-    # State takes its parameter's dtype, as in torch's own load_state_dict.
-    dtype = key.dtype if entry.dtype.is_floating_point else entry.dtype
-    read: Callable[..., Tensor] = functools.partial(files.read, tensor, part.record.layout, part.record.rank, dtype)
-    if entry.shape != tuple(part.record.global_shape):
-        return read()
-    return (read() if part.cut.is_replicated else read(part.own)).view(key.shape)
+class _OneDeviceState:
+    """The tensors that ``save_optimizer`` wrote."""
+
+    def __init__(self, files: WeightFiles):
+        self._files = files
+
+    def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        found = self._files.entries.get(tensor)
+        return found and (found[1].dtype, found[1].shape)
+
+    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
+        read: Callable[..., Tensor] = functools.partial(
+            self._files.read, tensor, part.record.layout, part.record.rank, dtype
+        )
+        if self._files.entries[tensor][1].shape != tuple(part.record.global_shape):
+            return read()
+        assert part.key is not None
+        return (read() if part.cut.is_replicated else read(part.own)).view(part.key.shape)
 
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER = 100_000_000  # bytes; the limit of the format
+MAX_HEADER = 100_000_000  # bytes; the limit of the format
 _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 _STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
 
@@ -66,7 +66,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
+            if len(prefix) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise CheckpointError(_not_safetensors(path, prefix, size))
             header = json.loads(file.read(length))
     except OSError as error:
@@ -220,6 +220,24 @@ def _read_exactly(file: BinaryIO, part: memoryview, offset: int) -> None:
         part, offset = part[count:], offset + count
 
 
+def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes before the tensors of a file, and the byte at which each tensor starts.
+
+    Args:
+        tensors: the dtype and the shape of each tensor, in their order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, start = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        stop = start + Entry(dtype, shape, 0).num_bytes
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        starts[name], start = start, stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that every tensor starts aligned
+    prefix = len(text).to_bytes(8, "little") + text
+    return prefix, {name: len(prefix) + start for name, start in starts.items()}
+
+
 class SafetensorsWriter:
     """Writes one file: first the names, shapes and dtypes of all tensors, then one tensor at a time in that order.
 
@@ -230,18 +248,11 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._expected = list(tensors.values())
-        start = 0
-        for name, (dtype, shape) in tensors.items():
-            stop = start + Entry(dtype, shape, 0).num_bytes
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-            start = stop
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that every tensor starts aligned
+        header, _ = file_header(tensors)
         self._unsynced = 0
         self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(header)
 
     def __enter__(self) -> SafetensorsWriter:
         return self

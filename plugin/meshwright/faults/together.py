@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright import errors
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.process_group import wire_device
 
 T = TypeVar("T")
 
@@ -27,9 +28,7 @@ def succeed_together(step: Callable[[], T]) -> T:
     if not dist.is_initialized():
         return step()
     result, error = _attempt(step)
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, _describe(error))
-    _raise_first(failures, error)
+    _raise_first([json.loads(text) for text in texts_of_all(json.dumps(_describe(error)))], error)
     assert error is None
     return result  # type: ignore[return-value]
 
@@ -51,6 +50,23 @@ def on_first_rank(step: Callable[[], T]) -> T:
     _raise_first([message[1]], error)
     received: T = message[0]
     return received
+
+
+def texts_of_all(text: str) -> list[str]:
+    """Return the text of every rank, in their order; every rank must make the call."""
+    if not dist.is_initialized():
+        return [text]
+    device, own = wire_device(), text.encode()
+    size = torch.tensor([len(own)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    lengths = [int(other) for other in sizes]
+    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
+    padded = padded.to(device)
+    texts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(texts, padded)
+    return [bytes(t[:length].cpu().numpy()).decode() for t, length in zip(texts, lengths, strict=True)]
 
 
 def text_from_first(make: Callable[[], str], device: torch.device) -> str:

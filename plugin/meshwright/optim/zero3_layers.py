@@ -119,6 +119,14 @@ class ShardedWeights:
         flat, index = self._place[id(parameter)]
         return flat.part(index)
 
+    def set_part(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Overwrite this rank's elements of a parameter, as :meth:`part` returns them."""
+        if id(parameter) not in self._place:
+            parameter.data.copy_(values.view(parameter.shape))
+            return
+        flat, index = self._place[id(parameter)]
+        flat.own(index).copy_(values)
+
     def changed(self) -> list[str]:
         """Return the names of the parameters that were frozen or thawed since they were sharded."""
         parameters = [(p, flat) for flat in self.flats for p in flat.parameters]

@@ -1,0 +1,290 @@
+"""Load what ``save_checkpoint`` wrote, under any plan: each rank reads the elements that it needs, and checks them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.folders import find_checkpoint, newest_checkpoint
+from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
+from meshwright.checkpoint.part_files import PartIndex, digest, read_elements
+from meshwright.checkpoint.random_state import check_random_state, set_random_state
+from meshwright.checkpoint.regions import numel
+from meshwright.checkpoint.restore import check_fits, restore_optimizer
+from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
+from meshwright.checkpoint.shares import Held
+from meshwright.errors import CheckpointError
+from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+from meshwright.optim.runtime import Runtime, device_of
+from meshwright.optim.state_parts import Part, parts_of
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.progress import Progress
+
+_COMPONENTS = ("optimizer", "loader", "scheduler", "scaler", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was loaded.
+
+    Args:
+        folder: its folder.
+        step: the step that was passed to ``save_checkpoint``; None if none was.
+        extra: the ``extra`` that was passed to ``save_checkpoint``.
+        plan: the fields of the plan under which it was saved; None for a model that was not distributed.
+    """
+
+    folder: Path
+    step: int | None
+    extra: Any
+    plan: dict[str, Any] | None
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    loader: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ignore: Collection[str] = (),
+    missing_ok: bool = False,
+) -> Checkpoint | None:
+    """Load a checkpoint into the objects of a run, under the plan that saved it or another; every rank makes the call.
+
+    Each rank reads the parts of the files that it needs, and checks their digests. Under the plan that saved it the run
+    goes on to the bit as if it had never stopped. Under another plan the random states of all ranks become those of
+    the first rank.
+
+    Args:
+        folder: the folder of a checkpoint, or a folder of checkpoints, which stands for the newest whole one in it.
+        model: the model, distributed or not.
+        optimizer: its optimizer; None if the checkpoint has none.
+        loader, scheduler, scaler: the objects that were passed to ``save_checkpoint``.
+        ignore: components of the checkpoint that are not loaded: ``"optimizer"``, ``"loader"``, ``"scheduler"``,
+            ``"scaler"`` or ``"random"``. Anything else that is missing on either side is an error.
+        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet.
+
+    Returns:
+        What was loaded, with ``step`` and ``extra``.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint, a file is damaged, or it does not fit the objects. Before the
+            first tensor is read, the objects are unchanged. If reading fails part-way, some weights are overwritten.
+
+    Example::
+
+        model, optimizer, loader = mw.to_distributed(model, optimizer, loader)
+        done = mw.load_checkpoint("runs", model, optimizer, loader=loader, missing_ok=True)
+        first_step = 0 if done is None else done.step
+    """
+    runtime, mesh = succeed_together(lambda: mesh_of(model))
+    given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
+    path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
+    if path is None:
+        return None
+    opened = succeed_together(lambda: _Opened.read(Path(path)))
+    _check_same_everywhere(opened)
+    manifest, device = opened.manifest, device_of(model)
+    used = succeed_together(lambda: _components(opened, given, ignore))
+    tensors, ties, objects = succeed_together(lambda: model_tensors(model, runtime))
+    names = succeed_together(lambda: _names(opened, tensors, ties))
+    found = (
+        None if optimizer is None or "optimizer" not in used else succeed_together(lambda: parts_of(model, optimizer))
+    )
+    of_optimizer = None
+    if found is not None:
+        of_optimizer = succeed_together(lambda: optimizer_manifest(manifest.optimizer or {}, str(opened.folder / NAME)))
+        described = of_optimizer
+    random = opened.random_of(mesh)
+    if "random" in used:
+        succeed_together(lambda: check_random_state(random, device, str(opened.folder)))
+
+    with Progress(f"reading {opened.folder.name}") as progress, reading_shards():
+        saved = _SavedState(opened, mesh, progress)
+        if found is not None:
+            succeed_together(lambda: check_fits(opened.folder, described, saved, found))
+        progress.start(
+            sum(numel(t.held.part(mesh.tp.rank, mesh.dp.rank)) * t.held.dtype.itemsize for t in tensors.values())
+        )
+        succeed_together(lambda: _read_weights(runtime, tensors, objects, names, saved))
+        _take_over_weights(runtime)
+        if found is not None:
+            restore_optimizer(found, described, saved)
+    succeed_together(lambda: _load_states(manifest, given, used))
+    if runtime.streams is not None and manifest.streams is not None:
+        runtime.streams.load_state_dict(manifest.streams)
+    if "random" in used:
+        set_random_state(random, device)
+    return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
+
+
+def _find(folder: Path, missing_ok: bool) -> str | None:
+    if missing_ok and not (folder / NAME).exists() and newest_checkpoint(folder) is None:
+        try:
+            return str(find_checkpoint(folder)[0])
+        except CheckpointError:
+            return None
+    return str(find_checkpoint(folder)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A checkpoint whose manifest and indexes are read and checked."""
+
+    folder: Path
+    manifest: Manifest
+    parts: list[PartIndex]
+
+    @staticmethod
+    def read(folder: Path) -> _Opened:
+        manifest = Manifest.read(folder)
+        parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.dp * manifest.tp)]
+        for part in parts:
+            if unknown := sorted(part.pieces.keys() - manifest.tensors.keys()):
+                raise CheckpointError(f"{part.path} has elements of {unknown[0]!r}, which {NAME} does not list")
+        for key, (_, shape) in manifest.tensors.items():
+            count = sum(numel(part.pieces[key].blocks) for part in parts if key in part.pieces)
+            if count != torch.Size(shape).numel():
+                raise CheckpointError(
+                    f"{folder} is damaged: it has {count} of the {torch.Size(shape).numel()} elements of {key}"
+                )
+        return _Opened(folder=folder, manifest=manifest, parts=parts)
+
+    def random_of(self, mesh: Mesh) -> Any:
+        """The random state for a rank: its own if the mesh is the one of the save, else that of the first rank."""
+        is_same = (self.manifest.dp, self.manifest.tp) == (mesh.dp.size, mesh.tp.size)
+        return self.parts[mesh.place if is_same else 0].random
+
+
+def _check_same_everywhere(opened: _Opened) -> None:
+    """Check that all ranks see the same files: hosts without a shared disk may have different ones at one path."""
+    own = succeed_together(lambda: digest((opened.folder / NAME).read_bytes()))
+    digests = texts_of_all(own)
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        raise CheckpointError(
+            f"rank(s) {', '.join(map(str, others))} see another checkpoint in {opened.folder} than rank 0; copy one to "
+            "every host"
+        )
+
+
+def _components(opened: _Opened, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
+    """The components to load: those that the checkpoint has and the program passes."""
+    if isinstance(ignore, str) or (unknown := [name for name in ignore if name not in _COMPONENTS]):
+        named = ignore if isinstance(ignore, str) else ", ".join(unknown)
+        raise CheckpointError(f"ignore={named!r} must be a list of {', '.join(map(repr, _COMPONENTS))}")
+    has = {name for name in given if getattr(opened.manifest, name) is not None}
+    passed = {name for name, value in given.items() if value is not None}
+    if lost := sorted(has - passed - set(ignore)):
+        raise CheckpointError(
+            f"{opened.folder} holds the state of {', '.join(lost)}, which load_checkpoint was not given: the run would "
+            f"go on with other numbers. Pass {lost[0]}=..., or ignore=[{lost[0]!r}]"
+        )
+    if lost := sorted(passed - has - set(ignore)):
+        raise CheckpointError(
+            f"{opened.folder} was saved without the state of {', '.join(lost)}: the run would go on with other numbers. "
+            f"Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
+        )
+    for name in ("scheduler", "scaler"):
+        if not is_encoded(getattr(opened.manifest, name)):
+            raise CheckpointError(f"{opened.folder / NAME} is damaged: its state of {name} is of no known form")
+    return (passed | {"random"}) - set(ignore)
+
+
+def _names(opened: _Opened, tensors: dict[str, RunTensor], ties: dict[str, str]) -> dict[str, str]:
+    """The checkpoint's key of each of the model's tensors.
+
+    Raises:
+        CheckpointError: if tensors are missing on either side, or differ in shape or dtype; it names them.
+    """
+    saved = {key for key in opened.manifest.tensors if key.startswith("weights/")}
+    aliases = {key: {key, *(tie for tie, first in ties.items() if first == key)} for key in tensors}
+    names, problems = {}, []
+    for key, tensor in tensors.items():
+        shown = key.removeprefix("weights/")
+        candidates = [opened.manifest.ties.get(alias, alias) for alias in sorted(aliases[key], key=lambda a: a != key)]
+        name = next((candidate for candidate in candidates if candidate in saved), None)
+        if name is None:
+            problems.append(f"{shown} is not in the checkpoint")
+            continue
+        names[key] = name
+        dtype, shape = opened.manifest.tensors[name]
+        if shape != tensor.held.shape:
+            problems.append(f"{shown}: {list(shape)} in the checkpoint, {list(tensor.held.shape)} in the model")
+        elif dtype != tensor.held.dtype:
+            problems.append(f"{shown}: {dtype} in the checkpoint, {tensor.held.dtype} in the model")
+    used = set(names.values())
+    problems += [f"{name.removeprefix('weights/')} is not in the model" for name in sorted(saved - used)]
+    if problems:
+        shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
+        raise CheckpointError(
+            f"{opened.folder} does not fit the model:\n  {shown}\nBuild the model that was saved, in the same dtype; "
+            "load_weights reads the weights alone, and converts them"
+        )
+    return names
+
+
+class _SavedState:
+    """The tensors of a checkpoint for this rank."""
+
+    def __init__(self, opened: _Opened, mesh: Mesh, progress: Progress):
+        self._opened, self._mesh, self._progress = opened, mesh, progress
+
+    def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        return self._opened.manifest.tensors.get(tensor)
+
+    def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
+        saved_dtype, shape = self._opened.manifest.tensors[tensor]
+        tp, dp = self._mesh.tp.size, self._mesh.dp.size
+        if shape != tuple(part.record.global_shape):
+            return self.elements(tensor, Held.whole(saved_dtype, shape, tp, dp), dtype, torch.Size(shape))
+        assert part.key is not None
+        return self.elements(tensor, Held.shard(saved_dtype, part.record, part.cut, tp), dtype, part.key.shape)
+
+    def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Read this rank's elements of a tensor, on the CPU; padding is zero."""
+        values = torch.zeros(shape, dtype=dtype)
+        blocks = held.part(self._mesh.tp.rank, self._mesh.dp.rank)
+        saved_dtype = self._opened.manifest.tensors[tensor][0]
+        read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
+        return values
+
+
+def _read_weights(
+    runtime: Runtime,
+    tensors: dict[str, RunTensor],
+    objects: dict[str, Tensor],
+    names: dict[str, str],
+    saved: _SavedState,
+) -> None:
+    for key, tensor in tensors.items():
+        target = objects[key]
+        if runtime.weights is not None and isinstance(target, nn.Parameter):
+            shape = runtime.weights.part(target)[0].shape
+            runtime.weights.set_part(target, saved.elements(names[key], tensor.held, target.dtype, shape))
+        else:
+            target.data.copy_(saved.elements(names[key], tensor.held, target.dtype, target.shape))
+
+
+def _take_over_weights(runtime: Runtime) -> None:
+    if runtime.weights is not None:
+        runtime.weights.release()
+    for bucket in runtime.zero.sharded if runtime.zero is not None else ():
+        bucket.weights.refresh()
+
+
+def _load_states(manifest: Manifest, given: dict[str, Any], used: set[str]) -> None:
+    for name in ("scheduler", "scaler"):
+        if name in used:
+            given[name].load_state_dict(decode(getattr(manifest, name)))
+    if "loader" in used:
+        given["loader"].load_state_dict(manifest.loader)

@@ -1,0 +1,313 @@
+"""The two files that each rank writes in a checkpoint, and the reading of what another rank needs of them.
+
+``part-00003.safetensors`` holds the elements that rank 3 writes, as a 1-d tensor for each tensor that it has a part of.
+``part-00003.json``, its index, says which elements these are, and has a digest for each chunk of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from meshwright.checkpoint import disk
+from meshwright.checkpoint.regions import Block, numel, packed
+from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
+from meshwright.checkpoint.shares import copies
+from meshwright.errors import CheckpointError
+
+CHUNK = 2**20  # bytes under one digest: a rank that needs some of them reads them all
+_SYNC = 256 * 2**20  # bytes written between two syncs to the disk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a rank writes of one tensor.
+
+    Args:
+        dtype: its dtype.
+        values: function that returns the elements that the rank holds, in any shape.
+        held: which elements of the tensor these are.
+        share: those that it writes; their storage is the tensor in its file.
+    """
+
+    dtype: torch.dtype
+    values: Callable[[], Tensor]
+    held: list[Block]
+    share: list[Block]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """A file of a checkpoint as its manifest records it.
+
+    Args:
+        bytes: its size.
+        digest: the digest of all of it; of a safetensors file, of its header.
+    """
+
+    bytes: int
+    digest: str
+
+
+def digest(memory: memoryview | bytes) -> str:
+    """Return the digest of some memory: 128 bits of XXH3, which is faster than a disk and detects accidents."""
+    return xxhash.xxh3_128_hexdigest(memory)
+
+
+def file_names(place: int) -> tuple[str, str]:
+    """Return the names of the tensor file and the index of one place."""
+    return f"part-{place:05d}.safetensors", f"part-{place:05d}.json"
+
+
+def write_part(
+    folder: Path, place: int, sources: Mapping[str, Source], random: Any, on_write: Callable[[int], None]
+) -> dict[str, FileRecord]:
+    """Write this rank's files, and flush them to the disk.
+
+    Args:
+        folder: the folder of the checkpoint that is being written.
+        place: this rank's place on the mesh.
+        sources: what the rank writes, by the keys of the tensors.
+        random: the rank's random state, as JSON.
+        on_write: function that is called with the number of bytes after each write.
+
+    Returns:
+        The records of the files by name.
+    """
+    name, index_name = file_names(place)
+    # Wide dtypes first, so that every tensor lies aligned in its file.
+    ordered = sorted(sources, key=lambda key: -sources[key].dtype.itemsize)
+    header, starts = file_header({key: (sources[key].dtype, (numel(sources[key].share),)) for key in ordered})
+    tensors: dict[str, Any] = {}
+    size = unsynced = len(header)
+    descriptor = disk.create(folder / name)
+    try:
+        disk.write(descriptor, header)
+        for key in ordered:
+            digests = []
+            for chunk in _chunks(sources[key]):
+                memory = memory_of(chunk)
+                digests.append(digest(memory))
+                disk.write(descriptor, memory)
+                on_write(len(memory))
+                size, unsynced = size + len(memory), unsynced + len(memory)
+                if unsynced >= _SYNC:  # on a slow disk, one sync at the end would take minutes
+                    disk.sync(descriptor)
+                    unsynced = 0
+            blocks = [[b.whole, b.length, b.count, b.whole_stride] for b in sources[key].share]
+            tensors[key] = {"start": starts[key], "blocks": blocks, "digests": digests}
+        disk.sync(descriptor)
+    finally:
+        os.close(descriptor)
+    index = json.dumps({"place": place, "random": random, "tensors": tensors}, separators=(",", ":")).encode()
+    disk.write_file(folder / index_name, index)
+    return {
+        name: FileRecord(bytes=size, digest=digest(header)),
+        index_name: FileRecord(bytes=len(index), digest=digest(index)),
+    }
+
+
+def _chunks(source: Source) -> Iterator[Tensor]:
+    """The elements that are written, chunk by chunk on the CPU; each chunk is valid until the next."""
+    values, total = source.values().reshape(-1), numel(source.share)
+    step = CHUNK // values.dtype.itemsize
+    staging = torch.empty(min(step, total), dtype=values.dtype, device=values.device)
+    for start in range(0, total, step):
+        stop = min(start + step, total)
+        _copy(staging, values, [b.swapped() for b in copies(source.held, source.share, start, stop)])
+        yield staging[: stop - start].cpu()
+
+
+def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:
+    """Copy blocks whose ``local`` is a position in ``target``, and whose ``whole`` is one in ``source``; both 1-d."""
+    for b in blocks:
+        size = (b.count, b.length)
+        to = target.as_strided(size, (b.local_stride, 1), target.storage_offset() + b.local)
+        to.copy_(source.as_strided(size, (b.whole_stride, 1), source.storage_offset() + b.whole))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one file has of one tensor: from byte ``start`` on, the elements of ``blocks``, with their digests."""
+
+    start: int
+    blocks: list[Block]
+    digests: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartIndex:
+    """The index of one rank's files.
+
+    Args:
+        path: the tensor file.
+        random: the rank's random state.
+        pieces: what the tensor file has, by the keys of the tensors.
+    """
+
+    path: Path
+    random: Any
+    pieces: dict[str, Piece]
+
+    @staticmethod
+    def read(folder: Path, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
+        """Read an index, and check it and the header of its tensor file against their digests.
+
+        Raises:
+            CheckpointError: if a file is missing or damaged; it names the file.
+        """
+        name, index_name = file_names(place)
+        content = _checked(folder / index_name, files[index_name], files[index_name].bytes)
+        with reading(folder / name) as descriptor:
+            length = int.from_bytes(read_exactly(descriptor, folder / name, 0, 8), "little")
+        if length > min(files[name].bytes - 8, MAX_HEADER):
+            raise CheckpointError(f"{folder / name} is damaged: its header does not fit into the file")
+        _checked(folder / name, files[name], 8 + length)
+        try:
+            index = json.loads(content)
+            pieces = {key: _piece(value) for key, value in index["tensors"].items()}
+            is_sound = index["place"] == place and index.keys() == {"place", "random", "tensors"}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{folder / index_name} is not an index of a checkpoint: {error!r}") from error
+        if not is_sound:
+            raise CheckpointError(f"{folder / index_name} is the index of another part")
+        return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
+
+    def chunks(
+        self, key: str, dtype: torch.dtype, wanted: list[Block] | None = None
+    ) -> Iterator[tuple[Tensor, list[Block]]]:
+        """Yield the chunks of a tensor that have wanted elements, checked against their digests.
+
+        Args:
+            key: the key of the tensor; without a piece of it here, nothing is yielded.
+            dtype: the dtype of the tensor.
+            wanted: the elements that are wanted, with their positions in the caller's storage; None for all.
+
+        Yields:
+            The chunk's elements, valid until the next, and blocks from positions in the chunk (``whole``) to
+            positions in the caller's storage (``local``).
+
+        Raises:
+            CheckpointError: if the file is damaged; it names the file and the tensor.
+        """
+        piece = self.pieces.get(key)
+        if piece is None or (wanted is not None and not copies(wanted, piece.blocks, 0, numel(piece.blocks))):
+            return
+        total, step = numel(piece.blocks), CHUNK // dtype.itemsize
+        if len(piece.digests) != -(-total // step):
+            raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
+        staging = torch.empty(min(step, total), dtype=dtype)
+        with reading(self.path) as descriptor:
+            for index, start in enumerate(range(0, total, step)):
+                stop = min(start + step, total)
+                found = [] if wanted is None else copies(wanted, piece.blocks, start, stop)
+                if wanted is not None and not found:
+                    continue
+                chunk = staging[: stop - start]
+                _read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))
+                if digest(memory_of(chunk)) != piece.digests[index]:
+                    raise CheckpointError(
+                        f"{self.path} is damaged: the {chunk.nbytes} bytes of {key} from byte "
+                        f"{piece.start + start * dtype.itemsize} on are not those that were saved; load another checkpoint"
+                    )
+                yield chunk, found
+
+
+def read_elements(
+    parts: list[PartIndex],
+    key: str,
+    dtype: torch.dtype,
+    target: Tensor,
+    held: list[Block],
+    on_read: Callable[[int], None],
+) -> None:
+    """Read a rank's part of a tensor into ``target``, which is 1-d and may have another dtype.
+
+    Args:
+        parts: the indexes of all places.
+        key, dtype: the key of the tensor, and its dtype in the files.
+        target: the storage of the part; positions that the part does not have, such as padding, are left as they are.
+        held: which elements the part has.
+        on_read: function that is called with the number of bytes after each read.
+
+    Raises:
+        CheckpointError: if files are damaged, or some elements are in none of them.
+    """
+    found = 0
+    for part in parts:
+        for chunk, blocks in part.chunks(key, dtype, held):
+            _copy(target, chunk.to(target.device), blocks)
+            found += numel(blocks)
+            on_read(chunk.nbytes)
+    if found != numel(held):
+        raise CheckpointError(
+            f"{parts[0].path.parent} has {found} of the {numel(held)} elements of {key} that this rank needs, so it is "
+            "not whole; load another checkpoint"
+        )
+
+
+def _piece(value: Any) -> Piece:
+    numbers = [value["start"], *(number for block in value["blocks"] for number in block)]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("a position is not a number")
+    if not all(isinstance(text, str) for text in value["digests"]):
+        raise ValueError("a digest is not a text")
+    blocks = [
+        Block(0, whole, length, count, length, whole_stride) for whole, length, count, whole_stride in value["blocks"]
+    ]
+    return Piece(start=value["start"], blocks=packed(blocks), digests=value["digests"])
+
+
+def _checked(path: Path, record: FileRecord, length: int) -> bytes:
+    """The first bytes of a file, which must have the recorded size, and these bytes the recorded digest."""
+    with reading(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        content = read_exactly(descriptor, path, 0, length) if size == record.bytes else b""
+    if size != record.bytes:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {record.bytes} were saved")
+    if digest(content) != record.digest:
+        raise CheckpointError(f"{path} is damaged: its first {length} bytes are not those that were saved")
+    return content
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """Open a file of a checkpoint, which must be an ordinary file, for reading."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        yield descriptor
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytes:
+    """Read ``length`` bytes from ``offset`` on.
+
+    Raises:
+        CheckpointError: if the file ends earlier.
+    """
+    content = bytearray(length)
+    _read_into(descriptor, path, offset, memoryview(content))
+    return bytes(content)
+
+
+def _read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:
+    while len(memory):
+        count = os.preadv(descriptor, [memory], offset)
+        if count == 0:
+            raise CheckpointError(f"{path} is damaged: it ends at byte {offset}, and more was saved")
+        memory, offset = memory[count:], offset + count

@@ -1,0 +1,155 @@
+"""The tensors of a run and how its ranks hold them: the model's weights and the optimizer's state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.optimizer_manifest import Manifest
+from meshwright.checkpoint.optimizer_state import (
+    describe_optimizer,
+    local_values,
+    merged,
+    own_state,
+    saved_tensors,
+    tensor_forms,
+)
+from meshwright.checkpoint.shares import Held
+from meshwright.errors import CheckpointError
+from meshwright.faults.together import succeed_together
+from meshwright.optim.runtime import Runtime, device_of, find_runtime
+from meshwright.optim.state_parts import parts_of
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.row_layout import RowLayout, ShardRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTensor:
+    """One tensor of a run.
+
+    Args:
+        held: how the ranks hold it.
+        values: function that returns this rank's elements, in any shape.
+    """
+
+    held: Held
+    values: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """This rank's place on the mesh of a run."""
+
+    tp: Axis
+    dp: Axis
+
+    @property
+    def place(self) -> int:
+        """This rank's index among the files of a checkpoint."""
+        return self.dp.rank * self.tp.size + self.tp.rank
+
+
+def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
+    """Return the runtime of a model, or one of a single rank, and this rank's place.
+
+    Raises:
+        CheckpointError: if several processes hold the model, and it is not distributed over them.
+    """
+    runtime = find_runtime(model) or Runtime(tp=Axis("tp"), dp=Axis("dp"), parameters=[])
+    runtime.check_own("a checkpoint", "use the engine's own save_checkpoint and load_checkpoint")
+    ranks = runtime.tp.size * runtime.dp.size
+    # If the process group is gone, compare_before_save says so.
+    processes = dist.get_world_size() if dist.is_initialized() else ranks
+    if ranks != processes:
+        raise CheckpointError(
+            f"the model is distributed over {ranks} of {processes} processes, and a checkpoint is one of all of them; "
+            "pass the model that to_distributed returned"
+        )
+    return runtime, Mesh(tp=runtime.tp, dp=runtime.dp)
+
+
+def model_tensors(model: nn.Module, runtime: Runtime) -> tuple[dict[str, RunTensor], dict[str, str], dict[str, Tensor]]:
+    """Return a model's parameters and persistent buffers.
+
+    Returns:
+        The tensors by key, the key of each tied weight's values by its other keys, and the model's own tensor objects
+        by key.
+    """
+    tensors: dict[str, RunTensor] = {}
+    ties: dict[str, str] = {}
+    objects: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        key = f"weights/{name}"
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"{name} of the model's state_dict is a {type(tensor).__name__}, and a checkpoint holds its tensors "
+                "only. Save it as extra=..."
+            )
+        if id(tensor) in first:
+            ties[key] = first[id(tensor)]
+            continue
+        first[id(tensor)] = key
+        objects[key] = tensor
+        tensors[key] = _weight(tensor, runtime)
+    return tensors, ties, objects
+
+
+def _weight(tensor: Tensor, runtime: Runtime) -> RunTensor:
+    record = getattr(tensor, "meshwright", None)
+    tp, dp = runtime.tp.size, runtime.dp.size
+    if not isinstance(record, ShardRecord):
+        return RunTensor(held=Held.whole(tensor.dtype, tuple(tensor.shape), tp, dp), values=_flattened(tensor))
+    if runtime.weights is not None and isinstance(tensor, nn.Parameter):
+        weights, parameter = runtime.weights, tensor
+        cut = weights.part(parameter)[1]
+        return RunTensor(
+            held=Held.shard(tensor.dtype, record, cut, tp), values=lambda: weights.part(parameter)[0].detach()
+        )
+    cut = RowLayout.replicated(tensor.shape.numel(), dp)
+    return RunTensor(held=Held.shard(tensor.dtype, record, cut, tp), values=_flattened(tensor))
+
+
+def _flattened(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor.detach().reshape(-1)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, RunTensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state, and the rest of it as JSON; every rank must make the call.
+
+    Raises:
+        OptimizerMismatchError: if the optimizer belongs to another model.
+        CheckpointError: if state is neither a tensor nor a number.
+    """
+    found = succeed_together(lambda: parts_of(model, optimizer))
+    state = merged(succeed_together(lambda: own_state(found)))
+    described = succeed_together(lambda: describe_optimizer(found, state, {}))
+    tp, dp, device = found.runtime.tp.size, found.runtime.dp.size, device_of(model)
+    sources = saved_tensors(found, state)
+    tensors: dict[str, RunTensor] = {}
+    for key, form in tensor_forms(found, state).items():
+        part = found.parts[sources[key][0]]
+        if form[1] == tuple(part.record.global_shape):
+            held = Held.shard(form[0], part.record, part.cut, tp)
+        else:
+            held = Held.whole(*form, tp, dp)
+        values = functools.partial(local_values, found, sources[key], form, device)
+        tensors[key] = RunTensor(held=held, values=values)
+    rest = asdict(described)
+    del rest["weight_map"], rest["format"]
+    return tensors, rest
+
+
+def optimizer_manifest(fields: dict[str, Any], folder: str) -> Manifest:
+    """Return the optimizer's part of a checkpoint's manifest, checked.
+
+    Raises:
+        CheckpointError: if a field is missing, unknown or of another type.
+    """
+    return Manifest.of({**fields, "weight_map": {}}, folder)

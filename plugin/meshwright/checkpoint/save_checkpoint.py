@@ -1,0 +1,199 @@
+"""Save all that a run needs to go on, as one folder that exists whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.checkpoint.folders import Staging, keep_newest
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.optimizer_manifest import encode
+from meshwright.checkpoint.part_files import FileRecord, Source, write_part
+from meshwright.checkpoint.random_state import random_state
+from meshwright.checkpoint.regions import numel
+from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
+from meshwright.checkpoint.shares import shares
+from meshwright.errors import CheckpointError
+from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+from meshwright.optim.runtime import device_of
+from meshwright.parallel.shard_reads import reading_shards
+from meshwright.progress import Progress
+
+_LIBRARIES = ("meshwright", "torch", "transformers", "accelerate", "numpy")
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    loader: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    step: int | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Save all that a run needs to go on, as one folder that exists whole or not at all; every rank makes the call.
+
+    The folder holds the weights, the optimizer's state, the random states of all ranks, the plan, and the states of
+    the objects that are passed. Every element is written once, by one of the ranks that hold it, with a digest that
+    ``load_checkpoint`` checks. A job that is killed during the call leaves what was in the folder before.
+
+    Args:
+        folder: the folder of this checkpoint, e.g. ``"runs/step-100"``; a checkpoint in it is replaced.
+        model: the model, distributed or not.
+        optimizer: its optimizer; None for a model without one.
+        loader: the loader that ``to_distributed`` returned, to save its position.
+        scheduler: a learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict``, whose state is
+            numbers, texts and containers of them.
+        scaler: a gradient scaler, likewise.
+        step: a number for the program, e.g. of optimizer steps; ``load_checkpoint`` returns it.
+        extra: anything that JSON can hold; ``load_checkpoint`` returns it.
+        keep: the number of checkpoints to keep in the folder's parent, at least 1; the oldest others are removed after
+            this one is complete. None keeps all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: if something cannot be saved, the folder holds other files, or hosts do not share the disk.
+        DivergenceError: if weights that several ranks hold differ.
+        OSError: on every rank, if a rank cannot write.
+
+    Example::
+
+        for step, batch in enumerate(loader, start=1):
+            ...
+            if step % 100 == 0:
+                mw.save_checkpoint(f"runs/step-{step}", model, optimizer, loader=loader, step=step, keep=2)
+    """
+    target = Path(os.path.abspath(folder))
+    runtime, mesh = succeed_together(lambda: mesh_of(model))
+    runtime.compare_before_save()
+    objects = Objects(loader=loader, scheduler=scheduler, scaler=scaler, extra=extra)
+    states = succeed_together(lambda: _checked(objects, step, keep))
+    tensors, ties, _ = succeed_together(lambda: model_tensors(model, runtime))
+    described = None
+    if optimizer is not None:
+        of_optimizer, described = optimizer_tensors(model, optimizer)
+        tensors |= of_optimizer
+    staging: Staging | None = None
+
+    def start() -> str:
+        nonlocal staging
+        staging = Staging(target)
+        return str(staging.path)
+
+    try:
+        path = Path(on_first_rank(start))
+        files = _write_parts(path, model, tensors, mesh)
+        manifest = Manifest(
+            step=step,
+            written=time.time_ns(),
+            versions=_versions(),
+            plan=None if runtime.plan is None else asdict(runtime.plan),
+            dp=mesh.dp.size,
+            tp=mesh.tp.size,
+            tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
+            ties=ties,
+            optimizer=described,
+            streams=None if runtime.streams is None else runtime.streams.state_dict(),
+            files=files,
+            **states,
+        )
+        on_first_rank(lambda: _commit(staging, manifest))
+    finally:
+        if staging is not None:
+            staging.close()
+    if keep is not None:
+        on_first_rank(lambda: keep_newest(target.parent, keep))
+    return target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objects:
+    """The objects of a program whose state goes into a checkpoint; None for those that it does not have."""
+
+    loader: Any
+    scheduler: Any
+    scaler: Any
+    extra: Any
+
+
+def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, Any]:
+    """The states of the objects as JSON."""
+    if step is not None and type(step) is not int:
+        raise CheckpointError(f"step={step!r} must be a whole number")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(f"keep={keep!r} must be a whole number of at least 1: the last good checkpoint is kept")
+    states: dict[str, Any] = {"extra": objects.extra}
+    for name in ("scheduler", "scaler"):
+        value = getattr(objects, name)
+        states[name] = None if value is None else encode(_state_of(value, name), name)
+    states["loader"] = None if objects.loader is None else _state_of(objects.loader, "loader")
+    for name in ("extra", "loader"):
+        try:
+            is_same = json.loads(json.dumps(states[name])) == states[name]
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"the state of {name} is not JSON: {error}") from error
+        if not is_same and states[name] == states[name]:  # NaN differs from itself
+            raise CheckpointError(
+                f"{name} would come back different from JSON: use text keys, and lists instead of tuples"
+            )
+    return states
+
+
+def _state_of(value: Any, name: str) -> Any:
+    if not callable(getattr(value, "state_dict", None)) or not callable(getattr(value, "load_state_dict", None)):
+        advice = "; pass the loader that to_distributed returned" if name == "loader" else ""
+        raise CheckpointError(f"{name}={type(value).__name__} has no state_dict and load_state_dict{advice}")
+    return value.state_dict()
+
+
+def _write_parts(folder: Path, model: nn.Module, tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, FileRecord]:
+    """Write the files of all ranks; return their records."""
+    own = shares({key: tensor.held for key, tensor in tensors.items()}, mesh.tp.size, mesh.dp.size)[mesh.place]
+    random = random_state(device_of(model))
+
+    def write() -> dict[str, FileRecord]:
+        sources = {
+            key: Source(
+                dtype=tensors[key].held.dtype,
+                values=tensors[key].values,
+                held=tensors[key].held.part(mesh.tp.rank, mesh.dp.rank),
+                share=share,
+            )
+            for key, share in own.items()
+        }
+        with Progress(f"writing {folder.name}") as progress, reading_shards():
+            progress.start(sum(numel(source.share) * source.dtype.itemsize for source in sources.values()))
+            return write_part(folder, mesh.place, sources, random, progress.add)
+
+    records = succeed_together(write)
+    texts = texts_of_all(json.dumps({name: asdict(record) for name, record in records.items()}))
+    return {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
+
+
+def _commit(staging: Staging | None, manifest: Manifest) -> None:
+    assert staging is not None
+    staging.commit(manifest)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,86 @@
+"""``save_checkpoint`` and ``load_checkpoint``: whole under every pair of plans, and exact to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_optimizer_state import Training
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.checkpoint.load_checkpoint import _Opened
+from meshwright.checkpoint.part_files import read_elements
+from meshwright.checkpoint.regions import Block
+from support.exact import Float64
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "tp2+sp": {"tp": 2, "sequence_parallel": True},
+    "tp4": {"tp": 4},
+    "dp2+zero1": {"dp": 2, "zero_stage": 1},
+    "dp3+zero2": {"dp": 4, "zero_stage": 2},
+    "dp4+zero3": {"dp": 4, "zero_stage": 3},
+    "tp2xdp2+zero1": {"dp": 2, "tp": 2, "zero_stage": 1},
+    "tp2+spxdp2+zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
+}
+
+
+def size(plan: dict[str, Any]) -> int:
+    return plan.get("dp", 1) * plan.get("tp", 1)
+
+
+def on(plan: dict[str, Any], pools: dict[int, Any], function: Any, *args: Any) -> Any:
+    """Rank 0's result under a plan; one process without a launcher for the empty one."""
+    return pools[size(plan)].run(function, plan, *args)[0] if plan else function(plan, *args)
+
+
+@pytest.fixture(scope="module")
+def pools(pool2: Any, pool4: Any) -> dict[int, Any]:
+    return {2: pool2, 4: pool4}
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    opened = _Opened.read(folder)
+    found = {}
+    for key, (dtype, shape) in opened.manifest.tensors.items():
+        value = torch.zeros(torch.Size(shape).numel(), dtype=dtype)
+        read_elements(opened.parts, key, dtype, value, [Block(0, 0, len(value))] if len(value) else [], lambda _: None)
+        found[key] = value.view(shape)
+    return found
+
+
+def train_and_save(plan: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    with Float64():
+        training = Training(plan)
+        training.run(0, 3)
+        mw.save_checkpoint(folder, training.model, training.optimizer, step=3, extra={"a": [1, None]})
+        return mw.full_state_dict(training.model)
+
+
+def load_and_save(plan: dict[str, Any], before: Path, after: Path) -> Any:
+    with Float64():
+        training = Training(plan, seed=1, lr=1.0)
+        loaded = mw.load_checkpoint(before, training.model, training.optimizer)
+        mw.save_checkpoint(after, training.model, training.optimizer, step=3)
+    return loaded
+
+
+@pytest.mark.parametrize("target", PLANS)
+@pytest.mark.parametrize("source", PLANS)
+def test_every_pair_of_plans(source: str, target: str, pools: dict[int, Any], tmp_path: Path) -> None:
+    weights = on(PLANS[source], pools, train_and_save, tmp_path / "a")
+    loaded = on(PLANS[target], pools, load_and_save, tmp_path / "a", tmp_path / "b")
+    assert (loaded.step, loaded.extra) == (3, {"a": [1, None]})
+    before, after = contents(tmp_path / "a"), contents(tmp_path / "b")
+    assert before.keys() == after.keys() and len(before) > 60
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    saved = {key.removeprefix("weights/"): value for key, value in before.items() if key.startswith("weights/")}
+    assert all(torch.equal(weights[key], value) for key, value in saved.items())
+    files = list((tmp_path / "a").glob("*.safetensors"))
+    assert len(files) == size(PLANS[source])
