@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,28 +98,20 @@ def load_checkpoint(
     used = succeed_together(lambda: _components(opened, given, ignore))
     tensors, ties, objects = succeed_together(lambda: model_tensors(model, runtime))
     names = succeed_together(lambda: _names(opened, tensors, ties))
-    found = (
-        None if optimizer is None or "optimizer" not in used else succeed_together(lambda: parts_of(model, optimizer))
-    )
-    of_optimizer = None
-    if found is not None:
-        of_optimizer = succeed_together(lambda: optimizer_manifest(manifest.optimizer or {}, str(opened.folder / NAME)))
-        described = of_optimizer
     random = opened.random_of(mesh)
     if "random" in used:
         succeed_together(lambda: check_random_state(random, device, str(opened.folder)))
 
     with Progress(f"reading {opened.folder.name}") as progress, reading_shards():
         saved = _SavedState(opened, mesh, progress)
-        if found is not None:
-            succeed_together(lambda: check_fits(opened.folder, described, saved, found))
-        progress.start(
-            sum(numel(t.held.part(mesh.tp.rank, mesh.dp.rank)) * t.held.dtype.itemsize for t in tensors.values())
-        )
+        restore = None
+        if optimizer is not None and "optimizer" in used:
+            restore = succeed_together(lambda: _checked_optimizer(model, optimizer, opened, saved))
+        progress.start(sum(_own_bytes(tensor, mesh) for tensor in tensors.values()))
         succeed_together(lambda: _read_weights(runtime, tensors, objects, names, saved))
         _take_over_weights(runtime)
-        if found is not None:
-            restore_optimizer(found, described, saved)
+        if restore is not None:
+            restore()
     succeed_together(lambda: _load_states(manifest, given, used))
     if runtime.streams is not None and manifest.streams is not None:
         runtime.streams.load_state_dict(manifest.streams)
@@ -191,8 +183,8 @@ def _components(opened: _Opened, given: dict[str, Any], ignore: Collection[str])
         )
     if lost := sorted(passed - has - set(ignore)):
         raise CheckpointError(
-            f"{opened.folder} was saved without the state of {', '.join(lost)}: the run would go on with other numbers. "
-            f"Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
+            f"{opened.folder} was saved without the state of {', '.join(lost)}, so the run would go on with other "
+            f"numbers. Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
         )
     for name in ("scheduler", "scaler"):
         if not is_encoded(getattr(opened.manifest, name)):
@@ -231,6 +223,20 @@ def _names(opened: _Opened, tensors: dict[str, RunTensor], ties: dict[str, str])
             "load_weights reads the weights alone, and converts them"
         )
     return names
+
+
+def _checked_optimizer(
+    model: nn.Module, optimizer: Optimizer, opened: _Opened, saved: _SavedState
+) -> Callable[[], None]:
+    """Check that the checkpoint's optimizer is this one; return the function that restores it."""
+    found = parts_of(model, optimizer)
+    described = optimizer_manifest(opened.manifest.optimizer or {}, str(opened.folder / NAME))
+    check_fits(opened.folder, described, saved, found)
+    return lambda: restore_optimizer(found, described, saved)
+
+
+def _own_bytes(tensor: RunTensor, mesh: Mesh) -> int:
+    return numel(tensor.held.part(mesh.tp.rank, mesh.dp.rank)) * tensor.held.dtype.itemsize
 
 
 class _SavedState:

@@ -1,4 +1,4 @@
-"""The manifest of a saved optimizer, ``optimizer.json``: all of it but the tensors."""
+"""The manifest of a saved optimizer, ``optimizer.json``, which holds everything except the tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FORMAT = "meshwright-optimizer-1"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A saved optimizer, by the one-device names of its parameters.
+    """A saved optimizer, whose parameters have their one-device names.
 
     Args:
-        optimizer: the name of its class.
+        optimizer: the name of the optimizer's class.
         shapes: the one-device shape of each parameter.
         groups: the parameter names and the (encoded) options of each group.
         tensors: the keys of each parameter's state that is a tensor.
@@ -44,7 +44,7 @@ class Manifest:
     format: str = _FORMAT
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of a folder in one step; the files that it names are on disk already."""
+        """Replace the manifest of a folder in one step; the files that it lists must already be on disk."""
         staged = folder / f".{NAME}.saving"
         with staged.open("w", encoding="utf-8") as file:
             json.dump(asdict(self), file, indent=1)
@@ -58,7 +58,7 @@ class Manifest:
         """Read the manifest of a folder.
 
         Raises:
-            CheckpointError: if there is none, or it is damaged.
+            CheckpointError: if the manifest is missing or damaged.
         """
         path = folder / NAME
         try:

@@ -216,8 +216,8 @@ class PartIndex:
                 _read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))
                 if digest(memory_of(chunk)) != piece.digests[index]:
                     raise CheckpointError(
-                        f"{self.path} is damaged: the {chunk.nbytes} bytes of {key} from byte "
-                        f"{piece.start + start * dtype.itemsize} on are not those that were saved; load another checkpoint"
+                        f"{self.path} is damaged: {chunk.nbytes} bytes of {key}, from byte "
+                        f"{piece.start + start * dtype.itemsize} on, are not what was saved; load another checkpoint"
                     )
                 yield chunk, found
 
