@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.background import wait_for_checkpoints
     from meshwright.checkpoint.load_checkpoint import Checkpoint, load_checkpoint
     from meshwright.checkpoint.optimizer_state import save_optimizer
     from meshwright.checkpoint.restore import load_optimizer, load_weights
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoint.whole_tensors": ("full_gradients", "full_state_dict"),
     "checkpoint.optimizer_state": ("save_optimizer",),
+    "checkpoint.background": ("wait_for_checkpoints",),
     "checkpoint.load_checkpoint": ("Checkpoint", "load_checkpoint"),
     "checkpoint.restore": ("load_optimizer", "load_weights"),
     "checkpoint.save_checkpoint": ("save_checkpoint",),
@@ -127,6 +129,7 @@ __all__ = [
     "shard_tensor",
     "to_distributed",
     "verify",
+    "wait_for_checkpoints",
 ]
 
 __version__ = "0.1.0"

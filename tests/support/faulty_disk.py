@@ -43,7 +43,7 @@ class FaultyDisk:
         """Let the steps inside count."""
         names = ("open", "write", "fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir")
         real = {name: getattr(os, name) for name in names}
-        real_lock = fcntl.flock
+        real_lock, real_close = fcntl.flock, os.close
 
         def patched(name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,17 +61,22 @@ class FaultyDisk:
             real_lock(descriptor, operation)
             self._locked.append(descriptor)
 
+        def close(descriptor: int) -> None:
+            real_close(descriptor)
+            if descriptor in self._locked:
+                self._locked.remove(descriptor)
+
         with contextlib.ExitStack() as stack:
             for name in names:
                 stack.enter_context(mock.patch.object(os, name, patched(name)))
             stack.enter_context(mock.patch.object(fcntl, "flock", lock))
+            stack.enter_context(mock.patch.object(os, "close", close))
             try:
                 yield self
             finally:
                 if self._dead and self.kind == "kill":
                     for descriptor in self._locked:
-                        with contextlib.suppress(OSError):
-                            os.close(descriptor)
+                        real_close(descriptor)
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         self.steps += 1

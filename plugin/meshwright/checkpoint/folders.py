@@ -90,10 +90,8 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
         return folder, _read_whole(folder)
     if found := newest_checkpoint(folder):
         return found
-    # The process was killed between the two renames that replace a checkpoint.
-    for path in _hidden_folders(folder.parent):
-        match = _HIDDEN.fullmatch(path.name)
-        if match and match["kind"] == "replaced" and match["name"] == folder.name and not folder.exists():
+    for path in _replaced(folder.parent):
+        if _original(path) == folder:
             return path, _read_whole(path)
     raise CheckpointError(f"there is no checkpoint in {folder}; name a folder that meshwright.save_checkpoint wrote")
 
@@ -133,12 +131,33 @@ def _read_whole(folder: Path) -> Manifest:
 
 def _checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest | None]]:
     """The checkpoints in a folder; the manifest of one that is not whole is None."""
+    candidates = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if path.is_dir() and not path.is_symlink() and not _HIDDEN.fullmatch(path.name) and _is_ours(path):
-            try:
-                yield path, _read_whole(path)
-            except CheckpointError:
-                yield path, None
+            candidates.append(path)
+    for path in [*candidates, *_replaced(parent)]:
+        try:
+            yield path, _read_whole(path)
+        except CheckpointError:
+            yield path, None
+
+
+def _replaced(parent: Path) -> list[Path]:
+    """The checkpoints of a job that was killed between the two renames that replace a checkpoint."""
+    found = [path for path in _hidden_folders(parent) if _kind(path) == "replaced"]
+    return [path for path in found if not _original(path).exists()]
+
+
+def _kind(hidden: Path) -> str:
+    match = _HIDDEN.fullmatch(hidden.name)
+    assert match is not None
+    return match["kind"]
+
+
+def _original(hidden: Path) -> Path:
+    match = _HIDDEN.fullmatch(hidden.name)
+    assert match is not None
+    return hidden.parent / match["name"]
 
 
 def _is_ours(folder: Path) -> bool:
@@ -160,13 +179,10 @@ def _size(path: Path) -> int:
 
 def _clean(parent: Path) -> None:
     """Remove what killed saves have left in a folder, and checkpoints that are not whole."""
+    for path in _replaced(parent):
+        disk.rename(path, _original(path))
     for path in list(_hidden_folders(parent)):
-        match = _HIDDEN.fullmatch(path.name)
-        assert match is not None
-        original = parent / match["name"]
-        if match["kind"] == "replaced" and not original.exists():
-            disk.rename(path, original)
-        elif match["kind"] != "saving" or not _is_locked(path):
+        if _kind(path) != "saving" or not _is_locked(path):
             disk.remove_folder(path)
     for path, manifest in list(_checkpoints(parent)):
         if manifest is None:

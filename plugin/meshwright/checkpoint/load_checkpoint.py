@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.folders import find_checkpoint, newest_checkpoint
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
@@ -22,7 +23,7 @@ from meshwright.checkpoint.restore import check_fits, restore_optimizer
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
 from meshwright.checkpoint.shares import Held
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+from meshwright.faults.together import json_from_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.optim.state_parts import Part, parts_of
 from meshwright.parallel.shard_reads import reading_shards
@@ -87,9 +88,10 @@ def load_checkpoint(
         done = mw.load_checkpoint("runs", model, optimizer, loader=loader, missing_ok=True)
         first_step = 0 if done is None else done.step
     """
+    Background.of(model).wait()
     runtime, mesh = succeed_together(lambda: mesh_of(model))
     given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
-    path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
+    path = json_from_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:
         return None
     opened = succeed_together(lambda: _Opened.read(Path(path)))

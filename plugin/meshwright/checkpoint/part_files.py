@@ -44,6 +44,30 @@ class Source:
     held: list[Block]
     share: list[Block]
 
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield what is written, chunk by chunk on the CPU; each chunk is valid until the next."""
+        values, total = self.values().reshape(-1), numel(self.share)
+        step = CHUNK // self.dtype.itemsize
+        staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
+        for start in range(0, total, step):
+            stop = min(start + step, total)
+            _copy(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
+            yield staging[: stop - start].cpu()
+
+    def snapshot(self) -> Source:
+        """Return a source of the same elements, copied to the CPU; on CUDA, the copy may still be running."""
+        values, total = self.values().reshape(-1), numel(self.share)
+        packed_values = torch.empty(total, dtype=self.dtype, device=values.device)
+        _copy(packed_values, values, [b.swapped() for b in copies(self.held, self.share, 0, total)])
+        if values.is_cuda:
+            on_host = torch.empty(total, dtype=self.dtype, pin_memory=True)
+            packed_values = on_host.copy_(packed_values, non_blocking=True)
+        return Source(dtype=self.dtype, values=lambda: packed_values, held=self.share, share=self.share)
+
+    @property
+    def is_on_cuda(self) -> bool:
+        return self.values().is_cuda
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
@@ -68,63 +92,75 @@ def file_names(place: int) -> tuple[str, str]:
     return f"part-{place:05d}.safetensors", f"part-{place:05d}.json"
 
 
-def write_part(
-    folder: Path, place: int, sources: Mapping[str, Source], random: Any, on_write: Callable[[int], None]
-) -> dict[str, FileRecord]:
-    """Write this rank's files, and flush them to the disk.
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank writes.
 
     Args:
-        folder: the folder of the checkpoint that is being written.
-        place: this rank's place on the mesh.
-        sources: what the rank writes, by the keys of the tensors.
+        place: the rank's place on the mesh.
+        sources: what it writes of each tensor, by the keys of the tensors.
         random: the rank's random state, as JSON.
-        on_write: function that is called with the number of bytes after each write.
-
-    Returns:
-        The records of the files by name.
     """
-    name, index_name = file_names(place)
-    # Wide dtypes first, so that every tensor lies aligned in its file.
-    ordered = sorted(sources, key=lambda key: -sources[key].dtype.itemsize)
-    header, starts = file_header({key: (sources[key].dtype, (numel(sources[key].share),)) for key in ordered})
-    tensors: dict[str, Any] = {}
-    size = unsynced = len(header)
-    descriptor = disk.create(folder / name)
-    try:
-        disk.write(descriptor, header)
-        for key in ordered:
-            digests = []
-            for chunk in _chunks(sources[key]):
-                memory = memory_of(chunk)
-                digests.append(digest(memory))
-                disk.write(descriptor, memory)
-                on_write(len(memory))
-                size, unsynced = size + len(memory), unsynced + len(memory)
-                if unsynced >= _SYNC:  # on a slow disk, one sync at the end would take minutes
-                    disk.sync(descriptor)
-                    unsynced = 0
-            blocks = [[b.whole, b.length, b.count, b.whole_stride] for b in sources[key].share]
-            tensors[key] = {"start": starts[key], "blocks": blocks, "digests": digests}
-        disk.sync(descriptor)
-    finally:
-        os.close(descriptor)
-    index = json.dumps({"place": place, "random": random, "tensors": tensors}, separators=(",", ":")).encode()
-    disk.write_file(folder / index_name, index)
-    return {
-        name: FileRecord(bytes=size, digest=digest(header)),
-        index_name: FileRecord(bytes=len(index), digest=digest(index)),
-    }
 
+    place: int
+    sources: Mapping[str, Source]
+    random: Any
 
-def _chunks(source: Source) -> Iterator[Tensor]:
-    """The elements that are written, chunk by chunk on the CPU; each chunk is valid until the next."""
-    values, total = source.values().reshape(-1), numel(source.share)
-    step = CHUNK // values.dtype.itemsize
-    staging = torch.empty(min(step, total), dtype=values.dtype, device=values.device)
-    for start in range(0, total, step):
-        stop = min(start + step, total)
-        _copy(staging, values, [b.swapped() for b in copies(source.held, source.share, start, stop)])
-        yield staging[: stop - start].cpu()
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of tensors."""
+        return sum(numel(source.share) * source.dtype.itemsize for source in self.sources.values())
+
+    def snapshot(self) -> Part:
+        """Return a part of the same elements, copied to the CPU."""
+        sources = {key: source.snapshot() for key, source in self.sources.items()}
+        if any(source.is_on_cuda for source in self.sources.values()):
+            torch.cuda.synchronize()  # the copies are asynchronous
+        return Part(place=self.place, sources=sources, random=self.random)
+
+    def write(self, folder: Path, on_write: Callable[[int], None]) -> dict[str, FileRecord]:
+        """Write this rank's files, and flush them to the disk.
+
+        Args:
+            folder: the folder of the checkpoint that is being written.
+            on_write: function that is called with the number of bytes after each write.
+
+        Returns:
+            The records of the files by name.
+        """
+        name, index_name = file_names(self.place)
+        # Wide dtypes first, so that every tensor is aligned in its file.
+        ordered = sorted(self.sources, key=lambda key: -self.sources[key].dtype.itemsize)
+        forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
+        header, starts = file_header(forms)
+        tensors: dict[str, Any] = {}
+        size = unsynced = len(header)
+        descriptor = disk.create(folder / name)
+        try:
+            disk.write(descriptor, header)
+            for key in ordered:
+                digests = []
+                for chunk in self.sources[key].chunks():
+                    memory = memory_of(chunk)
+                    digests.append(digest(memory))
+                    disk.write(descriptor, memory)
+                    on_write(len(memory))
+                    size, unsynced = size + len(memory), unsynced + len(memory)
+                    if unsynced >= _SYNC:  # on a slow disk, one sync at the end would take minutes
+                        disk.sync(descriptor)
+                        unsynced = 0
+                blocks = [[b.whole, b.length, b.count, b.whole_stride] for b in self.sources[key].share]
+                tensors[key] = {"start": starts[key], "blocks": blocks, "digests": digests}
+            disk.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        record = {"place": self.place, "random": self.random, "tensors": tensors}
+        index = json.dumps(record, separators=(",", ":")).encode()
+        disk.write_file(folder / index_name, index)
+        return {
+            name: FileRecord(bytes=size, digest=digest(header)),
+            index_name: FileRecord(bytes=len(index), digest=digest(index)),
+        }
 
 
 def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:

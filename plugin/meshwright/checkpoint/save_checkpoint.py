@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,16 +16,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.folders import Staging, keep_newest
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.optimizer_manifest import encode
-from meshwright.checkpoint.part_files import FileRecord, Source, write_part
+from meshwright.checkpoint.part_files import FileRecord, Part, Source
 from meshwright.checkpoint.random_state import random_state
-from meshwright.checkpoint.regions import numel
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
 from meshwright.checkpoint.shares import shares
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+from meshwright.faults.together import Meeting, json_from_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
@@ -42,6 +44,7 @@ def save_checkpoint(
     step: int | None = None,
     extra: Any = None,
     keep: int | None = None,
+    asynchronous: bool = False,
 ) -> Path:
     """Save all that a run needs to go on, as one folder that exists whole or not at all; every rank makes the call.
 
@@ -61,6 +64,9 @@ def save_checkpoint(
         extra: anything that JSON can hold; ``load_checkpoint`` returns it.
         keep: the number of checkpoints to keep in the folder's parent, at least 1; the oldest others are removed after
             this one is complete. None keeps all.
+        asynchronous: whether to copy what this rank writes and return, and to write it in a thread. The next save, the
+            next load, ``wait_for_checkpoints`` and the end of the program wait for it, and raise its error on all
+            ranks. Until it is complete, the newest checkpoint is the one before.
 
     Returns:
         The folder.
@@ -77,6 +83,8 @@ def save_checkpoint(
             if step % 100 == 0:
                 mw.save_checkpoint(f"runs/step-{step}", model, optimizer, loader=loader, step=step, keep=2)
     """
+    background = Background.of(model)
+    background.wait()
     target = Path(os.path.abspath(folder))
     runtime, mesh = succeed_together(lambda: mesh_of(model))
     runtime.compare_before_save()
@@ -87,37 +95,79 @@ def save_checkpoint(
     if optimizer is not None:
         of_optimizer, described = optimizer_tensors(model, optimizer)
         tensors |= of_optimizer
-    staging: Staging | None = None
-
-    def start() -> str:
-        nonlocal staging
-        staging = Staging(target)
-        return str(staging.path)
-
-    try:
-        path = Path(on_first_rank(start))
-        files = _write_parts(path, model, tensors, mesh)
-        manifest = Manifest(
-            step=step,
-            written=time.time_ns(),
-            versions=_versions(),
-            plan=None if runtime.plan is None else asdict(runtime.plan),
-            dp=mesh.dp.size,
-            tp=mesh.tp.size,
-            tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
-            ties=ties,
-            optimizer=described,
-            streams=None if runtime.streams is None else runtime.streams.state_dict(),
-            files=files,
-            **states,
-        )
-        on_first_rank(lambda: _commit(staging, manifest))
-    finally:
-        if staging is not None:
-            staging.close()
-    if keep is not None:
-        on_first_rank(lambda: keep_newest(target.parent, keep))
+    manifest = Manifest(
+        step=step,
+        written=time.time_ns(),
+        versions=_versions(),
+        plan=None if runtime.plan is None else asdict(runtime.plan),
+        dp=mesh.dp.size,
+        tp=mesh.tp.size,
+        tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
+        ties=ties,
+        optimizer=described,
+        streams=None if runtime.streams is None else runtime.streams.state_dict(),
+        files={},
+        **states,
+    )
+    part = Part(place=mesh.place, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
+    save = Save(target=target, part=part, manifest=manifest, keep=keep)
+    if asynchronous:
+        with reading_shards():
+            snapshot = dataclasses.replace(save, part=succeed_together(part.snapshot))
+        background.start(snapshot)
+    else:
+        with reading_shards(), Progress(f"writing {target.name}") as progress:
+            progress.start(part.num_bytes)
+            save.run(None, progress.add)
     return target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save, from the files of each rank to the checkpoint that is visible.
+
+    Args:
+        target: the folder that the checkpoint gets.
+        part: what this rank writes.
+        manifest: the manifest, without the records of the files.
+        keep: the number of checkpoints to keep in the folder's parent; None for all.
+    """
+
+    target: Path
+    part: Part
+    manifest: Manifest
+    keep: int | None
+
+    def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
+        """Write and commit the checkpoint; every rank makes the call.
+
+        Args:
+            meeting: how the ranks tell each other that their files are written; None for collectives.
+            on_write: function that is called with the number of bytes after each write.
+        """
+        staging: Staging | None = None
+
+        def start() -> str:
+            nonlocal staging
+            staging = Staging(self.target)
+            return str(staging.path)
+
+        def commit() -> None:
+            assert staging is not None
+            staging.commit(dataclasses.replace(self.manifest, files=files))
+            if self.keep is not None:
+                keep_newest(self.target.parent, self.keep)
+
+        try:
+            path = Path(json_from_first_rank(start, meeting))
+            records = succeed_together(lambda: self.part.write(path, on_write), meeting)
+            text = json.dumps({name: asdict(record) for name, record in records.items()})
+            texts = texts_of_all(text) if meeting is None else meeting.texts_of_all(text)
+            files = {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
+            json_from_first_rank(commit, meeting)
+        finally:
+            if staging is not None:
+                staging.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,33 +210,18 @@ def _state_of(value: Any, name: str) -> Any:
     return value.state_dict()
 
 
-def _write_parts(folder: Path, model: nn.Module, tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, FileRecord]:
-    """Write the files of all ranks; return their records."""
+def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
+    """What this rank writes."""
     own = shares({key: tensor.held for key, tensor in tensors.items()}, mesh.tp.size, mesh.dp.size)[mesh.place]
-    random = random_state(device_of(model))
-
-    def write() -> dict[str, FileRecord]:
-        sources = {
-            key: Source(
-                dtype=tensors[key].held.dtype,
-                values=tensors[key].values,
-                held=tensors[key].held.part(mesh.tp.rank, mesh.dp.rank),
-                share=share,
-            )
-            for key, share in own.items()
-        }
-        with Progress(f"writing {folder.name}") as progress, reading_shards():
-            progress.start(sum(numel(source.share) * source.dtype.itemsize for source in sources.values()))
-            return write_part(folder, mesh.place, sources, random, progress.add)
-
-    records = succeed_together(write)
-    texts = texts_of_all(json.dumps({name: asdict(record) for name, record in records.items()}))
-    return {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
-
-
-def _commit(staging: Staging | None, manifest: Manifest) -> None:
-    assert staging is not None
-    staging.commit(manifest)
+    return {
+        key: Source(
+            dtype=tensors[key].held.dtype,
+            values=tensors[key].values,
+            held=tensors[key].held.part(mesh.tp.rank, mesh.dp.rank),
+            share=share,
+        )
+        for key, share in own.items()
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,50 @@ from meshwright.mesh.process_group import wire_device
 T = TypeVar("T")
 
 
-def succeed_together(step: Callable[[], T]) -> T:
+class Meeting(Protocol):
+    """A way in which ranks exchange texts."""
+
+    rank: int
+
+    def texts_of_all(self, text: str) -> list[str]:
+        """Return the text of every rank, in their order; every rank must make the call."""
+
+
+def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T:
     """Run a step without communication on every rank. If the step fails on any rank, raise on all ranks.
+
+    Args:
+        step: the step.
+        meeting: how the ranks exchange whether they failed; by default by collectives of the default group.
 
     Raises:
         Exception: on a rank that failed, its own exception. On other ranks, an exception of the same class, whose
             message gives the rank that failed and its error.
     """
-    if not dist.is_initialized():
-        return step()
+    exchange = texts_of_all if meeting is None else meeting.texts_of_all
     result, error = _attempt(step)
-    _raise_first([json.loads(text) for text in texts_of_all(json.dumps(_describe(error)))], error)
+    _raise_first([json.loads(text) for text in exchange(json.dumps(_describe(error)))], error)
     assert error is None
     return result  # type: ignore[return-value]
+
+
+def json_from_first_rank(step: Callable[[], T], meeting: Meeting | None = None) -> T:
+    """Run a step on rank 0 alone, and return its result, which JSON can hold, on every rank; if it fails, all raise.
+
+    Args:
+        step: the step.
+        meeting: how the ranks exchange the result; by default by collectives of the default group.
+
+    Raises:
+        Exception: on rank 0, its own exception. On other ranks, an exception of the same class with rank 0's error.
+    """
+    exchange = texts_of_all if meeting is None else meeting.texts_of_all
+    rank = meeting.rank if meeting else dist.get_rank() if dist.is_initialized() else 0
+    result, error = _attempt(step) if rank == 0 else (None, None)
+    first = exchange(json.dumps([result, _describe(error)]) if rank == 0 else "")[0]
+    received, failure = json.loads(first)
+    _raise_first([failure], error)
+    return received  # type: ignore[no-any-return]
 
 
 def on_first_rank(step: Callable[[], T]) -> T:

@@ -1,0 +1,161 @@
+"""Saves that are written in a thread while training goes on."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.faults.together import Meeting
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.02  # seconds between two looks at the store
+_PATIENCE = 120.0  # seconds that this rank, which has ended, waits for another one
+
+
+class Job(Protocol):
+    """A save whose tensors are copied already."""
+
+    def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
+        """Write and commit it."""
+
+
+class Background:
+    """The saves of one model that are written in a thread, one at a time."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    @staticmethod
+    def of(model: nn.Module) -> Background:
+        """Return the background saves of a model."""
+        if not _OF_MODELS:
+            atexit.register(_fail_at_exit)
+        return _OF_MODELS.setdefault(model, Background())
+
+    def start(self, save: Job) -> None:
+        """Write a save in a thread, once the one before is complete; every rank makes the call."""
+        self.wait()
+        meeting = StoreMeeting(f"meshwright/save/{next(_NUMBERS)}") if dist.is_initialized() else None
+        # Not a daemon: the interpreter waits for it at its end.
+        self._thread = threading.Thread(target=self._run, args=(save, meeting), name="meshwright-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any.
+
+        Raises:
+            Exception: on every rank, if the save failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, save: Job, meeting: Meeting | None) -> None:
+        try:
+            save.run(meeting, lambda _: None)
+        except Exception as error:
+            logger.error("a save in the background failed: %s", error)
+            self._error = error
+        finally:
+            if isinstance(meeting, StoreMeeting):
+                meeting.close()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+
+# Numbers all background saves of the program: every rank makes the same ones in the same order.
+_NUMBERS = itertools.count()
+
+# The thread cannot be an attribute of the model: the model could not be copied or pickled.
+_OF_MODELS: weakref.WeakKeyDictionary[nn.Module, Background] = weakref.WeakKeyDictionary()
+
+
+def wait_for_checkpoints(model: nn.Module) -> None:
+    """Wait until a checkpoint of a model that is saved asynchronously is complete; every rank makes the call.
+
+    Args:
+        model: the model that was passed to ``save_checkpoint``.
+
+    Raises:
+        Exception: on every rank, the error of the save if it failed.
+
+    Example::
+
+        mw.save_checkpoint("runs/last", model, optimizer, asynchronous=True)
+        ...
+        mw.wait_for_checkpoints(model)
+    """
+    Background.of(model).wait()
+
+
+def _fail_at_exit() -> None:
+    """End with an error if the last save has failed and nothing has raised it."""
+    if any(background.has_failed for background in _OF_MODELS.values()):
+        print("the last checkpoint was not saved: see the error above", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # an exception in an exit handler would not change the exit code
+
+
+class StoreMeeting:
+    """Exchanges texts through the store of the default process group, for a thread beside the training.
+
+    Collectives of a thread would mix with those of the training, and end with ``destroy_process_group``.
+
+    Args:
+        prefix: the beginning of the keys in the store, the same on all ranks and used once.
+    """
+
+    def __init__(self, prefix: str):
+        self.rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self._count = 0
+
+    def texts_of_all(self, text: str) -> list[str]:
+        """Return the text of every rank, in their order; every rank must make the call.
+
+        Raises:
+            TimeoutError: if the program has ended on this rank, and another rank does not answer.
+        """
+        self._count += 1
+        self._store.set(f"{self._count}/{self.rank}", text)
+        keys = [f"{self._count}/{rank}" for rank in range(self._size)]
+        self._wait(keys)
+        return [self._store.get(key).decode() for key in keys]
+
+    def close(self) -> None:
+        """Let rank 0, whose process may hold the store, end after the others have read the last texts."""
+        try:
+            if self.rank:
+                self._store.set(f"read/{self.rank}", "")
+            else:
+                self._wait([f"read/{rank}" for rank in range(1, self._size)])
+        except (RuntimeError, TimeoutError) as error:
+            logger.warning("the ranks did not end a save in the background together: %s", error)
+
+    def _wait(self, keys: list[str]) -> None:
+        alone_since = None
+        # Short looks: a wait would hold the store's connection, which the training uses too.
+        while keys and not self._store.check(keys):
+            time.sleep(_POLL)
+            if not threading.main_thread().is_alive():
+                alone_since = alone_since or time.monotonic()
+                if time.monotonic() - alone_since > _PATIENCE:
+                    raise TimeoutError(f"another rank did not answer within {_PATIENCE:g} s of the end of the program")
