@@ -55,6 +55,7 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "infer the roles of a class that is not in the table. If a parameter has no clear role, the call raises and "
         "lists the names, before anything is changed. Most such classes need only a hint:",
         "",
+        "<!-- given: mw, own_decoder as model -->",
         "```python",
         "# A decoder of your own, whose attention stacks all queries, then all keys, then all values in `attn.qkv`.",
         'mw.register_plan("my_model", mw.infer_plan(model, {"attn.qkv": mw.Role.QKV}))  # by config.model_type',
