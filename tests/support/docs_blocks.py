@@ -10,8 +10,8 @@ What a block continues stands in a comment before it, which readers of the page 
     <!-- part of: out/config.json -->              JSON that stands in this file
     <!-- output: measured -->                      of this output, numbers like 1.5e-16 and what follows them may differ
 
-Python blocks without ``ranks``, ``file`` or ``run`` belong to the program above them. A text block right below another
-block is what that prints.
+Python blocks without ``ranks``, ``file`` or ``run`` belong to the program above them. A text block right below one
+of another language is what that prints.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from harness import WorkerPool
 from support.given import FILES
 from support.trainers import fresh_accelerate
 
@@ -40,7 +41,7 @@ CLONE = ("Makefile", "benchmarks", "constraints.txt", "examples", "integrations"
 NOTES = {"given", "ranks", "files", "file", "run", "part of", "output"}
 TIMEOUT = 120  # seconds for a block
 FENCE = re.compile(r"( *)```(\w*)$")
-NOTE = re.compile(r" *<!-- ((?:%s): .*) -->$" % "|".join(NOTES))
+NOTE = re.compile(rf" *<!-- ((?:{'|'.join(NOTES)}): .*) -->$")
 MEASURED = re.compile(r"\d\.\d+e-\d+|\.\.\.|\(\d+ s\)")
 
 
@@ -55,7 +56,7 @@ class Block:
         lines: its lines, without the indentation of a list that it stands in.
         notes: what the comment before it says.
         note_line: of the comment, 0 without one.
-        is_output: whether only blank lines and a comment are between it and the block above.
+        is_output: whether it is right below a block that may print it, with no prose between them.
     """
 
     page: str
@@ -96,7 +97,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
             found.append(Block(page, start, language, inside, notes, note_line, is_output))
             if unknown := notes.keys() - NOTES:
                 raise DocsError(f"{found[-1]}: unknown notes {unknown}")
-            notes, note_line, is_output, opened = {}, 0, True, None
+            notes, note_line, is_output, opened = {}, 0, language != "text", None
         elif opened is None and line.strip():
             notes, note_line, is_output = {}, 0, False
     if opened is not None:
@@ -114,7 +115,7 @@ class PageRun:
         pool: gives the workers for a number of ranks.
     """
 
-    def __init__(self, blocks: list[Block], folder: Path, commands: Path, pool: Callable[[int], object]) -> None:
+    def __init__(self, blocks: list[Block], folder: Path, commands: Path, pool: Callable[[int], WorkerPool]) -> None:
         self.blocks, self.folder, self.pool = blocks, folder, pool
         self.done: list[Block] = []
         self.printed = ""
@@ -187,7 +188,8 @@ class PageRun:
             self._run_shell(first, command or f"python {name}", fails)
             return
         try:
-            self.printed = self.pool(int(ranks)).run(run_on_rank, name, str(self.folder), bool(launched), timeout=TIMEOUT)[0]  # type: ignore[attr-defined]
+            workers = self.pool(int(ranks))
+            self.printed = workers.run(run_on_rank, name, str(self.folder), bool(launched), timeout=TIMEOUT)[0]
         except Exception as error:
             raise DocsError(f"{first}: {error}") from error
 
@@ -209,9 +211,7 @@ class PageRun:
     def _apply(self, block: Block) -> None:
         """Change the file that the block is about, which must hold the old lines in one place, and save it."""
         script = (self.folder / block.notes["files"].rpartition(" as ")[2]).read_text()
-        old, new = (
-            "".join(f"{line[1:]}\n" for line in block.lines if line[:1] != omitted) for omitted in ("+", "-")
-        )
+        old, new = ("".join(f"{line[1:]}\n" for line in block.lines if line[:1] != omitted) for omitted in ("+", "-"))
         # The lines that are added before the first old one go there.
         if script.count(old) != 1:
             raise DocsError(f"{block}: its old lines are {script.count(old)} times in\n{script}")

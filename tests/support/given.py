@@ -17,20 +17,18 @@ from typing import Any
 
 import torch
 from datasets import Dataset as HubDataset
-from datasets import load_dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 import meshwright as mw
 import meshwright_hf
-from meshwright.data.stream import ShardedStream
 from meshwright.parallel.collectives import Axis
 from support import clm_script, words
 from support.models import build
 
-__all__ = ["DataLoader", "DistributedConfig", "LlamaForCausalLM", "ShardedStream", "Trainer", "load_dataset", "meshwright_hf", "mw", "torch"]
+__all__ = ["DataLoader", "DistributedConfig", "LlamaForCausalLM", "meshwright_hf", "mw", "torch"]
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG = {"vocab_size": 97, "num_key_value_heads": 2, "max_position_embeddings": 64, **SIZES}
