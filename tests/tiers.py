@@ -42,6 +42,16 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_equals_one_process_with[stage 2*",
     ),
     "test_demo.py": ("test_the_planner_picks_the_demo_s_plan", "test_a_plan_that_does_not_fit_is_one_clear_message"),
+    "test_docs.py": (  # pages that run whole programs which other tests run too
+        "test_the_blocks_of_a_page_run[CONTRIBUTING.md]",
+        "test_the_blocks_of_a_page_run[accelerate.md]",
+        "test_the_blocks_of_a_page_run[calibration.md]",
+        "test_the_blocks_of_a_page_run[checkpoints.md]",
+        "test_the_blocks_of_a_page_run[deepspeed.md]",
+        "test_the_blocks_of_a_page_run[lora.md]",
+        "test_the_blocks_of_a_page_run[trainer.md]",
+        "test_the_blocks_of_a_page_run[verify.md]",
+    ),
     "test_families.py": (
         "test_equals_one_device_as_the_page_says[*",
         "!test_equals_one_device_as_the_page_says[apertus and so on]",

@@ -137,11 +137,10 @@ class PageRun:
         """Run every block, or raise at the first that fails."""
         programs = _programs(self.blocks)
         for position, block in enumerate(self.blocks):
-            for wanted in _list(block.notes.get("files", "")):
-                source, _, name = wanted.partition(" as ")
-                self._make_file(source, name or source)
-            shown = next((after for after in self.blocks[position + 1 : position + 2] if after.is_output), None)
-            fails = shown is not None and shown.language == "text" and re.match(r"\w+Error: ", shown.text) is not None
+            for needed in programs.get(block, [block]):
+                self._make_files(needed)
+            shown = [after.text for after in self.blocks[position + 1 : position + 2] if after.is_output]
+            fails = bool(shown and re.match(r"\w+Error: ", shown[0]))
             if block in programs:
                 self._run_python(block, programs[block], fails)
             elif block.language == "bash":
@@ -163,11 +162,13 @@ class PageRun:
             ):
                 raise DocsError(f"{block}: no shell block below runs {name}")
 
-    def _make_file(self, source: str, name: str) -> None:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_dir():
-            FILES[source](path)
+    def _make_files(self, block: Block) -> None:
+        for wanted in filter(None, block.notes.get("files", "").split(", ")):
+            source, _, name = wanted.partition(" as ")
+            path = self.folder / (name or source)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.is_dir():
+                FILES[source](path)
 
     def _run_python(self, first: Block, blocks: list[Block], fails: bool) -> None:
         """The program's lines have the numbers of the page's, so that tracebacks point into the page."""
@@ -212,7 +213,6 @@ class PageRun:
         """Change the file that the block is about, which must hold the old lines in one place, and save it."""
         script = (self.folder / block.notes["files"].rpartition(" as ")[2]).read_text()
         old, new = ("".join(f"{line[1:]}\n" for line in block.lines if line[:1] != omitted) for omitted in ("+", "-"))
-        # The lines that are added before the first old one go there.
         if script.count(old) != 1:
             raise DocsError(f"{block}: its old lines are {script.count(old)} times in\n{script}")
         (self.folder / block.notes["file"]).write_text(script.replace(old, new))
@@ -230,10 +230,6 @@ class PageRun:
                 line = MEASURED.split(line)[0]
             if " ".join(line.split()) not in printed:
                 raise DocsError(f"{block}: this is not printed:\n{line}\nbut:\n{self.printed}")
-
-
-def _list(text: str) -> list[str]:
-    return [part for part in text.split(", ") if part]
 
 
 def _programs(blocks: list[Block]) -> dict[Block, list[Block]]:
@@ -258,16 +254,17 @@ def run_on_rank(name: str, folder: str, launched: bool) -> str:
 @contextlib.contextmanager
 def _as_found(folder: str, launched: bool) -> Iterator[None]:
     """Undo what a program changes in its process."""
-    environment = {"ACCELERATE_USE_CPU": "true"} if launched else {}
     import meshwright_hf
     import meshwright_hf.accelerate
 
+    environment = {"ACCELERATE_USE_CPU": "true"} if launched else {}
+    start_method = multiprocessing.get_start_method(allow_none=True)
     with contextlib.chdir(folder), mock.patch.dict(os.environ, environment), fresh_accelerate():
         multiprocessing.set_start_method(None, force=True)  # the platform's, not that of the pool
         try:
             yield
         finally:
-            multiprocessing.set_start_method("forkserver", force=True)
+            multiprocessing.set_start_method(start_method, force=True)
             meshwright_hf.accelerate.deactivate()
             meshwright_hf.unregister()
             if groups := sys.modules.get("deepspeed.utils.groups"):
