@@ -135,7 +135,7 @@ def test_a_page_that_is_right(run: Run) -> None:
         ("make demo", "make demos", r"exit code 2 of[\s\S]*No rule to make target 'demos'"),
         ("make demo", "make demo\nmeshwright plan --gpu=h100", r"exit code 2 of[\s\S]*--model"),
         ("make demo", "make demo\nmeshwright launch --num_machine 2 train.py", "No such option"),
-        ("make demo", "make demo\npytest tests/test_zero.py -k nothing_of_this_name", "exit code 5 of"),
+        ("make demo", "make demo\npytest tests/test_zeros.py", "exit code 4 of"),
         ("```diff", "```patch", "nothing runs this language"),
         ("; file: changed.py", "; fil: changed.py", "unknown notes {'fil'}"),
     ],

@@ -255,7 +255,7 @@ def _copy(path: Path, source: str | Path) -> None:
     shutil.copy(source, path)
 
 
-TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **CONFIG}
+TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **CONFIG, "num_hidden_layers": 1}
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": 1,
