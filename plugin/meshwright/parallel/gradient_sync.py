@@ -64,7 +64,6 @@ class GradientSync:
         buckets: the buckets, in the order in which backward completes them; partial ones last.
         tp: the axis over which copies are averaged.
         reduction: the reduction over the data-parallel axis.
-        unreduced: sharded parameters in no bucket, whose gradients need no reduction.
         meet: a function that compares the ranks, called once per synchronised pass, before the gradients are used.
         in_flight: the number of buckets that are reduced at the same time.
         peers: all objects that synchronise parameters of the same model, in order. The first overlaps with backward;
@@ -77,7 +76,6 @@ class GradientSync:
         *,
         tp: Axis,
         reduction: Reduction,
-        unreduced: Iterable[nn.Parameter] = (),
         meet: Callable[[], None] = lambda: None,
         in_flight: int = IN_FLIGHT,
         peers: list[GradientSync] | None = None,
@@ -99,10 +97,15 @@ class GradientSync:
         self._finish: list[Callable[[], None]] = []
         self._bucket_of: dict[int, int] = {}
         self._copies: dict[int, Tensor | float] = {}
-        self.extend(buckets, unreduced)
+        self.extend(buckets)
 
     def extend(self, buckets: Iterable[Bucket], unreduced: Iterable[nn.Parameter] = ()) -> None:
-        """Synchronise more parameters, between two backward passes; see the class for the arguments."""
+        """Synchronise more parameters, between two backward passes.
+
+        Args:
+            buckets: as for the class.
+            unreduced: sharded parameters in no bucket, whose gradients need no reduction.
+        """
         for bucket in buckets:
             self._bucket_of |= {id(p): len(self.buckets) for p in bucket.parameters}
             self._copies |= {id(p): record_of(p).copies(p) for p in bucket.parameters if record_of(p).is_grad_partial}
