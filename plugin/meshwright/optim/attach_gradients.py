@@ -38,19 +38,8 @@ def install_gradient_sync(
         zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1. For 3, ``runtime.weights`` must be attached.
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
-    tp, dp, meet = runtime.tp, runtime.dp, runtime.meet_over_dp
     runtime.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
-    trained = TrainedParameters(
-        model,
-        optimizer,
-        tp=tp,
-        dp=dp,
-        zero_stage=zero_stage,
-        weights=runtime.weights,
-        bucket_bytes=bucket_bytes,
-        meet=meet,
-        syncs=runtime.syncs,
-    )
+    trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     runtime.trained, runtime.parameters, runtime.zero = trained, trained.parameters, trained.zero
     if optimizer is not None:
         runtime.has_optimizer = True
