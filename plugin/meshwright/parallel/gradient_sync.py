@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.collectives import Axis, start_all_reduce
@@ -277,6 +278,8 @@ class AllReduce:
 
     def __init__(self, dp: Axis):
         self.dp = dp
+        # The gradients that no_sync() left unsynchronised; a reduction replaces the tensors.
+        self._unreduced = WeakTensorKeyDictionary()
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Do nothing: gradients accumulate in ``.grad`` as on one device."""
@@ -291,10 +294,10 @@ class AllReduce:
         for parameter in bucket.parameters:
             _guard(parameter)
             if parameter.grad is not None:
-                setattr(parameter.grad, _OWN, True)
+                self._unreduced[parameter.grad] = True
 
     def holds(self, bucket: Bucket) -> bool:
-        return any(getattr(parameter.grad, _OWN, False) for parameter in bucket.parameters)
+        return any(p.grad is not None and p.grad in self._unreduced for p in bucket.parameters)
 
     def take(self, bucket: Bucket) -> Tensor:
         flat = bucket.flatten_gradients(1 / self.dp.size, extra=len(bucket.parameters))
@@ -319,10 +322,6 @@ class AllReduce:
                 _guard(parameter)
 
         return finish
-
-
-# Marks a gradient that no_sync() left unsynchronised; a reduction replaces the tensor, and so drops the mark.
-_OWN = "meshwright_own"
 
 
 def _guard(parameter: nn.Parameter) -> None:
