@@ -27,7 +27,7 @@ from meshwright.data.readers.base import Position
 from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
-from meshwright.data.shuffling import decoded, encoded
+from meshwright.data.shuffling import Draws, decoded, encoded
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
@@ -229,7 +229,7 @@ class DistributedLoader:
         else:
             yield from self._receive()
 
-    def _agreed_draws(self) -> list[Any]:
+    def _agreed_draws(self) -> Draws:
         """Return the first rank's random numbers, after checking that all ranks are at the same position."""
         position = self._reader.position
         own = self._reader.draw()
@@ -242,9 +242,12 @@ class DistributedLoader:
                 f"the ranks are at different positions in the dataset: {said}. Make the same calls of load_state_dict "
                 "and set_epoch on every rank, and iterate equally far on every rank"
             )
-        return own if isinstance(self._reader, SplitReader) else first_ranks(own, self._everyone)
+        if isinstance(self._reader, SplitReader):
+            return own
+        worker_seed, *order = first_ranks([own.worker_seed, *own.order], self._everyone)
+        return Draws(worker_seed=worker_seed, order=order)
 
-    def _read_for_peers(self, draws: list[Any]) -> Iterator[Portion]:
+    def _read_for_peers(self, draws: Draws) -> Iterator[Portion]:
         portions = self._reader.read(draws)
         while True:
             try:
