@@ -18,7 +18,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
-from meshwright_hf.narrow import narrower_configs
+from meshwright_hf.narrower_configs import narrower_configs
 
 MEMORY = 0.8  # share of the machine's memory that the programs may fill
 _COPIES = 6  # of the weights per process: weights, gradients, two moments, what is compared
