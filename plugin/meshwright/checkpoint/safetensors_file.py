@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.parallel.row_layout import RowLayout
+from meshwright.parallel.row_layout import RowLayout, Span
 
 DTYPES = {
     "F64": torch.float64,
@@ -124,6 +124,7 @@ def read_rows(
     rank: int,
     dtype: torch.dtype,
     on_read: Callable[[int], None],
+    part: Span | None = None,
 ) -> Tensor:
     """Read this rank's shard of a tensor, and no other byte, and convert it to ``dtype``.
 
@@ -132,6 +133,7 @@ def read_rows(
         entry: the tensor's place in it.
         rows, rank: the rows of each rank, and this rank; padding rows are zeros.
         on_read: function that is called with the number of bytes after each read.
+        part: the span of the flattened shard to read; the result is then 1-d. None for all of it.
 
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
@@ -141,9 +143,12 @@ def read_rows(
     if shape and not rows.is_replicated:
         shape[rows.dim] = rows.local_size
         has_padding = rows.real_rows(rank) < rows.local_size
+    runs = _runs(entry.shape, rows, rank)
+    if part is not None:
+        shape, runs = [part[1] - part[0]], _inside(runs, *part)
     shard = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
     fill = _fill if entry.dtype == dtype else _fill_converted
-    fill(shard.view(-1), file, entry, _runs(entry.shape, rows, rank), on_read)
+    fill(shard.view(-1), file, entry, runs, on_read)
     return shard
 
 
@@ -189,6 +194,14 @@ def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
             count = (stop - start) * inner
             yield (index * rows.size + start) * inner, target, count
             target += count
+
+
+def _inside(runs: Iterator[Run], start: int, stop: int) -> Iterator[Run]:
+    """The runs from ``start`` to ``stop`` of the shard, with positions relative to ``start``."""
+    for source, target, count in runs:
+        low, high = max(start, target), min(stop, target + count)
+        if low < high:
+            yield source + low - target, low - start, high - low
 
 
 def memory_of(x: Tensor) -> memoryview:
