@@ -1,4 +1,4 @@
-"""A configuration file for plain ``accelerate launch``, for a plan's processes and machines."""
+"""Writes a configuration file for plain ``accelerate launch`` with the processes and machines of a plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.planner.hardware import Cluster
 def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, mixed_precision: str = "no") -> str:
     """Return the YAML that ``accelerate launch --config_file`` takes.
 
-    It sets how many processes run on which machines. It cannot hold the plan, since accelerate refuses keys that it
-    does not know: the script gets the plan from an environment variable, which a comment in the file shows.
+    The file sets the number of processes and machines. It cannot contain the plan, since accelerate refuses unknown
+    keys. The script gets the plan from an environment variable, which a comment in the file shows.
 
     Args:
         plan: a plan that this version can run.

@@ -1,4 +1,4 @@
-"""Makes a config's sizes smaller, but keeps what matters to a plan: ratios, and which sizes divide evenly."""
+"""Makes a config's sizes smaller, but keeps the ratios and the divisibility by tp that matter to a plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ROWS_OF_VOCABULARY = 128  # per rank
 
 
 def narrower_configs(config: Any, *, real_tp: int, tp: int) -> Iterator[dict[str, Any]]:
-    """Yield the fields of narrower configs, the narrowest first; a class may not allow all of them.
+    """Yield the changed fields of narrower configs, the narrowest first; the model class may not accept all of them.
 
-    The width of a head stays as it is, and so does what depends on it (above all rotary embeddings). The number of
-    heads shrinks, and the other widths shrink with it.
+    The width of a head stays the same, and so do sizes that depend on it (above all rotary embeddings). The number of
+    heads shrinks, and the other widths shrink in proportion.
 
     Args:
         config: the model's config.
@@ -35,7 +35,7 @@ def narrower_configs(config: Any, *, real_tp: int, tp: int) -> Iterator[dict[str
         for name in _WIDTHS:
             if width := _count(config, name):
                 narrow = _scaled(min(width, 2 * hidden), few, heads, 8 * tp if width % real_tp == 0 else 1)
-                # Widths that are equal only in the narrow model would make its structure look different.
+                # Two widths that are equal only in the narrow model would change the inferred structure.
                 is_equal = width != hidden and narrow == fields["hidden_size"]
                 fields[name] = narrow + 8 * tp if is_equal else narrow
         fields |= _of_hidden_size(config, hidden, fields["hidden_size"])
@@ -43,7 +43,7 @@ def narrower_configs(config: Any, *, real_tp: int, tp: int) -> Iterator[dict[str
 
 
 def _fewer_heads(heads: int, kv_heads: int, real_tp: int, tp: int, times: int) -> tuple[int, int]:
-    """Return the numbers of query and key heads: one key head per rank if the real plan has one, else some."""
+    """Return smaller numbers of query and key heads that are shared or divided over ranks as under the real plan."""
     if kv_heads < real_tp:  # ranks share key heads
         few_kv = max(1, kv_heads * tp // real_tp)
     elif kv_heads % real_tp:
@@ -58,12 +58,12 @@ def _fewer_heads(heads: int, kv_heads: int, real_tp: int, tp: int, times: int) -
 
 
 def _scaled(width: int, few: int, heads: int, multiple: int = 1) -> int:
-    """Return a width that shrinks with the heads, rounded up to a multiple."""
+    """Return the width scaled by ``few / heads``, rounded up to a multiple of ``multiple``."""
     return -(-width * few // (heads * multiple)) * multiple
 
 
 def _of_hidden_size(config: Any, hidden: int, narrow: int) -> dict[str, int]:
-    """Return the other fields that hold the hidden size."""
+    """Return the other config fields that hold the hidden size, with the narrow size."""
     aliases = getattr(type(config), "attribute_map", {})
     done = {"hidden_size", aliases.get("hidden_size")}
     return {

@@ -1,4 +1,4 @@
-"""Makes a causal LM that fits a laptop, with the kinds of layers and the proportions of a real config."""
+"""Makes a small causal LM with the kinds of layers and the proportions of a real config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrower_configs import narrower_configs
 
 MEMORY = 0.8  # share of the machine's memory that the programs may fill
-_COPIES = 6  # of the weights per process: weights, gradients, two moments, what is compared
+_COPIES = 6  # copies of the weights per process: weights, gradients, two moments, compared values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ShortModel:
 
 
 def _draw(name: str, parameter: nn.Parameter) -> None:
-    """Draw so that outputs are about as large as inputs: larger sums saturate the softmax, smaller ones vanish."""
+    """Initialise a parameter so that outputs are about as large as inputs; large outputs would saturate the softmax."""
     if parameter.ndim > 1:
         parameter.normal_(std=(parameter.shape[0] / parameter.numel()) ** 0.5)
     elif name.endswith("bias"):
@@ -103,7 +103,7 @@ def short_model(
     full_width: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[ShortModel, list[str]]:
-    """Write a shortened config.json into a folder; return a maker of its model, and notes on what was changed.
+    """Write a shortened config.json into a folder; return a callable that makes its model, and notes on the changes.
 
     Args:
         source: the real model's config.
@@ -146,7 +146,7 @@ class _Maker:
                 shutil.copy(code, folder)
 
     def with_fields(self, config: Any, fields: Mapping[str, Any]) -> Any:
-        """Return a config with other values; derived fields follow them."""
+        """Return the config with changed fields; fields that are derived from them are recomputed."""
         names = getattr(type(config), "attribute_map", {})
         values = config.to_dict() | {names.get(name, name): value for name, value in fields.items()}
         self._save(values)
@@ -173,7 +173,7 @@ def _check_layers(model: Any, config: Any) -> None:
 
 
 def _roles(model: Any, plan: ParallelPlan) -> dict[str, str] | None:
-    """Return the role of each parameter under tp, with layer numbers written as ``*``; None without tp."""
+    """Return the role of each parameter under tp, with ``*`` for layer numbers in the names; None without tp."""
     if plan.tp == 1:
         return None
     sharding_plan = plan_for(model)
@@ -203,7 +203,7 @@ def _shortened(maker: _Maker, full: Any) -> tuple[Any, list[str]]:
 
 
 def _without_dropout(config: Any) -> list[str]:
-    """Turn dropout off, since two programs that draw different masks cannot be compared."""
+    """Set all dropout rates of a config to 0, since programs with different masks cannot be compared; return a note."""
     changed = [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value]
     for name in changed:
         setattr(config, name, 0.0)
@@ -222,7 +222,7 @@ def _narrowed(
                 describe(model, sharding_plan, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
                 if _roles_of(model, sharding_plan).items() != roles.items():
                     continue
-        except (ValueError, TypeError, ZeroDivisionError, RuntimeError):  # sizes that this class cannot have
+        except (ValueError, TypeError, ZeroDivisionError, RuntimeError):  # the class does not accept these sizes
             continue
         return narrow, f"Sizes are reduced: {', '.join(_changes(short, fields))}."
     return None, "All sizes are kept, since no smaller ones have the roles of the real model."

@@ -1,8 +1,8 @@
-"""Universal checkpoints: describe how each parameter is cut over tp, so that DeepSpeed can merge and reshard it.
+"""Universal checkpoints: describes how each parameter is cut over tp, so that DeepSpeed can merge and reshard it.
 
-DeepSpeed's converter (``python -m deepspeed.checkpoint.ds_to_universal``) reads the layouts from the
-checkpoint, as affine maps: blocks of the full tensor and their places in each rank's shard. Loading
-reads them from the parameters.
+DeepSpeed's converter (``python -m deepspeed.checkpoint.ds_to_universal``) reads the layouts from the checkpoint. They
+are affine maps, which list blocks of the full tensor and their positions in each rank's shard. When DeepSpeed loads a
+checkpoint, it reads the layouts from the parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESTORE = keys.DS_AUTOTP_UC_META
 
 
 def describe_for_universal(model: nn.Module, tp: Axis) -> None:
-    """Put the layouts on the model and its parameters, where DeepSpeed finds them when it saves and loads."""
+    """Store the layouts as attributes of the model and its parameters, which DeepSpeed reads to save and load."""
     vocabulary = {id(module.weight) for module in _vocabulary(model)}
     maps: dict[str, Any] = {}
     padded: list[str] = []
@@ -63,7 +63,7 @@ def _vocabulary(model: Any) -> list[nn.Module]:
 
 
 def affine_map(record: ShardRecord) -> ParamAffineMap:
-    """Return a parameter's layout in DeepSpeed's terms; padding lies behind the end of the full tensor.
+    """Return a parameter's layout as DeepSpeed's affine map; padding rows follow the end of the full tensor.
 
     Example:
         >>> from meshwright.parallel.row_layout import RowLayout
@@ -112,10 +112,11 @@ def _strides(shape: list[int]) -> list[int]:
 
 
 def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
-    """Make stage 3 cut a universal checkpoint's tensors over tp first, and resume every parameter group as it was.
+    """Make stage 3 cut a universal checkpoint's tensors over tp, and restore each parameter group's options.
 
     DeepSpeed's stage 3 only supports its own tensor parallelism. It gives all groups the learning rate and the weight
-    decay of the first, and torch's Adam one step counter, which then runs ahead by the number of groups.
+    decay of the first group. It also gives torch's Adam one step counter for all groups, so each step counts once per
+    group.
     """
     load_states = optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 

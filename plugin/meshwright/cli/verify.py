@@ -118,7 +118,7 @@ def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPla
 
 
 def _modules(model: Path) -> list[str]:
-    """Return the modules that the processes can import already, before the config is read in full."""
+    """Return the modules that the processes can start to import before the config is read in full."""
     try:
         file = model / "config.json" if model.is_dir() else model
         name = str(json_format.loads(file.read_text())["model_type"]).replace("-", "_")

@@ -1,7 +1,8 @@
-"""The order of a stream: which lane gives each row of a batch, and which rank takes it.
+"""Computes the order of a stream: the lane that each row of a batch comes from, and the rank that takes the row.
 
-The next sample comes from the lane with the fewest samples taken, the lowest lane among equals: round robin over the
-lanes that still have samples. Batches do not depend on which rank reads a lane, so they are the same on every mesh.
+The next sample comes from the lane from which the fewest samples were taken; of several such lanes, from the one with
+the lowest number. This is a round robin over the lanes that still have samples. Batches do not depend on which rank
+reads a lane, so they are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Lane:
-    """What all ranks know about one lane.
+    """The state of one lane, which all ranks know.
 
     Args:
-        taken: the number of samples that went into batches.
-        known: the number of samples after these that its reader holds.
-        ended: whether the lane ends after these.
-        starts: for each shard read so far, its place in the lane and the number of the lane's samples before it.
+        taken: the number of the lane's samples that are in batches so far.
+        known: the number of further samples that the lane's reader has read.
+        ended: whether the lane has no samples after the known ones.
+        starts: for each shard opened so far, its index in the lane and the number of the lane's samples before it.
     """
 
     taken: int = 0
@@ -29,15 +30,15 @@ class Lane:
 
     @property
     def is_dry(self) -> bool:
-        """Whether all samples of the lane went into batches."""
+        """Whether all samples of the lane are in batches."""
         return self.ended and not self.known
 
 
 def next_batches(lanes: Sequence[Lane], batch_size: int, limit: int) -> list[list[int]]:
-    """Return the lane of each row of the next batches, as far as they are certain; ``lanes`` is not changed.
+    """Return for each of the next batches the lane of each row, as far as the ``known`` samples determine it.
 
-    All batches have ``batch_size`` rows, except the last of the stream. Near the end of a lane the result may be
-    empty: the end is then known, and the caller asks again when the other lanes know of more samples.
+    Does not change ``lanes``. All batches have ``batch_size`` rows, except the last of the stream. Near the end of a
+    lane the result may be empty. The caller then reads more samples of the other lanes and calls again.
 
     Args:
         lanes: all lanes.
@@ -69,7 +70,9 @@ def next_batches(lanes: Sequence[Lane], batch_size: int, limit: int) -> list[lis
 
 
 def deal(owners: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the rows of a batch that each rank takes, in order: equal shares, with as many of its own as possible.
+    """Return the rows of a batch that each rank takes, in order.
+
+    The sizes of shares differ by at most one row. A rank takes as many rows as possible that it has read itself.
 
     Args:
         owners: the rank that has read each row.

@@ -1,8 +1,8 @@
-"""The hub: a thread of rank 0 that serves the referee, and to which every rank holds two connections.
+"""The hub: a thread of rank 0 that serves the referee. Every rank has two connections to the hub.
 
 Each message is one line of JSON. The ``ask`` connection carries questions and their answers. The ``watch`` connection
-carries heartbeats one way and notices the other. Its end means that the process has ended: the kernel closes it at
-once, however the process died.
+carries heartbeats in both directions, notices to the rank, and the rank's report of its end. When the connection
+closes, the process has ended, since the kernel closes connections at once, however the process died.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from meshwright.faults.referee import Post, Referee
 
 BEAT = 1.0  # seconds between heartbeats, in both directions
-LONGEST_LINE = 2**24  # bytes; the last collectives of a rank, with all their shapes, are one line
+LONGEST_LINE = 2**24  # bytes; a rank's last collectives, with all their shapes, are sent as one line
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Hub:
 
     Args:
         host: the address to listen on; a free port is taken.
-        name: the name of rank 0, which the others show if they lose it.
+        name: the name of rank 0, which the other ranks show if they lose their connection to it.
         world_size: the number of ranks.
         token: the token that a connection must send.
         timeout: the timeout of the Referee.
@@ -49,7 +49,7 @@ class Hub:
         self._thread.start()
 
     def close(self, how: str) -> None:
-        """Tell the others how rank 0 ended, and stop serving."""
+        """Tell the other ranks how rank 0 ended, and stop serving."""
         self._closing = how
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -57,7 +57,7 @@ class Hub:
 
     @property
     def sockets(self) -> list[Any]:
-        """Every open socket, the listening one included."""
+        """All open sockets, including the listening socket."""
         connections = [writer.get_extra_info("socket") for writer in list(self._writers.values())]
         return [*self._server.sockets, *connections]
 
@@ -70,7 +70,7 @@ class Hub:
                 _write(writer, {"closed": self._closing})
             writer.transport.close()
         self._server.close()
-        # One turn of the loop, for the transports to flush and close.
+        # The transports need one turn of the loop to flush and close.
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
@@ -143,7 +143,7 @@ def _allow_open_files(count: int) -> None:
     """Raise the soft limit of open files if it is too low for two connections per rank and the program's own files."""
     try:
         import resource
-    except ImportError:  # not on Windows, which has no such limit
+    except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + 1024

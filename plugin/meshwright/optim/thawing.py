@@ -1,4 +1,4 @@
-"""Follow ``requires_grad`` while a program trains: thawed parameters are reduced and stepped like all others."""
+"""Tracks ``requires_grad`` during training, so that thawed parameters are reduced and stepped like all others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from meshwright.parallel.shard_reads import reading_shards
 class TrainedParameters:
     """The parameters of a model that were ever trainable, and how each of them is reduced and stepped.
 
-    A parameter takes a place in a bucket, and under ZeRO a slice of the optimizer's state, as soon as it is trainable.
-    If it is frozen later, it keeps both and gets no gradients.
+    As soon as a parameter is trainable, it gets a place in a bucket and, under ZeRO, a slice of the optimizer's state.
+    If the parameter is frozen later, it keeps both and gets no gradients.
 
     Args:
         model: the model, whose parameters carry records.
@@ -30,7 +30,7 @@ class TrainedParameters:
 
     Attributes:
         parameters: all parameters that were ever trainable.
-        zero: the ZeRO shards, if any.
+        zero: the ZeRO reduction with its sharded buckets, if any.
     """
 
     def __init__(
@@ -67,16 +67,19 @@ class TrainedParameters:
         self._take_in(self._new())
 
     def follow(self) -> None:
-        """Take in thawed parameters; every rank must make the call and thaw the same ones (see ReplicaComparison)."""
+        """Add the parameters that were thawed since the last call.
+
+        Every rank must make the call, and must have thawed the same parameters (see ReplicaComparison).
+        """
         if self._watch.accept():
             with reading_shards():
                 self._take_in(self._new())
 
     def check(self) -> None:
-        """Refuse gradients of parameters that were thawed after the last forward pass of the model.
+        """Raise if parameters that were thawed after the model's last forward pass have gradients.
 
         Raises:
-            ValueError: if there are any; it names the parameters.
+            ValueError: if there are such parameters. The message lists them.
         """
         late = [p for p in self._new() if p.grad is not None] if self._watch.is_changed else []
         if late:
@@ -132,10 +135,10 @@ class TrainedParameters:
 
 
 class FixedParameters:
-    """The parameters that an engine trains, which are fixed when it is made.
+    """The parameters that an engine trains. They are fixed when this object is made.
 
     Args:
-        model: the model, whose parameters carry records.
+        model: the model, whose parameters have shard records.
         engine: the engine's name.
     """
 
@@ -144,23 +147,23 @@ class FixedParameters:
         self._known = {id(p) for p in self._watch.parameters if p.requires_grad}
 
     def follow(self) -> None:
-        """Like :meth:`check`, since an engine takes in no further parameters."""
+        """Raise like :meth:`check`, since an engine accepts no further parameters."""
         self.check()
         self._watch.accept()
 
     def check(self) -> None:
-        """Refuse parameters that were thawed.
+        """Raise if parameters were thawed.
 
         Raises:
-            ValueError: if there are any; it names them.
+            ValueError: if there are such parameters. The message lists them.
         """
         if not self._watch.is_changed:
             return
         if late := [p for p in self._watch.parameters if p.requires_grad and id(p) not in self._known]:
             raise ValueError(
                 f"{_shown([record_of(p).name for p in late])} was frozen when {self._engine} took the parameters, so "
-                f"{self._engine} would not step it; set requires_grad before the call, or train without the engine: "
-                "to_distributed(model, optimizer, loader) follows requires_grad"
+                f"{self._engine} would not step it; set requires_grad before distributing the model, or train without "
+                "the engine: to_distributed(model, optimizer, loader) follows requires_grad"
             )
 
 
@@ -179,7 +182,7 @@ class _Watch:
         return self._read() != self._flags
 
     def accept(self) -> bool:
-        """Accept the present flags; return whether they had changed."""
+        """Accept the present flags, and return whether they had changed."""
         before, self._flags = self._flags, self._read()
         return before != self._flags
 

@@ -1,6 +1,6 @@
-"""Gives stock attention code this rank's head counts and per-head biases.
+"""Give stock attention code this rank's head counts and per-head biases.
 
-The code reads these separately from the projection weights.
+Attention code reads these counts and biases separately from the projection weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.roles.projection import is_transposed, out_features
 
 
 class LocalConfig:
-    """A model's config with some values replaced, for one module that reads its head counts from it."""
+    """A model's config with some values replaced, for one module that reads its head counts from the config."""
 
     def __init__(self, config: Any, **local: int):
         self.__dict__.update(_config=config, **local)
@@ -46,14 +46,14 @@ def localise_attributes(block: Block) -> None:
 
 
 class HeadInputs:
-    """Cuts an attention block's per-head arguments to this rank's heads: biases, and masks that contain them."""
+    """Cuts an attention block's per-head arguments (biases, and masks that contain biases) to this rank's heads."""
 
     def __init__(self, attention: nn.Module, heads: HeadLayout, axis: Axis):
         self._names = tuple(inspect.signature(attention.forward).parameters)
         self._heads, self._rank = heads, axis.rank
 
     def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with only this rank's heads in them."""
+        """Return the arguments, cut to this rank's heads."""
         own = tuple(self._take(name, value) for name, value in zip(self._names, args, strict=False))
         return (*own, *args[len(own) :]), {name: self._take(name, value) for name, value in kwargs.items()}
 

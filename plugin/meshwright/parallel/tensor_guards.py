@@ -1,4 +1,4 @@
-"""Guards for tensors and models of which this rank holds a part: a use that would be wrong raises.
+"""Guards that raise an error on wrong uses of tensors and models of which this rank holds only a part.
 
 A read never communicates, since a single rank that reads a tensor would hang in a hidden collective.
 """
@@ -46,7 +46,7 @@ class ShardedLogits(UnreadableTensor):
     """Logits of this rank's vocabulary rows, in training with labels.
 
     Models scale and cap logits before the loss, so elementwise arithmetic with numbers works.
-    Everything else raises and names the option that gathers the logits.
+    Everything else raises an error that names the option that gathers the logits.
     """
 
     _MESSAGE = (
@@ -82,7 +82,8 @@ class ShardedLogits(UnreadableTensor):
 class HeldGradient(UnreadableTensor):
     """Stands in ``parameter.grad`` for a gradient that ZeRO has moved to its shards.
 
-    It has the parameter's shape and no memory. Setting it to None or zeroing it clears the gradient.
+    The placeholder has the parameter's shape and no memory. Setting ``parameter.grad`` to None, or zeroing it in
+    place, clears the gradient.
     """
 
     _MESSAGE = (
@@ -100,7 +101,7 @@ class HeldGradient(UnreadableTensor):
 
     @staticmethod
     def restore(grad: Tensor) -> None:
-        """Reset a stand-in whose clearing has been applied to the gradient that it stands for."""
+        """Mark a stand-in as not cleared, once its clearing has been applied to the sharded gradient."""
         if is_stand_in(grad):
             grad.__dict__["is_cleared"] = False
 
@@ -140,7 +141,7 @@ def refuse_wrapping(model: nn.Module) -> None:
 
 
 def is_stand_in(grad: Tensor | None) -> bool:
-    """Return whether this is a stand-in. Its mark says so, since in a traced step its class is a fake tensor's."""
+    """Return whether ``grad`` is a stand-in, by its mark: in a traced step its class is that of a fake tensor."""
     return grad is not None and "is_cleared" in grad.__dict__
 
 

@@ -35,7 +35,7 @@ OptimizerFactory = Callable[[Any], Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one rank holds and sends in a step; sizes in bytes.
+    """The memory and the collectives of one rank in a step; sizes are in bytes.
 
     Args:
         parameters: the parameters and buffers.
@@ -72,8 +72,8 @@ def trace_step(
     Args:
         model: a causal LM on the meta device; the call shards it.
         plan: the plan, of any size.
-        rows: the rows per step on this rank.
-        length: the tokens per row.
+        rows: the number of rows per step on this rank.
+        length: the number of tokens per row.
         make_optimizer: a function that makes the optimizer from the model's parameters.
         rank: the rank of the plan to trace.
 
@@ -183,7 +183,7 @@ def _empty_buffers(model: nn.Module, fake: FakeTensorMode) -> list[tuple[dict[st
 
 @contextlib.contextmanager
 def _traceable() -> Iterator[None]:
-    """Patch what fake tensors cannot follow: subclasses that guard reads, and loops over cache-sized pieces."""
+    """Patch code that fake tensors do not support: subclasses that guard reads, and loops over cache-sized pieces."""
     as_subclass = Tensor.as_subclass
 
     def keep_fake(tensor: Tensor, kind: Any) -> Any:

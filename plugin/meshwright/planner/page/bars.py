@@ -11,11 +11,11 @@ from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.page.draw import Box, Svg, span, text_width
 from meshwright.planner.search import Search
 
-_ROWS = 12  # most bars; of more, those in the middle are left out
+_ROWS = 12  # largest number of bars; if there are more, the middle ones are left out
 _HEAD, _TAIL = 8, 3  # bars that stay at each end
 _NOTE = 62  # width of the totals' column
 _GIB = 2**30
-_SAME = 2**26  # bytes too few to show in a bar
+_SAME = 2**26  # a smaller difference in bytes is not visible in a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Bar:
 
 
 def rank_groups(found: Search) -> list[tuple[int, int, Memory]]:
-    """Return (first rank, last rank, memory) of the best plan, for each run of stages with equal memory."""
+    """Return (first rank, last rank, memory) of the best plan for each group of adjacent stages with equal memory."""
     plan = found.choices[0].plan
     ranks = plan.dp * plan.cp * plan.tp
     groups: list[tuple[int, int, Memory]] = []

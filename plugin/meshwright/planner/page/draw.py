@@ -33,7 +33,7 @@ PALETTE: dict[str, tuple[str, str]] = {
     "forward": ("#1f4e79", "#3f78ad"),
     "backward": ("#8fb4d6", "#a9c8e4"),
 }
-AXES = {"pp": "weights", "dp": "data", "cp": "context", "tp": "tensor"}  # the part whose colour an axis has
+AXES = {"pp": "weights", "dp": "data", "cp": "context", "tp": "tensor"}  # mesh axis -> the part that has its colour
 HATCHED = frozenset({"recompute", "bubble", "other", "slack"})
 
 

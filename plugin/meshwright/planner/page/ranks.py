@@ -62,7 +62,7 @@ def rank_picture(found: Search, width: float, ident: str) -> Svg:
         title="Where each rank sits",
         description=f"{gpus} ranks in {cluster.nodes} nodes of {in_node}; "
         + ", ".join(f"{axis}={size}" for axis, size in sizes(plan).items())
-        + "; tensor-parallel neighbours have neighbouring ranks, then context, data and pipeline.",
+        + "; from the innermost to the outermost, the axes are tp, cp, dp and pp.",
     )  # fmt: skip
     for node in range(nodes):
         left = node % boxes * (box + _GAP)

@@ -14,9 +14,9 @@ from meshwright.planner.simulate import Event, pipeline_events
 from meshwright.planner.time import StepModel
 
 _SHORT = 6  # micro-batches that are drawn one by one for a plan without a pipeline
-_STAGES = 8  # most stages to draw; of more, those in the middle are left out
-_REST = 64  # most pixels for the fixed cost and stragglers, which have no place of their own in the step
-_BREAK = 86  # pixels for the micro-batches left out
+_STAGES = 8  # largest number of stages to draw; if there are more, the middle ones are left out
+_REST = 64  # largest width in pixels of the fixed cost and stragglers, which have no definite time in the step
+_BREAK = 86  # width in pixels of the gap in place of omitted micro-batches
 
 
 Scale = Callable[[float], float]  # seconds to pixels
@@ -27,11 +27,12 @@ class Timeline:
     """One step of a plan.
 
     Args:
-        events: forwards and backwards; those after ``cut`` have the times and indices of the whole step.
+        events: forwards and backwards; events after ``cut`` have their times and indices in the whole step.
         cut: (end of the first drawn part, start of the last drawn part), equal if nothing is left out.
-        skipped: number of micro-batches left out between them.
-        piped: seconds until the last backward; after that comes ``tail``, as (part, seconds).
-        communication: part -> share of a forward or backward that is this communication.
+        skipped: number of micro-batches left out between these parts.
+        piped: seconds until the end of the last backward.
+        tail: (part, seconds) of what follows the last backward.
+        communication: kind of communication -> its share of the time of a forward or backward.
         again: share of a backward that is recompute.
     """
 
@@ -89,7 +90,7 @@ def timeline(found: Search) -> Timeline:
 
 
 def _moved(event: Event, cut: float, by: float, micro_batches: int) -> list[Event]:
-    """Return an event in the times of the whole step, in two pieces if it crosses the cut."""
+    """Return an event with its times in the whole step, as two pieces if the event crosses the cut."""
     later = dataclasses.replace(
         event, start=event.start + by, end=event.end + by, micro_batch=event.micro_batch + micro_batches
     )
@@ -202,7 +203,7 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
 
 
 def _break(svg: Svg, x: float, gap: float, base: float, skipped: int) -> None:
-    """Draw a torn strip over the middle that is left out."""
+    """Draw a torn strip in place of the omitted micro-batches."""
     pairs = max(1, round((base - 2) / 20))
     high = number((base - 2) / pairs / 2)
     svg.path(f"M{number(x)} 2{f'l5 {high}l-5 {high}' * pairs}h{number(gap)}{f'l5 -{high}l-5 -{high}' * pairs}z", "torn")
