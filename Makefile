@@ -16,9 +16,9 @@ OLDEST_BIN := .venv-oldest/bin
 OLDEST_KEY := $(shell { cat pyproject.toml constraints.txt; echo '$(OLDEST)'; } | cksum | cut -d ' ' -f 1)
 OLDEST_INSTALLED := .venv-oldest/.installed-$(OLDEST_KEY)
 # What depends on the versions: models, losses and weights; Trainer, accelerate and datasets; the loader; launching.
-OLDEST_TESTS := tests/test_parity.py tests/test_loader.py tests/test_save_pretrained.py \
-	$(wildcard tests/test_hf_[bd]*.py tests/test_trainer*.py tests/test_accelerate*.py) tests/test_launch.py \
-	tests/test_doctor.py
+OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/checkpoint/test_save_pretrained.py \
+	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
+	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
 
 .PHONY: help setup browser demo test-quick test test-all test-oldest lint docs bench bench-data bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help

@@ -1,1 +1,1 @@
-"""Step time, memory and traffic of this project beside other libraries. Run ``python -m benchmarks``."""
+"""Measure step time, memory and traffic of Meshwright and other libraries. Run ``python -m benchmarks``."""

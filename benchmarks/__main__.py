@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: start the benchmark processes and let them print their tables."""
+"""``python -m benchmarks``: start the benchmark processes, which print the tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Contest(StrEnum):
-    """Which contests run."""
+    """The contests to run."""
 
     tp = "tp"
     dp = "dp"
@@ -27,7 +27,7 @@ class Contest(StrEnum):
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of the benchmark processes: one thread each, loopback only, no chatter."""
+    """Return the environment of the benchmark processes: one thread each, loopback only, few log messages."""
     paths = [str(ROOT), str(ROOT / "plugin"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -44,7 +44,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def launch(arguments: list[str]) -> int:
-    """Run ``benchmarks.compare`` under torchrun on a free loopback port. Returns its exit status."""
+    """Run ``benchmarks.compare`` under torchrun on a free loopback port, and return its exit status."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += ["-m", "benchmarks.compare", *arguments]
@@ -55,26 +55,28 @@ def main(
     contest: Annotated[Contest, typer.Option(help="tensor parallel, data parallel, or both")] = Contest.all,
     rounds: Annotated[int, typer.Option(min=1, help="turns that each contender takes")] = 10,
     only: Annotated[
-        list[str] | None, typer.Option(help="a contender's name as the table shows it; may be given again")
+        list[str] | None, typer.Option(help="a contender's name as in the table; may be given several times")
     ] = None,
     memory: Annotated[
-        bool, typer.Option("--memory", help="saved activation bytes per rank instead of step time")
+        bool, typer.Option("--memory", help="measure saved activation bytes per rank instead of step time")
     ] = False,
     collectives: Annotated[
-        bool, typer.Option("--collectives", help="collectives per decoder layer instead of step time")
+        bool, typer.Option("--collectives", help="count collectives per decoder layer instead of step time")
     ] = False,
-    guard: Annotated[bool, typer.Option("--guard", help="share of ours that is spent comparing ranks")] = False,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="measure the share of our steps spent comparing ranks")
+    ] = False,
     output: Annotated[Path, typer.Option(help="folder of the JSON records")] = Path("runs/bench"),
 ) -> None:
     """Compare this project with other libraries: same model, same data, 2 processes of 1 thread on CPU.
 
     Contest tp splits the model over the 2 processes, contest dp splits the batch.
 
-    All contenders of a contest live in the same processes and take turns step by step, so that whatever
-    else the machine does hits each of them alike; ratios are taken within a round of turns. A step is
-    forward, backward, AdamW and zero_grad, without clipping, on a Llama of 45 M parameters and 4 x 512
-    tokens in float32. Before it is timed, a contender's losses must equal those of one process. A library
-    that is missing is a row that says so.
+    All contenders of a contest run in the same processes and take turns step by step, so that other load on
+    the machine affects all of them equally. Ratios are taken within a round of turns. A step is forward,
+    backward, AdamW and zero_grad, without clipping, on a Llama of 45 M parameters and 4 x 512 tokens in
+    float32. Before a contender is timed, its losses must equal those of one process. The row of a library
+    that is not installed says so.
 
     Examples:
 
@@ -95,7 +97,7 @@ def main(
     known = [entry.name for chosen in contests for entry in CONTESTS[chosen]]
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"--only {name!r} is no contender; those of {contests} are {known}")
+            raise typer.BadParameter(f"--only {name!r} is not a contender; the contenders of {contests} are {known}")
     figure = "memory" if memory else "collectives" if collectives else "guard" if guard else "time"
     assert figure in FIGURES
     for chosen in contests:

@@ -1,4 +1,4 @@
-"""The program that torchrun starts in every benchmark process: one contest, one kind of figure."""
+"""The program that torchrun starts in every benchmark process; it runs one contest and measures one kind of figure."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from benchmarks.workload import Workload
 
 FIGURES = ("time", "memory", "collectives", "guard")
 WARM_UP_STEPS = 3
-Seconds = dict[str, list[float]]  # contender -> one a round
+Seconds = dict[str, list[float]]  # contender -> one value per round
 
 
 def compare_time(entries: Sequence[Entry], workload: Workload, rounds: int) -> tuple[Summary, Seconds]:
-    """Step times: their summary, and the seconds of every round on this rank."""
+    """Measure step times; return their summary, and the seconds of every round on this rank."""
     seconds = time_in_turn(built_and_checked(entries, workload, WARM_UP_STEPS), rounds)
     return summarise(seconds, processes=dist.get_world_size()), seconds
 
 
 def compare_memory(entries: Sequence[Entry], workload: Workload) -> dict[str, int]:
-    """Saved activations: contender -> bytes on this rank."""
+    """Measure saved activations; return contender -> bytes on this rank."""
     found = {}
     for entry in entries:
         contender = entry.build(workload)
@@ -44,7 +44,7 @@ def compare_memory(entries: Sequence[Entry], workload: Workload) -> dict[str, in
 
 
 def compare_collectives(entries: Sequence[Entry], workload: Workload) -> dict[str, dict[str, Traffic]]:
-    """Collectives that one decoder layer adds to a step: contender -> phase -> traffic on this rank."""
+    """Return the collectives that one decoder layer adds to a step: contender -> phase -> traffic on this rank."""
     added = workload.num_hidden_layers // 2
     shallow = replace(workload, num_hidden_layers=workload.num_hidden_layers - added)
     return {
@@ -55,13 +55,13 @@ def compare_collectives(entries: Sequence[Entry], workload: Workload) -> dict[st
 
 
 def compare_guard(entries: Sequence[Entry], workload: Workload, rounds: int) -> dict[str, list[float]]:
-    """Share of each step that the guard takes on this rank: contender -> one a round."""
+    """Return the share of each step that the guard takes on this rank: contender -> one value per round."""
     watched = [entry for entry in entries if entry.name.startswith("ours")]
     return {entry.name: guard_shares(entry.build(workload), WARM_UP_STEPS, rounds) for entry in watched}
 
 
 def measure_and_print(figure: str, contest: str, names: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Measure one figure of one contest and print its table on rank 0. Returns what to record of it."""
+    """Measure one figure of one contest, print its table on rank 0, and return the record to save."""
     workload = Workload()
     wanted = [entry for entry in CONTESTS[contest] if not names or entry.name in names]
     entries = [entry for entry in wanted if entry.installed]
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contest", choices=CONTESTS, required=True)
     parser.add_argument("--figure", choices=FIGURES, required=True)
-    parser.add_argument("--only", action="append", default=[], help="a contender's name; may be given again")
+    parser.add_argument("--only", action="append", default=[], help="a contender's name; may be given several times")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()

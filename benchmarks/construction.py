@@ -1,4 +1,4 @@
-"""``python -m benchmarks.construction``: memory, bytes and seconds of building, reading and saving a model."""
+"""``python -m benchmarks.construction``: measure the memory, bytes and seconds to build, read and save a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
 
 
 class What(StrEnum):
-    """What is measured."""
+    """The operations that can be measured."""
 
     deferred = "deferred"
     meta = "meta"
@@ -43,7 +43,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank. ``peak_increase`` is the highest resident memory above that of just before, both in bytes."""
+    """The cost on one rank. ``peak_increase`` is the peak resident memory less the resident memory before, in bytes."""
 
     rank: int
     shard: int
@@ -53,8 +53,8 @@ class Cost:
 
 
 def measured(step: Callable[[], torch.nn.Module], rank: int) -> tuple[torch.nn.Module, Cost]:
-    """Run a step that gives a model, by the kernel's own counts: VmRSS before, VmHWM after, and rchar."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    """Run a step that returns a model, and measure it by the kernel's VmRSS before, VmHWM after, and rchar."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, read, start = _status("VmRSS"), _bytes_read(), time.perf_counter()
     model = step()
     seconds = time.perf_counter() - start
@@ -72,7 +72,7 @@ def _bytes_read() -> int:
 
 
 def work(what: What, dtype: str, folder: str) -> None:
-    """One rank."""
+    """Run one rank, and print its cost as JSON."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import meshwright as mw
@@ -110,20 +110,20 @@ def _launch(what: What, dtype: str, folder: str) -> list[Cost]:
     result = subprocess.run(command, env=worker_environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if result.returncode:
         raise typer.Exit(result.returncode)
-    # Not by line: the ranks share the pipe, and their lines may run together.
+    # Not split by lines: the ranks share the pipe, so two records may be on one line.
     costs = [Cost(**json.loads(found)) for found in re.findall(r"\{[^}]*\}", result.stdout)]
     return sorted(costs, key=lambda cost: cost.rank)
 
 
 def main(
-    what: Annotated[What, typer.Option(help="how the model is built, or that it is saved")] = What.deferred,
+    what: Annotated[What, typer.Option(help="how to build the model; 'save' measures saving it")] = What.deferred,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
 ) -> None:
     """Build (or save) a Llama of 1.1 B parameters on 2 ranks, tp=2, on CPU.
 
     Peak memory is the increase of a rank's resident memory from just before the model is built to its
-    highest point, as the kernel counts it (VmHWM - VmRSS). A checkpoint is written first, by other
-    processes; its bytes are those that a rank's read calls returned.
+    highest point, as the kernel counts it (VmHWM - VmRSS). With --what checkpoint, other processes write
+    the checkpoint first; the bytes read are those that a rank's read calls returned.
 
     Examples:
 

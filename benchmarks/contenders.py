@@ -1,4 +1,4 @@
-"""Each library's own way of training the workload, written as its documentation writes it."""
+"""The contenders: each library trains the workload in its own way, as its documentation shows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Contender:
     model: Any
     optimizer: Any
     batch: dict[str, Tensor]
-    idle: bool = False  # True on a rank that sits this contender out
-    watched: bool = False  # True where meshwright's guard compares the ranks, which it must not do for others
+    idle: bool = False  # True on a rank that this contender does not use
+    watched: bool = False  # True if meshwright's guard compares the ranks, which it must not do for other libraries
 
     def forward(self) -> Tensor:
-        """The loss of this rank's batch."""
+        """Return the loss of this rank's batch."""
         return self.model(**self.batch).loss
 
     def backward(self, loss: Tensor) -> None:
@@ -37,7 +37,7 @@ class Contender:
         self.optimizer.zero_grad()
 
     def step(self) -> Tensor | None:
-        """One training step. Returns the loss before it, or None on an idle rank."""
+        """Run one training step. Return the loss before the update; None on an idle rank."""
         if self.idle:
             return None
         loss = self.forward()
@@ -59,7 +59,7 @@ class OneProcess(Contender):
 
 
 class Ours(Contender):
-    """This project, through its public call."""
+    """This project's ``to_distributed``."""
 
     watched = True
 
@@ -133,7 +133,7 @@ class DeepSpeed(Contender):
         import deepspeed.ops
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # Its shared-memory all-reduce is compiled at run time and needs a compiler; all others use gloo.
+        # DeepSpeed's shared-memory all-reduce needs a compiler at run time; all other contenders use gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed()
         world_size = dist.get_world_size()
@@ -160,7 +160,7 @@ class DeepSpeed(Contender):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contender by name, built only when it runs, so that its library is imported only then."""
+    """A contender by name, which is built (and its library imported) only when it runs."""
 
     name: str
     build: Callable[[Workload], Contender]
@@ -174,7 +174,7 @@ class Entry:
 OURS_TP, OURS_DP, OURS_ZERO = "ours tp2+sp", "ours dp2", "ours dp2+zero1"
 OURS_WRAPPED, TORCH_DDP = "ours DataParallel dp2", "torch DDP dp2"
 STOCK_TP = "stock transformers tp2"
-# DeepSpeed's default gathers the logits of the whole vocabulary; its better setting is the one to beat.
+# DeepSpeed's default gathers the logits of the whole vocabulary. We compare with its better setting.
 AUTOTP, AUTOTP_DEFAULT = "deepspeed autotp tp2 zero1", "the same, full logits"
 ONE_PROCESS = "one process"
 

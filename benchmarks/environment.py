@@ -1,4 +1,4 @@
-"""What measured figures depend on besides the code."""
+"""Describes the machine and the libraries, on which measured figures depend besides the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("torch", "transformers", "deepspeed", "accelerate")
 
 
 def environment() -> dict[str, Any]:
-    """The machine, the versions of the libraries, and the commit (None outside a checkout)."""
+    """Return the machine, the versions of the libraries, and the commit (None outside a checkout)."""
     return {
         "machine": _processor(),
         "cores": os.cpu_count(),

@@ -1,8 +1,8 @@
-"""Legal programs under many plans: how often does the comparison of replicas stop one of them? It must never.
+"""Run legal programs under many plans, to check that the comparison of replicas never stops one of them.
 
-Four processes train small models of several families. What a step does is drawn, alike on all ranks: another learning
-rate, a parameter frozen or thawed, weights written in place, gradients accumulated, kept as zeros or clipped, a batch
-that all leave out, sampled text, an evaluation, a save.
+Four processes train small models of several families. The events of each step are drawn at random, equally on all
+ranks: a new learning rate, a parameter that is frozen or unfrozen, weights written in place, gradients that are
+accumulated, kept as zeros or clipped, a batch that all ranks skip, sampled text, an evaluation, a save.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORDS, LENGTH = 97, 12
 
 
 def plan_of(words: str) -> dict[str, Any]:
-    """The fields of a plan in the words of PLANS."""
+    """Return the fields of a plan that is written in the words of PLANS."""
     fields: dict[str, Any] = {}
     for word in words.split():
         name = word.rstrip("0123456789")
@@ -54,7 +54,7 @@ def plan_of(words: str) -> dict[str, Any]:
 
 
 def small_model(family: str) -> Any:
-    """Two layers; two key/value heads, of which four tensor-parallel ranks hold copies."""
+    """Return a model of two layers and two key/value heads, which four tensor-parallel ranks hold as copies."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -70,8 +70,8 @@ class LegalProgram:
 
     Args:
         words: the plan, one of PLANS.
-        family: of the model, one of FAMILIES.
-        seed: of what its steps do.
+        family: the family of the model, one of FAMILIES.
+        seed: the seed from which the events of the steps are drawn.
     """
 
     def __init__(self, words: str, family: str, seed: int):
@@ -87,7 +87,7 @@ class LegalProgram:
         self.step_number = 0
 
     def batch(self) -> dict[str, Tensor]:
-        """Rows of this data-parallel rank, padded on the left by another length on each."""
+        """Return this data-parallel rank's rows; each rank has a different length of left padding."""
         self.step_number += 1
         generator = torch.Generator().manual_seed(1000 * self.step_number + self.dp_rank)
         ids = torch.randint(3, WORDS, (2, LENGTH), generator=generator)
@@ -96,12 +96,12 @@ class LegalProgram:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
     def step(self) -> None:
-        """Train one step, and do what else is drawn."""
+        """Train one step, with the events that are drawn for it."""
         events = (self.rate, self.frozen, self.written, self.evaluated, self.sampled, self.saved)
         if self.draw.random() < 0.4:
             self.draw.choice(events)()
         if self.draw.random() < 0.05:
-            self.batch()  # one that all ranks leave out
+            self.batch()  # a batch that all ranks skip
         passes = self.draw.choice((1, 1, 1, 2))
         for number in range(passes):
             with mw.no_sync(self.model) if number < passes - 1 else contextlib.nullcontext():
@@ -145,7 +145,7 @@ class LegalProgram:
 
 
 def train(words: str, family: str, steps: int, seed: int = 0) -> int:
-    """Run a legal program; the steps that it got to. Whatever stops it is raised."""
+    """Run a legal program and return its number of steps. Any error that stops the program is raised."""
     program = LegalProgram(words, family, seed)
     for _ in range(steps):
         program.step()
@@ -153,7 +153,7 @@ def train(words: str, family: str, steps: int, seed: int = 0) -> int:
 
 
 def work(steps: int, first: int) -> None:
-    """On each process: the plans from ``first`` on in turn; ``steps`` are those of all 20."""
+    """Run the plans from ``first`` on in turn, on each process; ``steps`` is the total over all 20 plans."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     each, start = -(-steps // len(PLANS)), time.monotonic()
@@ -167,11 +167,11 @@ def work(steps: int, first: int) -> None:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="steps of all plans together (default: 10000)")] = 10_000,
-    first: Annotated[int, typer.Option(min=0, max=19, help="go on with this plan, counted from 0")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="total number of steps over all plans (default: 10000)")] = 10_000,
+    first: Annotated[int, typer.Option(min=0, max=19, help="index of the plan to begin with")] = 0,
     worker: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Train legal programs under 20 plans on 4 processes; an alarm ends it with an error."""
+    """Train legal programs under 20 plans on 4 processes; a false alarm ends the run with an error."""
     if worker:
         work(steps, first)
         return

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.footprint``: what the planner says a rank holds and sends, against traced steps."""
+"""``python -m benchmarks.footprint``: compare the planner's estimates of memory and traffic with traced steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2 zero1": {"dp": 2, "zero_stage": 1},
     "dp2 tp2+sp zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
 }
-# Rows, tokens, sizes: one where activations and logits matter, one where weights do.
+# (rows, tokens, sizes): in the first case activations and logits dominate, in the second the weights do.
 CASES = (
     (4, 512, {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 16000}),
     (1, 128, {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 32000}),
@@ -35,7 +35,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False,
 
 
 def ratios() -> Iterator[tuple[str, float, float, bool]]:
-    """Yield, for each case: its name, estimate over trace of activations and of the peak, and equal collectives."""
+    """Yield each case's name, estimate / trace of activations and of the peak, and whether collectives are equal."""
     cases = [(case, family, plan) for case in CASES for family in FAMILIES for plan in PLANS]
     for (rows, length, sizes), family, name in track(cases, "tracing", disable=not sys.stderr.isatty()):
         for dtype in (torch.float32, torch.bfloat16):
@@ -62,7 +62,7 @@ def ratios() -> Iterator[tuple[str, float, float, bool]]:
 
 
 def main() -> None:
-    """Print the worst of each."""
+    """Print the lowest and highest ratio of each figure."""
     found = list(ratios())
     print(f"{len(found)} steps: 7 families x {len(PLANS)} plans x 2 sizes x float32 and bfloat16")
     for index, name in ((1, "saved activations"), (2, "peak")):

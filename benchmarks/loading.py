@@ -1,4 +1,4 @@
-"""``python -m benchmarks.loading``: what a step of the mesh-aware loader costs against a plain DataLoader."""
+"""``python -m benchmarks.loading``: compare the time per step of the mesh-aware loader with a plain DataLoader."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import meshwright as mw
 from benchmarks.__main__ import worker_environment
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import digest
-from meshwright.data.peers import Peers, check_same_rows
+from meshwright.data.peers import LoaderMesh, Peers, check_same_rows
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.datasets import TokenCollator, TokenRows
 
@@ -37,7 +37,7 @@ HUGE = 10**9
 
 
 class Counted(torch.utils.data.Dataset[int]):
-    """As many samples as one likes, none of which takes memory."""
+    """A dataset of any size that takes no memory."""
 
     def __init__(self, size: int):
         self.size = size
@@ -50,7 +50,7 @@ class Counted(torch.utils.data.Dataset[int]):
 
 
 def tokens(rows: int, folder: Path) -> Dataset:
-    """A dataset on disk, memory-mapped as users have it."""
+    """Return a memory-mapped dataset on disk, as users have."""
     disable_progress_bars()
     ids = np.random.default_rng(0).integers(0, 32_000, (rows, TOKENS)).astype(np.int32)
     Dataset.from_dict({"input_ids": list(ids)}).save_to_disk(folder)
@@ -61,7 +61,7 @@ Contender = Callable[[], Iterable[Any]]
 
 
 def ratios(plain: Contender, ours: Contender, rounds: int) -> tuple[float, list[float]]:
-    """Seconds a step of the plain loader, and ours / it in each round; they take turns, in a drawn order."""
+    """Return the plain loader's seconds per step, and ours / plain in each round; they take turns in a random order."""
     draw = random.Random(0)
     contenders = {"plain": plain, "ours": ours}
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -71,7 +71,7 @@ def ratios(plain: Contender, ours: Contender, rounds: int) -> tuple[float, list[
             together()
             start = time.perf_counter()
             steps = sum(1 for _ in loader)
-            together()  # peers wait for each other in ours, and would in the first step of training in both
+            together()  # with ours, ranks wait for each other; in training, they would with both loaders
             times[name].append((time.perf_counter() - start) / steps)
     return statistics.median(times["plain"]), [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
 
@@ -99,14 +99,14 @@ def one_process(dataset: Dataset, rounds: int) -> Iterator[str]:
                     return DataLoader(rows, BATCH_SIZE, shuffle, collate_fn=collate, num_workers=workers)
 
                 def ours(make: Any = make) -> Iterable[Any]:
-                    return DistributedLoader(make(), dp=Axis("dp"))
+                    return DistributedLoader(make(), LoaderMesh(dp=Axis("dp")))
 
                 name = f"1 process, {form}, {workers} workers{', shuffled' if shuffle else ''}"
                 yield row(name, *ratios(make, ours, rounds))
 
 
 def two_processes(dataset: Dataset, rounds: int) -> Iterator[str]:
-    """dp: each reads half of the batch, as a plain DataLoader of half the batch size; tp: each reads all of it."""
+    """Yield a row per mesh and output: with dp=2 each process reads half of the batch, with tp=2 the whole batch."""
     rows = dataset.with_format("numpy")
     meshes = {"dp=2": mw.ProcessMesh([[0], [1]], ["dp", "tp"]), "tp=2": mw.ProcessMesh([[0, 1]], ["dp", "tp"])}
     for name, mesh in meshes.items():
@@ -123,7 +123,7 @@ def two_processes(dataset: Dataset, rounds: int) -> Iterator[str]:
 
 
 def digest_cost(dataset: Dataset) -> str:
-    """Milliseconds of one comparison of peers' rows, over two processes."""
+    """Return the milliseconds of one comparison of rows between two processes."""
     batch = TokenCollator()(TokenRows(dataset).__getitems__(range(BATCH_SIZE)))
     world = Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
     times = []
@@ -136,15 +136,15 @@ def digest_cost(dataset: Dataset) -> str:
 
 
 def seek() -> Iterator[str]:
-    """What it takes to go on at sample 10^8 of 10^9, and the memory of it."""
+    """Yield the time and memory to resume at sample 10^8 of 10^9."""
     for shuffle in (False, True):
         user = DataLoader(Counted(HUGE), batch_size=32, shuffle=shuffle, collate_fn=list)
-        first = DistributedLoader(user, dp=Axis("dp"))
+        first = DistributedLoader(user, LoaderMesh(dp=Axis("dp")))
         next(iter(first))
         state = {**first.state_dict(), "samples": 10**8}
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
-        loader = DistributedLoader(user, dp=Axis("dp"))
+        loader = DistributedLoader(user, LoaderMesh(dp=Axis("dp")))
         loader.load_state_dict(state)
         next(iter(loader))
         seconds = time.perf_counter() - start
@@ -164,10 +164,10 @@ def main(
     rows: Annotated[int, typer.Option(help="Rows of 512 tokens in the dataset.")] = 16_000,
     rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 9,
 ) -> None:
-    """Print the medians of ours / plain within a round, the digest's cost, and what seeking costs.
+    """Print the medians of ours / plain within a round, the cost of the digest, and the cost of seeking.
 
-    Nothing is trained between the steps: the ratio is that of the bare loops. The second table is of two processes,
-    of one thread each.
+    Nothing is trained between the steps, so the ratio is that of the bare loops. The second table is for two
+    processes of one thread each.
     """
     with tempfile.TemporaryDirectory() as folder:
         if "RANK" in os.environ:
@@ -178,13 +178,13 @@ def main(
                     print("\n".join(lines))
             return
         torch.set_num_threads(1)
-        print("| bare loop | plain, ms a step | ours / plain | more a step, µs |\n|---|---|---|---|")
+        print("| bare loop | plain, ms per step | ours / plain | added per step, µs |\n|---|---|---|---|")
         for line in one_process(tokens(rows, Path(folder) / "rows"), rounds):
             print(line, flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={PROCESSES}", "--standalone"]
     command += ["-m", "benchmarks.loading", f"--rows={rows}", f"--rounds={rounds}"]
     subprocess.run(command, env=worker_environment(), check=True)
-    print("\n| go on at 10^8 of 10^9 samples | first batch after | more memory | state |\n|---|---|---|---|")
+    print("\n| resume at 10^8 of 10^9 samples | first batch after | added memory | state |\n|---|---|---|---|")
     for line in seek():
         print(line)
 

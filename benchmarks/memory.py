@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass, in bytes on this rank."""
+"""Counts the bytes that a forward pass keeps for the backward pass on this rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from benchmarks.contenders import Contender
 
 
 class SavedBytes:
-    """Counts the storages that autograd saves while active: each once, and parameters never.
+    """Counts the storages that autograd saves while active. Each storage counts once; parameters do not count.
 
     Args:
-        parameters: the tensors that are there with or without a backward pass.
+        parameters: the tensors that exist with or without a backward pass.
 
     Example:
         >>> weight = torch.ones(3, requires_grad=True)
@@ -26,7 +26,7 @@ class SavedBytes:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._excluded = {_storage(parameter).data_ptr() for parameter in parameters}
-        # The storages themselves are kept, not just their addresses: a freed address would be used again.
+        # Storages are kept, not just addresses, since the address of a freed storage may be used again.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -54,7 +54,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def saved_bytes(contender: Contender) -> int:
-    """The bytes that a contender's forward pass saves on this rank."""
+    """Return the bytes that a contender's forward pass saves on this rank."""
     with SavedBytes(contender.model.parameters()) as saved:
         contender.forward()
     return saved.total

@@ -1,9 +1,10 @@
-"""Is the plan that to_distributed picks the fastest? All plans that fit, run in turn on this machine.
+"""Check whether the plan that to_distributed picks is the fastest, by running all plans that fit on this machine.
 
     python -m benchmarks.own_choice [--processes 2 4] [--rounds 7] [--seconds 60]
 
-Each number of processes is calibrated first. Then one launch builds each model once for every plan that the search
-finds to fit, and runs a step of each, round after round, so that a busy spell hits all of them alike.
+The machine is first calibrated for each number of processes. Then one launch builds each model once for every plan that
+fits according to the search, and runs one step of every plan in each round, so that other load affects all plans
+equally.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import describe
+from meshwright.planner.space import Space
 
 SMALL = {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False}
-# Name -> config, sequences a batch, tokens a sequence: wide and short, deep and long, a large vocabulary.
+# Name -> config, sequences per batch, tokens per sequence: wide and short, deep and long, a large vocabulary.
 MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
     "wide": ({"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 4096}, 4, 128),
     "long": ({"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 4096}, 4, 512),
@@ -43,11 +45,11 @@ def plans(model: str, processes: int, profile: HardwareProfile) -> Search:
     sizes, rows, length = MODELS[model]
     job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=True).in_32_bits()
     shape = describe(LlamaConfig(**sizes, **SMALL), name=model)
-    return search(shape, profile.cluster(gpus=processes), job, profile, top=1000)
+    return search(Space(shape=shape, cluster=profile.cluster(gpus=processes), job=job), profile, top=1000)
 
 
 def worker(arguments: argparse.Namespace) -> None:
-    """One rank: time a step of every plan in turn, and write what rank 0 saw of the slowest rank."""
+    """Run one rank: time a step of every plan in turn. Rank 0 writes its times, which include the slowest rank."""
     dist.init_process_group("gloo")
     profile = HardwareProfile.load(arguments.profile)
     result = {}
@@ -92,7 +94,10 @@ def report(processes: int, result: dict[str, list[dict[str, Any]]]) -> None:
         best = min(range(len(rows)), key=medians.__getitem__)
         pairs = zip(rows[0]["seconds"], rows[best]["seconds"], strict=True)
         ratio = statistics.median(pick / other for pick, other in pairs)
-        print(f"\n{name} on {processes} processes: {len(rows)} plans fit; the pick took {ratio:.2f}x the best")
+        print(
+            f"\n{name} on {processes} processes: {len(rows)} plans fit; the picked plan took {ratio:.2f}x as long as "
+            "the best"
+        )
         order = sorted(range(len(rows)), key=medians.__getitem__)
         for index in sorted({0, *order[:4], order[-1]}, key=medians.__getitem__):
             row, mark = rows[index], "pick" if index == 0 else "best" if index == best else ""
@@ -103,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=60, help="to calibrate for")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the calibration (default: 60)")
     parser.add_argument("--profile", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

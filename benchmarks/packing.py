@@ -1,4 +1,4 @@
-"""``python -m benchmarks.packing``: how full packed rows are, what packing costs, and what it leaves out."""
+"""``python -m benchmarks.packing``: measure how full packed rows are, what packing costs, and which tokens it loses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ STRATEGIES: tuple[Any, ...] = ("best_fit", "concatenate")
 
 
 def main(
-    documents: Annotated[int, typer.Option(help="Documents, of log-normal length.")] = 100_000,
-    median: Annotated[float, typer.Option(help="Their median length in tokens.")] = 245.0,
-    sigma: Annotated[float, typer.Option(help="The standard deviation of the logarithm of their length.")] = 1.0,
-    rounds: Annotated[int, typer.Option(help="Times each is measured; the median counts.")] = 3,
+    documents: Annotated[int, typer.Option(help="Number of documents, whose lengths are log-normal.")] = 100_000,
+    median: Annotated[float, typer.Option(help="Median length of a document in tokens.")] = 245.0,
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of a document's length.")] = 1.0,
+    rounds: Annotated[int, typer.Option(help="Number of measurements, whose median counts.")] = 3,
 ) -> None:
     """Print a table of fill, tokens lost and time."""
     chooser = random.Random(0)
     lengths = [max(1, int(median * chooser.lognormvariate(0, sigma))) for _ in range(documents)]
-    print("| row length | strategy | fill | tokens lost | us a document |\n|---|---|---|---|---|")
+    print("| row length | strategy | fill | tokens lost | us per document |\n|---|---|---|---|---|")
     for length in (1024, 2048, 4096, 8192):
         for strategy in STRATEGIES:
             packing, seconds = Packing(length, strategy), []

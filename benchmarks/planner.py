@@ -1,4 +1,4 @@
-"""``python -m benchmarks.planner``: the planner's estimates against measured runs, and how long it takes."""
+"""``python -m benchmarks.planner``: compare the planner's estimates with measured runs, and time the planner."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import Cluster, device
 from meshwright.planner.search import search
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.space import Space
 
 EXCERPT = Path("tests/data/published_runs_excerpt.csv")
-ROWS = 8  # calibration rows of each source
-FEWEST = 12  # rows of a source that leave enough to score
+ROWS = 8  # calibration rows per source
+FEWEST = 12  # minimum rows of a source, so that enough rows are left to score
 GOALS = {"DGXC": 0.03, "llm-foundry": 0.06, "BigScience": 0.08, "vTrain": 0.10}
 VIEWS: tuple[LeaveOut, ...] = ("rows", "model", "gpus", "test")
 LLAMA_405B = ModelShape(
@@ -33,9 +34,9 @@ LLAMA_405B = ModelShape(
 
 def main(
     runs: Annotated[Path, typer.Option(help="A table in the format of published_runs.csv.")] = EXCERPT,
-    seeds: Annotated[int, typer.Option(help="Draws of the calibration rows to average over.")] = 5,
+    seeds: Annotated[int, typer.Option(help="Number of random draws of the calibration rows to average over.")] = 5,
 ) -> None:
-    """Print goals and measured figures as tables."""
+    """Print the goals and the measured figures as tables."""
     measured = [run for run in read_runs(runs) if run.seconds]
     print(f"{runs.name}: {len(measured)} step times, {sum(map(held_out, measured))} of them in the test split\n")
     for table in (uncalibrated(measured), calibrated(measured, seeds), speed()):
@@ -45,7 +46,7 @@ def main(
 
 
 def uncalibrated(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the table of the catalogue alone."""
+    """Yield the table of estimates from the catalogue, without calibration."""
     yield "| catalogue alone | goal | all rows | development | test split |\n|---|---|---|---|---|"
     parts = (runs, [run for run in runs if not held_out(run)], [run for run in runs if held_out(run)])
     scores = [[score for score in validate(part) if score.rows] for part in parts]
@@ -57,7 +58,7 @@ def uncalibrated(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def calibrated(runs: Sequence[Run], seeds: int) -> Iterator[str]:
-    """Yield the table of what a few calibration rows bring, by how the scored rows are kept apart."""
+    """Yield the table of estimates after a few calibration rows, by how calibration and scored rows are separated."""
     sizes = Counter(run.group for run in runs)
     kept = [run for run in runs if sizes[run.group] >= FEWEST and run.group.split()[0] in GOALS]
     if not kept:
@@ -83,11 +84,12 @@ def calibrated(runs: Sequence[Run], seeds: int) -> Iterator[str]:
 
 
 def speed() -> Iterator[str]:
-    """Yield how long a large search and the command's help take."""
+    """Yield the table of the seconds that a large search and the command's help take."""
     yield "| speed | seconds |\n|---|---|"
     cluster = Cluster(device=device("h100-sxm"), gpus=16384)
     start = time.perf_counter()
-    found = search(LLAMA_405B, cluster, Job(seq_len=8192, global_batch=2048), allow_future=True)
+    job = Job(seq_len=8192, global_batch=2048)
+    found = search(Space(shape=LLAMA_405B, cluster=cluster, job=job, allow_future=True))
     yield _line(f"405B on 16,384 GPUs, {found.considered:,} legal plans", f"{time.perf_counter() - start:.1f}", [])
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "meshwright.cli", "plan", "--help"], check=True, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""The tables that a benchmark prints, beside the goals of the project."""
+"""Prints the tables of a benchmark, with the goals of the project."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from benchmarks.summary import Ratio, Summary
 from benchmarks.traffic import PHASES, Traffic
 
 MIB = 2**20
-NARROWEST = 120  # columns; a pipe has no width of its own
+NARROWEST = 120  # minimum width in columns, since a pipe has no width
 
-# (base, contender) -> the median of base / contender that this project is built to reach.
+# (base, contender) -> the project's goal for the median of base / contender.
 TIME_GOALS = {(OURS_TP, STOCK_TP): 0.62, (OURS_TP, AUTOTP): 0.80, (OURS_WRAPPED, TORCH_DDP): 1.02}
 EFFICIENCY_GOALS = {OURS_TP: 0.95}
 MEMORY_GOALS = {OURS_TP: 0.55}
 
 
 def print_time(contest: str, summary: Summary, absent: Sequence[str]) -> None:
-    """Print step times: a row a contender, a ratio column for each of ours."""
-    caption = "median (min-max) of the rounds, paired within each; the seconds alone mean little"
+    """Print step times: one row per contender, one ratio column for each of ours."""
+    caption = "median (min-max) over the rounds; ratios are paired within a round; absolute seconds mean little"
     ratios = [f"{base} / it" for base in summary.ratio]
     columns = ["median s/step", *ratios, "efficiency: one process / (2 x it)"]
     table = _table(f"{contest}: step time", caption, columns)
@@ -38,8 +38,8 @@ def print_time(contest: str, summary: Summary, absent: Sequence[str]) -> None:
 
 
 def print_memory(contest: str, saved_bytes: dict[str, int], absent: Sequence[str]) -> None:
-    """Print saved activations: what one rank's forward pass keeps for its backward pass."""
-    caption = "every storage that autograd saves counted once, parameters left out; rank 0"
+    """Print saved activations: the bytes that one rank's forward pass keeps for its backward pass."""
+    caption = "storages that autograd saves, each counted once, without parameters; rank 0"
     table = _table(f"{contest}: saved activations", caption, ["MiB per rank", f"it / {ONE_PROCESS}"])
     whole = saved_bytes.get(ONE_PROCESS)
     for name, size in saved_bytes.items():
@@ -50,7 +50,7 @@ def print_memory(contest: str, saved_bytes: dict[str, int], absent: Sequence[str
 
 def print_collectives(contest: str, per_layer: dict[str, dict[str, Traffic]], absent: Sequence[str]) -> None:
     """Print the collectives that one decoder layer adds to a step, by phase."""
-    caption = "a deeper model less a shallower one, per layer; MiB of the whole (gathered) tensors; rank 0"
+    caption = "difference of two model depths, per layer; MiB of the whole (gathered) tensors; rank 0"
     table = _table(f"{contest}: collectives per decoder layer", caption, [*PHASES, "MiB"])
     for name, phases in per_layer.items():
         size = sum(traffic.bytes for traffic in phases.values())
@@ -59,8 +59,8 @@ def print_collectives(contest: str, per_layer: dict[str, dict[str, Traffic]], ab
 
 
 def print_guard(contest: str, shares: dict[str, list[float]]) -> None:
-    """Print what part of a step the guard takes, waiting for slower ranks left out."""
-    caption = "the shortest over the ranks of every call: the last rank waits for nobody"
+    """Print the share of a step that the guard takes, without waiting for slower ranks."""
+    caption = "shortest time of each call over the ranks, since the last rank does not wait"
     table = _table(f"{contest}: share of a step spent in the guard", caption, ["median", "min", "max"])
     for name, found in shares.items():
         table.add_row(name, *(f"{value:.2%}" for value in (median(found), min(found), max(found))))

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.streaming``: a step of a stream against a plain DataLoader over the same dataset."""
+"""``python -m benchmarks.streaming``: time a step of a stream and of a plain DataLoader over the same dataset."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SHARDS = 32
 
 def main(
     documents: Annotated[int, typer.Option(help="Documents in the dataset.")] = 10_000,
-    tokens: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
-    batch_size: Annotated[int, typer.Option(help="Rows of a batch.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens per document.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Rows per batch.")] = 32,
     form: Annotated[str, typer.Option(help="The dataset's format: python, numpy or torch.")] = "numpy",
     rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 4,
 ) -> None:
-    """Print the medians of the ratios within a round, and what going on from the middle costs."""
+    """Print the medians of the ratios within a round, and the cost of resuming from the middle."""
     table = Dataset.from_dict({"input_ids": [list(range(tokens))] * documents})
     dataset, collate = table.to_iterable_dataset(num_shards=SHARDS), TokenCollator()
     dataset = dataset.with_format(None if form == "python" else form)
@@ -48,7 +48,7 @@ def main(
         "shuffled": lambda workers: ours(workers, shuffle=True, buffer_size=1000),
     }
     draw = random.Random(0)
-    print("| workers | plain, ms a step | stream / plain | shuffled stream / plain |\n|---|---|---|---|")
+    print("| workers | plain, ms per step | stream / plain | shuffled stream / plain |\n|---|---|---|---|")
     for workers in (0, 1, 2):
         times: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(rounds):

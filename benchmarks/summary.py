@@ -1,4 +1,4 @@
-"""What the measured times say: medians, and ratios that are paired within a round."""
+"""Summarises measured times: medians, and ratios that are paired within a round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.contenders import ONE_PROCESS
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The quotients of two contenders' times, one a round, summarised."""
+    """A summary of the quotients of two contenders' times, one per round."""
 
     median: float
     low: float
@@ -19,7 +19,7 @@ class Ratio:
 
     @classmethod
     def paired(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-        """The ratio of step times that were taken in the same rounds."""
+        """Return the ratio of step times that were measured in the same rounds."""
         quotients = [a / b for a, b in zip(numerators, denominators, strict=True)]
         return cls(median=median(quotients), low=min(quotients), high=max(quotients))
 
@@ -29,13 +29,13 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One contest in figures.
+    """The figures of one contest.
 
     Attributes:
-        median_seconds: contender -> seconds a step.
-        ratio: base -> contender -> base / contender. The bases are this project's contenders, or the one
-            process when none of them ran.
-        efficiency: contender -> one process / (processes x contender); empty without the one process.
+        median_seconds: contender -> seconds per step.
+        ratio: base -> contender -> base / contender. The bases are this project's contenders or, if none of them ran,
+            the one-process contender.
+        efficiency: contender -> one process / (processes x contender); empty if the one-process contender did not run.
     """
 
     median_seconds: dict[str, float]
@@ -44,7 +44,7 @@ class Summary:
 
 
 def summarise(seconds: dict[str, list[float]], *, processes: int) -> Summary:
-    """Summarise step times in seconds, contender -> one a round; ``processes`` is how many each uses."""
+    """Return a summary of contenders' step times (contender -> seconds, one per round) on ``processes`` processes."""
     bases = [name for name in seconds if name.startswith("ours")] or [ONE_PROCESS]
     one = seconds.get(ONE_PROCESS, [])
     return Summary(

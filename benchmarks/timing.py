@@ -1,4 +1,4 @@
-"""Step times of contenders that take turns, so that whatever else the machine does hits them alike."""
+"""Measures step times of contenders that take turns, so that other load on the machine affects them equally."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LOSS_TOLERANCE = 1e-4  # relative; float32 sums in another order stay well below
 
 
 class WrongAnswer(RuntimeError):
-    """A contender's loss is not that of one process, so its time says nothing."""
+    """Raised if a contender's loss is not that of one process, so that its time is meaningless."""
 
 
 def built_and_checked(entries: Sequence[Entry], workload: Workload, steps: int) -> dict[str, Contender]:
-    """Build every entry and warm it up for some steps.
+    """Build every entry, and run ``steps`` warm-up steps.
 
     Raises:
-        WrongAnswer: on every rank, when a loss of the warm-up is not that of one process. The first loss
-            proves a contender's forward pass, the next ones its gradients and its updates.
+        WrongAnswer: on every rank, if a loss of the warm-up is not that of one process. The first loss checks a
+            contender's forward pass, the next losses check its gradients and its updates.
     """
     expected = _losses(OneProcess(workload), steps)
     contenders = {}
@@ -43,14 +43,14 @@ def built_and_checked(entries: Sequence[Entry], workload: Workload, steps: int) 
 
 
 def time_in_turn(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Step times in seconds on this rank, contender -> one a round.
+    """Return step times in seconds on this rank: contender -> one per round.
 
-    In a round every contender takes one step. Their order is drawn anew each round, the same on every rank:
-    in a fixed order the one that follows an idle spell of the other ranks would always be the same.
+    In a round every contender takes one step. Each round has a new random order, the same on every rank. In a fixed
+    order, the same contender would always follow a contender that leaves the other ranks idle.
     """
     order, draw = list(contenders), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    gc.disable()  # a collection in the middle of somebody's step is noise; between rounds it is nobody's
+    gc.disable()  # garbage is collected between rounds, since a collection within a step is noise
     try:
         for _ in track(range(rounds), "rounds", console=Console(stderr=True), disable=dist.get_rank() != 0):
             gc.collect()
@@ -63,7 +63,7 @@ def time_in_turn(contenders: dict[str, Contender], rounds: int) -> dict[str, lis
 
 
 def _losses(contender: Contender, steps: int) -> list[float]:
-    """The global loss of each of the first steps, the same on every rank."""
+    """Return the global loss of each of the first steps, the same on every rank."""
     losses = []
     for _ in range(steps):
         loss = contender.step()
@@ -74,7 +74,7 @@ def _losses(contender: Contender, steps: int) -> list[float]:
 
 
 def _seconds_of_step(contender: Contender) -> float:
-    """The wall time from the moment every rank is ready until every rank is done."""
+    """Return the wall time of a step, from when every rank is ready until every rank is done."""
     observe(active_guard() if contender.watched else None)
     dist.barrier()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The collectives a training step issues, counted and weighed where torch dispatches them."""
+"""Counts the collectives of a training step, and their bytes, where torch dispatches them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PHASES = ("forward", "backward", "update")
 
 @dataclass
 class Traffic:
-    """Collectives of one phase: how many of each kind, and the bytes of their whole (gathered) tensors."""
+    """The collectives of one phase: the number of each kind, and the bytes of the whole (gathered) tensors."""
 
     counts: dict[str, float] = field(default_factory=dict)
     bytes: float = 0.0
@@ -52,7 +52,7 @@ class Traffic:
         self.bytes += size
 
     def per_layer(self, shallower: Traffic, layers: int) -> Traffic:
-        """What each of ``layers`` more layers costs beyond a shallower model."""
+        """Return the traffic per layer of the ``layers`` that this model has more than a shallower one."""
         kinds = self.counts.keys() | shallower.counts.keys()
         counts = {kind: (self.counts.get(kind, 0) - shallower.counts.get(kind, 0)) / layers for kind in kinds}
         added = {kind: count for kind, count in counts.items() if count}
@@ -71,7 +71,7 @@ class CountCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let DTensor break the call up; its collectives come back here
+            return NotImplemented  # DTensor breaks the call up, and its collectives are dispatched here
         result = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", None) in NAMESPACES:
             kind = KINDS.get(func._opname)
@@ -81,7 +81,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def _ranks(args: tuple[Any, ...]) -> int:
-    """The size of the process group that a collective's arguments name; a group of one moves nothing."""
+    """Return the size of the process group in a collective's arguments; a group of one rank moves no data."""
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "ProcessGroup":
             return dist.ProcessGroup.unbox(leaf).size()
@@ -89,13 +89,13 @@ def _ranks(args: tuple[Any, ...]) -> int:
 
 
 def _bytes(tree: Any) -> int:
-    """The bytes of the largest tensor in a call's arguments or results: the whole one, not a rank's part."""
+    """Return the bytes of the largest tensor in a call's arguments or results: the whole tensor, not a rank's part."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     return max((tensor.nbytes for tensor in tensors), default=0)
 
 
 def traffic_of_step(contender: Contender) -> dict[str, Traffic]:
-    """The collectives of one step by phase: ``forward``, ``backward``, ``update``."""
+    """Return the collectives of one step by phase: ``forward``, ``backward``, ``update``."""
     with CountCollectives() as forward:
         loss = contender.forward()
     with CountCollectives() as backward:
@@ -107,10 +107,10 @@ def traffic_of_step(contender: Contender) -> dict[str, Traffic]:
 
 
 def traffic_per_layer(deep: Contender, shallow: Contender, layers: int) -> dict[str, Traffic]:
-    """The collectives that each of ``layers`` decoder layers adds to a step, from two depths of the model.
+    """Return the collectives that each decoder layer adds to a step: the difference of two depths, per layer.
 
-    The difference leaves out what the embedding, the head and the loss cost, in any library, without
-    knowing how that library is built.
+    The difference leaves out the cost of the embedding, the head and the loss. It works for any library, without
+    knowledge of the library's code.
     """
     deep_traffic, shallow_traffic = traffic_of_step(deep), traffic_of_step(shallow)
     return {phase: deep_traffic[phase].per_layer(shallow_traffic[phase], layers) for phase in PHASES}

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.verify``: meshwright verify on published configs, and on models with a planted fault."""
+"""``python -m benchmarks.verify``: run meshwright verify on published configs and on models with a planted fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.families.models import DENSE, tiny_config
 
 PLAN = "dp2 tp2+sp zero1"
 
-# What the config.json of a published model says beside its class's defaults.
+# The values in the config.json of a published model that differ from its class's defaults.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 4096, "n_head": 32, "n_layer": 30, "vocab_size": 250880},  # bloom-7b1
     "cohere2": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -44,7 +44,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one verification ended."""
+    """The outcome of one verification."""
 
     name: str
     code: int
@@ -54,13 +54,13 @@ class Outcome:
 
 def main(
     plan: Annotated[str, typer.Option(help="The plan.")] = PLAN,
-    only: Annotated[list[str] | None, typer.Option(help="A family; may be given again.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A family; may be given several times.")] = None,
     tiny: Annotated[
-        bool, typer.Option("--tiny", help="All dense families with the tiny configs of make families instead.")
+        bool, typer.Option("--tiny", help="Verify all dense families instead, with the configs of make families.")
     ] = False,
     faults: Annotated[bool, typer.Option(help="Run the planted faults too.")] = True,
 ) -> None:
-    """Verify ten families with published sizes and five models with a planted fault; exit code 1 if one is wrong.
+    """Verify ten families with published sizes and five models with a planted fault; exit with 1 on a wrong result.
 
     Examples:
 
@@ -103,7 +103,7 @@ def _family(name: str, plan: str, tiny: bool) -> Outcome:
 
 
 def _faults() -> dict[str, str]:
-    """Each planted fault, and what has to be named."""
+    """Return the planted faults, and the module or parameter that verify must report for each."""
     return {
         "norm_not_summed": "model.layers.1.input_layernorm.weight",
         "bias_added_twice": "model.layers.0.self_attn.o_proj",

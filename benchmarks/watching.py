@@ -1,4 +1,4 @@
-"""What it costs that the ranks compare what they do."""
+"""Measures how much time the ranks spend on comparing what they do."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COMPARISONS = ("statement", "statement_before_forward", "compare_weights")
 
 
 def guard_shares(contender: Contender, warm_up: int, rounds: int) -> list[float]:
-    """The part of each step's time that the guard and the comparison of replicas take, one a round.
+    """Return the share of each step's time that the guard and the comparison of replicas take, one per round.
 
-    Of every call the shortest time over the ranks counts: the rank that comes last waits for nobody, while
-    the others would wait for it in the collective that follows. (On and off in turn would say less: the
-    difference is far below the noise of a step.) Of the comparison of weights the processor's time counts: it
-    runs while gradients are being reduced, and its collective waits for those, as the step would without it.
+    For every call, the shortest time over the ranks counts. The last rank to call does not wait, and the others would
+    wait for it in the following collective anyway. (Steps with and without the guard in turn would show less, since
+    the difference is far below the noise of a step.) For the comparison of weights, CPU time counts instead of wall
+    time: the comparison runs while gradients are reduced, and its collective waits for them, as the step would anyway.
     """
     guard = active_guard()
     assert guard is not None

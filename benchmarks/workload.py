@@ -1,4 +1,4 @@
-"""The one model and the one batch that every contender trains."""
+"""The model and the batch that every contender trains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workload:
     seed: int = 0
 
     def model(self) -> nn.Module:
-        """A new ``LlamaForCausalLM``; its weights are the same on every call and every rank."""
+        """Return a new ``LlamaForCausalLM`` with the same weights in every call and on every rank."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(self.seed)
@@ -42,20 +42,20 @@ class Workload:
         return LlamaForCausalLM(config).train()
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """AdamW as torch defaults it: fused and foreach crash on stock transformers' mixed parameters."""
+        """Return AdamW with torch's defaults, since fused and foreach crash on stock transformers' mixed parameters."""
         return torch.optim.AdamW(parameters, lr=self.learning_rate)
 
     def rows(self) -> list[dict[str, Tensor]]:
-        """The rows of the global batch, each ``[sequence_length]`` token ids that are their own labels."""
+        """Return the rows of the global batch, each ``[sequence_length]`` token ids that are also the labels."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.batch_size, self.sequence_length)
         tokens = torch.randint(self.vocab_size, shape, generator=generator)
         return [{"input_ids": row, "labels": row} for row in tokens]
 
     def batch(self, *, part: int = 0, parts: int = 1) -> dict[str, Tensor]:
-        """One of ``parts`` equal slices of the global batch, ``[batch_size / parts, sequence_length]``."""
+        """Return one of ``parts`` equal slices of the global batch, ``[batch_size / parts, sequence_length]``."""
         if self.batch_size % parts:
-            raise ValueError(f"batch_size {self.batch_size} does not split into {parts} equal parts")
+            raise ValueError(f"batch_size {self.batch_size} is not divisible by {parts} parts")
         size = self.batch_size // parts
         rows = self.rows()[part * size : (part + 1) * size]
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}

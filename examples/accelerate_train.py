@@ -1,4 +1,4 @@
-"""An accelerate script under a plan: trains, evaluates, saves and resumes.
+"""An accelerate script that trains, evaluates, saves and resumes under a plan.
 
 torchrun --nproc-per-node 4 -m examples.accelerate_train --tp 2 --dp 2 --state state
 torchrun --nproc-per-node 2 -m examples.accelerate_train --dp 2 --state state --resume  # under another plan

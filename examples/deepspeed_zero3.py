@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m examples.deepspeed_zero3 --tp 2
 
-The loop is DeepSpeed's; only ``initialize`` is imported from meshwright_hf and takes a plan. The program prints the
-loss and the gradient norm of each step, and saves a DeepSpeed checkpoint and one-device files for ``from_pretrained``.
+The loop is DeepSpeed's. ``initialize`` and ``save_pretrained`` come from meshwright_hf, and ``initialize`` takes a
+plan. The program prints the loss and the gradient norm of each step, and saves a DeepSpeed checkpoint and one-device
+files for ``from_pretrained``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import meshwright as mw
 from meshwright_hf.deepspeed import initialize, save_pretrained
 
 CONFIG = Path(__file__).with_suffix(".json")
-ROWS = 4  # rows of a micro-batch, over all dp ranks
+ROWS = 4  # rows per micro-batch, over all dp ranks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default: 2); dp takes the rest")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size (default: 2); dp is processes / tp")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("runs/deepspeed_zero3"))
     options = parser.parse_args()
@@ -42,7 +43,7 @@ def main() -> None:
             num_key_value_heads=2,
         )
     )
-    text = torch.randint(8, (64 * ROWS, 32))  # few different tokens, so that there is something to learn
+    text = torch.randint(8, (64 * ROWS, 32))  # only 8 different tokens, so that the model can learn something
     loader = DataLoader([{"input_ids": row, "labels": row} for row in text], batch_size=ROWS)
 
     world = int(os.environ.get("WORLD_SIZE", "1"))

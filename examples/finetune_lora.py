@@ -59,7 +59,7 @@ def main(steps: int, folder: Path) -> None:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
 
     model.save_pretrained(folder)
-    if is_first:  # on one device again, as a user of the folder would
+    if is_first:  # load the adapters on one device, as a user of the folder would
         tuned = PeftModel.from_pretrained(base_model(), folder).merge_and_unload()
         with torch.no_grad():
             word = tuned(input_ids=torch.arange(5, 11)[None]).logits[0, -1].argmax()

@@ -42,7 +42,7 @@ class RandomDicts(RandomRows):
 
 
 class Stages(nn.Module):
-    """One layer on each mesh; without meshes, the model of one process."""
+    """A model with one layer on each mesh; without meshes, the same model for one process."""
 
     def __init__(self, meshes: list[mw.ProcessMesh] | None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Stages(nn.Module):
 
 
 def loss_of(logits: Tensor, label: Tensor) -> Tensor:
-    """Return the loss: a sum over the batch, as in one process."""
+    """Return the loss, which is a sum over the batch, as in one process."""
     return ((logits.sum(dim=[1, 2]) - label) ** 2).sum()
 
 
@@ -78,7 +78,7 @@ def run(name: str, dataset: Dataset[Any], axis: str, **options: Any) -> None:
     for step, (batch, whole_batch) in enumerate(zip(loader(), plain, strict=True)):
         inputs, label = unpack(batch)
         loss = loss_of(model(*inputs), label)
-        # The loss is on the second stage; this sends it to every rank.
+        # The loss is on the second stage; reshard sends it to every rank.
         value = mw.reshard(loss, whole, [mw.Replicate()]).to_local()
         inputs, label = unpack(whole_batch)
         expected = loss_of(one(*inputs), label)

@@ -1,9 +1,10 @@
-"""A script for transformers' Trainer under a plan: only the import of the Trainer has to change.
+"""A script that runs transformers' Trainer under a plan.
 
     torchrun --nproc-per-node 2 -m examples.trainer_train --tp 2
     torchrun --nproc-per-node 2 -m examples.trainer_train --dp 2 --zero-stage 1 --output-dir out --resume
 
-The losses are those of one process under every plan. Without sizes the planner picks a plan.
+Only the import of the Trainer has to change. Under every plan, the losses equal those of one process. Without sizes,
+the planner picks a plan.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CONFIG = LlamaConfig(
 
 
 class Counting(torch.utils.data.Dataset):
-    """Rows that count up from a random number: easy to learn, nothing to download."""
+    """Rows that count up from a random number: easy to learn, without a download."""
 
     def __len__(self) -> int:
         return 64
@@ -52,7 +53,7 @@ def main() -> None:
     plan = mw.ParallelPlan(**sizes, sequence_parallel=options.tp > 1)
     args = TrainingArguments(
         output_dir=options.output_dir,
-        per_device_train_batch_size=8 // options.dp,  # rows of a data-parallel rank, as always
+        per_device_train_batch_size=8 // options.dp,  # rows per data-parallel rank, as with Trainer
         max_steps=8,
         logging_steps=2,
         save_steps=4,

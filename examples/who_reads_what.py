@@ -1,4 +1,4 @@
-"""Print which rank reads which sample: with torch's DistributedSampler, accelerate and Meshwright.
+"""Print which rank reads which sample with torch's DistributedSampler, accelerate and Meshwright.
 
 torchrun --nproc-per-node 2 -m examples.who_reads_what
 
@@ -51,7 +51,7 @@ def accelerates(dataset: Numbers, drop_last: bool) -> Iterable[Any]:
 
 
 def meshwrights(dataset: Numbers, drop_last: bool) -> Iterable[Any]:
-    # The batch of one device, which the ranks share: one sample each.
+    # The batch size of one device. The ranks split the batch, so each gets one sample.
     loader = DataLoader(dataset, batch_size=dist.get_world_size(), drop_last=drop_last)
     mesh = mw.ProcessMesh(range(dist.get_world_size()), ["dp"])
     return mw.shard_dataloader(loader, mesh, shard_dims="dp", output="local", spread=True)
@@ -83,7 +83,7 @@ def main() -> None:
             for name, make in loaders.items():
                 ranks: list[Any] = [None] * len(names)
                 dist.all_gather_object(ranks, read(make(Numbers(size), drop_last)))
-                # In brackets: a copy that counts in no loss and keeps the rank in step.
+                # In brackets: a repeated sample that counts in no loss, so that all ranks make the same steps.
                 cells = [" ".join(str(s) if counts else f"({s})" for s, counts in samples) for samples in ranks]
                 table.add_row(str(size), str(drop_last), name, *cells, verdict(ranks, size, drop_last))
         table.add_section()

@@ -115,7 +115,10 @@ def test_examples_in_docstrings() -> None:
 
 
 def test_tests_that_the_docs_name_exist() -> None:
-    root = Path(__file__).parent
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (root.parent / "docs" / "gaps.md").read_text())
-    assert len(named) > 30
-    assert [name for file, name in named if f"def {name}(" not in (root / file).read_text()] == []
+    root = Path(__file__).parents[1]
+    tests = {path.name: path for path in (root / "tests").rglob("test_*.py")}
+    docs = "".join(path.read_text() for path in [*root.glob("*.md"), *root.glob("docs/*.md")])
+    named = set(re.findall(r"(test_\w+\.py)::(test_\w+)", docs))
+    assert len(named) > 80
+    assert [name for file, name in named if f"def {name}(" not in tests[file].read_text()] == []
+    assert [path for path in re.findall(r"tests/[\w/]+\.py", docs) if not (root / path).exists()] == []

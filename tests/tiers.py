@@ -17,14 +17,18 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_twenty_steps_equal_one_process[*",
         "!test_twenty_steps_equal_one_process[dp2xtp2+sp+zero1-float64]",
         "test_resume_goes_on_with_the_same_numbers[*",
-        "!test_resume_goes_on_with_the_same_numbers[to stage 3]",
+        "!test_resume_goes_on_with_the_same_numbers[on twice the ranks]",
     ),
     "test_accelerate_recipes.py": (
         "test_a_stock_schedule_ends_where_it_should[*",
         "!test_a_stock_schedule_ends_where_it_should[steps-activate-plan0]",
         "!test_a_stock_schedule_ends_where_it_should[epochs-launched-plan2]",
     ),
-    "test_accelerate_script.py": ("test_accelerates_own_scripts_pass_on_our_runtime[*",),
+    "test_accelerate_script.py": (
+        "test_accelerates_own_scripts_pass_on_our_runtime[*",
+        "test_the_example_trains_and_goes_on_under_another_plan",
+    ),
+    "test_calibration.py": ("test_two_processes_measure_and_plan",),
     "test_construction.py": (
         "test_weights_and_a_step_equal_those_of_a_materialised_model[*",
         "!test_weights_and_a_step_equal_those_of_a_materialised_model[llama-dp2xtp2+sp+zero1]",
@@ -39,7 +43,8 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_the_example_runs_and_ends_well",
         "test_a_stage_equals_one_process_and_its_checkpoints_resume[1]",
         "test_a_stage_equals_one_process_and_its_checkpoints_resume[2]",
-        "test_equals_one_process_with[stage 2*",
+        "test_equals_one_process_with[*",
+        "!test_equals_one_process_with[stage 3, everything offloaded*",
     ),
     "test_demo.py": ("test_the_planner_picks_the_demo_s_plan", "test_a_plan_that_does_not_fit_is_one_clear_message"),
     "test_docs.py": (  # pages that run whole programs which other tests run too
@@ -52,15 +57,17 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_the_blocks_of_a_page_run[trainer.md]",
         "test_the_blocks_of_a_page_run[verify.md]",
     ),
+    "test_ended_ranks.py": (
+        "test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds[1]",
+        "test_a_rank_that_finishes_later_is_left_in_peace[1]",
+        "test_torchrun_ends_with_the_cause",
+    ),
+    "test_examples.py": ("test_adapters_are_tuned_over_two_processes", "test_a_plain_loop_goes_on_under_another_plan"),
     "test_families.py": (
         "test_equals_one_device_as_the_page_says[*",
         "!test_equals_one_device_as_the_page_says[apertus and so on]",
         "test_variants[falcon*",
         "!test_variants[falcon, eager alibi]",
-    ),
-    "test_faults.py": (
-        "test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds[1]",
-        "test_a_rank_that_finishes_later_is_left_in_peace[1]",
     ),
     "test_hf_datasets.py": ("test_ranks_and_workers_change_in_mid_epoch[files]",),
     "test_hf_from_pretrained.py": (
@@ -84,7 +91,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     "test_placement.py": (
         "test_every_pair_on_one_axis[ProcessMesh([0, 1, 2, 3], *",
         "test_every_pair_on_two_axes[*",
-        "!test_every_pair_on_two_axes[(7, 5)-1]",
+        "!test_every_pair_on_two_axes[(7, 5)-4]",
         "test_every_pair_across_meshes[*",
         "!test_every_pair_across_meshes[ProcessMesh([2, 0], *",
         "test_every_dtype_moves_bit_by_bit[*",
@@ -118,8 +125,11 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_20_steps_evaluation_and_predictions_equal_one_process[tp2+sp x dp2+zero3]",
         "test_a_loss_divided_by_the_count_of_items[{'dp': 2}]",
     ),
-    "test_trainer_subclasses.py": ("test_a_compiled_model_keeps_the_numbers[{'dp': 2, *",),
-    "test_training_input.py": ("test_training_goes_on_with_another_plan_batch_size_and_workers[map]",),
+    "test_trainer_subclasses.py": ("test_a_compiled_model_keeps_the_numbers[{'tp': 2, *",),
+    "test_training_input.py": (
+        "test_training_goes_on_with_another_plan_batch_size_and_workers[map]",
+        "test_a_worker_that_dies_ends_all_ranks_with_its_error[raises*",
+    ),
     "test_trl.py": (
         "test_a_trainer_equals_one_process[*",
         "!test_a_trainer_equals_one_process[sft-{'dp': 2, 'tp': 2, *",

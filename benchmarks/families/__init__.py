@@ -1,1 +1,1 @@
-"""Which of transformers' causal language models equal one device when sharded: ``python -m benchmarks.families``."""
+"""Check which of transformers' causal LMs, when sharded, equal one device: ``python -m benchmarks.families``."""

@@ -19,12 +19,14 @@ from benchmarks.families.sweep import read
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="a family; may be given again; writes no page")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="a family; may be given several times; then no page is written")
+    ] = None,
     output: Annotated[Path, typer.Option(help="the page to write")] = PAGE,
 ) -> None:
     """Compare every dense decoder of the installed transformers, on two ranks, with itself on one device.
 
-    Exits with status 1 if one of them differs, or is refused.
+    Exits with status 1 if a decoder differs or is refused.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers' causal-LM families, with every trait that a default config would leave out."""
+"""Tiny models of transformers' causal-LM families, with traits that a default config would leave out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# 97 words: a vocabulary that 2 does not divide, so the padding of the last shard is always there.
+# A vocabulary of 97 is not divisible by 2, so the last shard always has padding.
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "use_cache": False,
     "tie_word_embeddings": False,
 }
-# Decoders of encoder-decoder families name their sizes so.
+# The names of the sizes in decoders of encoder-decoder families.
 DECODER: dict[str, Any] = {
     "d_model": 32,
     "decoder_layers": 2,
@@ -47,7 +47,7 @@ LATENT = {
 }
 WINDOW = {"sliding_window": 5}
 
-# Dense decoders: model type -> what its tiny config has beside SIZES.
+# Dense decoders: model type -> the values of its tiny config besides SIZES.
 DENSE: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": BIASES,
@@ -134,7 +134,7 @@ DENSE: dict[str, dict[str, Any]] = {
 
 
 def model_types() -> list[str]:
-    """Every type that transformers' AutoModelForCausalLM makes."""
+    """Return every model type that transformers' AutoModelForCausalLM can make."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -143,11 +143,11 @@ def model_class(model_type: str) -> type:
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
-    """A config of two layers and four heads, without dropout."""
+    """Return a config of two layers and four heads, without dropout."""
     config_class = CONFIG_MAPPING[model_type]
     known = _default(model_type)
     sizes = {key: value for key, value in SIZES.items() if _has(known, key)}
-    if model_type == "falcon":  # computed there
+    if model_type == "falcon":  # Falcon computes it
         sizes.pop("head_dim", None)
     config = config_class(**{**sizes, **DENSE.get(model_type, {}), **overrides})
     for owner in (config, *(v for v in vars(config).values() if isinstance(v, PretrainedConfig))):
@@ -165,12 +165,12 @@ def _default(model_type: str) -> PretrainedConfig:
 def _has(config: PretrainedConfig, key: str) -> bool:
     try:
         return hasattr(config, key)
-    except Exception:  # a per-layer attribute, of which there is no one value
+    except Exception:  # a per-layer attribute has no single value
         return True
 
 
 def build(model_type: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A seeded float64 model, every parameter random: zeros and equal heads would hide what is cut wrongly."""
+    """Return a seeded float64 model whose parameters are all random, since zeros and equal heads would hide faults."""
     model = model_class(model_type)(tiny_config(model_type, **overrides)).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Writes docs/families.md from the results of a sweep; a test reads it back and compares it with the code."""
+"""Writes docs/families.md from the results of a sweep; a test reads the page back and compares it with the code."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         f"transformers {transformers.__version__}, with torch {torch.__version__}. Each is a model of two layers with "
         "random weights and biases. It runs in float64 on two ranks with `tp=2` and sequence parallelism, and on one "
         f"device. Logits, loss and the gradient of every parameter differ by at most {TOLERANCE:g} of a tensor's "
-        "largest value (only the order of sums differs; about 1e-14 is measured). The other columns repeat that with "
-        "one more trait; a dash means that the family does not have the trait.",
+        "largest value (only the order of sums differs; about 1e-14 is measured). The other columns repeat this "
+        "comparison with one more trait; a dash means that the family does not have the trait.",
         "",
         "- kv: one key/value head, which both ranks then hold",
         "- tied: one matrix for embedding and head",
-        "- packed: two documents per row, told apart by `position_ids`",
+        "- packed: two documents per row, separated by `position_ids`",
         "",
         "## A model that is not in the table",
         "",
-        "Roles are inferred from the structure. What a structure cannot tell (the order of fused rows, what a lone "
-        "weight is) stands in `plugin/meshwright/roles/family_hints.py`, a line or two per family. The same rules "
-        "infer the roles of a class that is not in the table. If a parameter has no clear role, the call raises and "
-        "lists the names, before anything is changed. Most such classes need only a hint:",
+        "Roles are inferred from the structure. What the structure does not show (the order of fused rows, the role "
+        "of a single weight) is listed in `plugin/meshwright/roles/family_hints.py`, in a line or two per family. The "
+        "same rules infer the roles of a class that is not in the table. If a parameter has no clear role, "
+        "`to_distributed` raises an error that lists the names, before anything is changed. Most such classes need "
+        "only a hint:",
         "",
         "<!-- given: mw, own_decoder as model -->",
         "```python",
@@ -61,11 +62,11 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         'mw.register_plan("my_model", mw.infer_plan(model, {"attn.qkv": mw.Role.QKV}))  # by config.model_type',
         "```",
         "",
-        "Some faults show only when a model runs, and are refused in its first pass: a block that reads the weight of "
-        "its output projection instead of calling it, one that adds its own input, a layer that is given a second "
-        "activation with a gradient. Arithmetic without weights across the width of an MLP or across heads (a softmax "
-        "over the width, heads that work in pairs) is not seen: compare such a class with one device before you train "
-        "it, with [`mw.verify`](verify.md).",
+        "Some faults show only when a model runs, and raise an error in its first pass: a block that reads the weight "
+        "of its output projection instead of calling the projection, a block that adds its own input to its output, a "
+        "layer that receives a second activation with a gradient. Arithmetic without weights across the width of an "
+        "MLP or across heads (a softmax over the width, heads that work in pairs) is not detected: compare such a "
+        "class with one device before you train it, with [`mw.verify`](verify.md).",
         "",
         "## Equal to one device",
         "",
@@ -75,8 +76,8 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "",
         "## Refused",
         "",
-        f"{len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that says why; with data "
-        "parallelism and ZeRO alone they run.",
+        f"{len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the reason; with "
+        "only data parallelism and ZeRO these types run.",
         "",
         "| family | what it is | first reason given |",
         "|---|---|---|",

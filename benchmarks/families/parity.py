@@ -1,6 +1,6 @@
-"""One family on two ranks with sequence parallelism against the same program on one device, in float64.
+"""Compares a family on two ranks with sequence parallelism with the same program on one device, in float64.
 
-Tolerance 1e-10 relative to a tensor's largest value: only the order of sums differs, about 1e-16 a sum.
+The tolerance is 1e-10 of a tensor's largest value: only the order of sums differs, by about 1e-16 per sum.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from meshwright.verification.float64_modules import in_float64, relative_differe
 
 TOLERANCE = 1e-10
 PLAN = mw.ParallelPlan(tp=2, sequence_parallel=True)
-ROWS, LENGTH = 2, 11  # a length that 2 does not divide
+ROWS, LENGTH = 2, 11  # the length is not divisible by 2
 
 
 @dataclass
 class Numbers:
-    """What one pass of a model leaves for comparison."""
+    """The results of one pass of a model, for comparison."""
 
     logits: Tensor
     loss: float
@@ -34,7 +34,7 @@ class Numbers:
 
 
 def batch(*, packed: bool = False) -> dict[str, Tensor]:
-    """Rows of random tokens; packed, two documents a row."""
+    """Return rows of random tokens, or packed rows of two documents each."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 97, (ROWS, LENGTH), generator=generator)
     labels = ids.clone()
@@ -46,7 +46,7 @@ def batch(*, packed: bool = False) -> dict[str, Tensor]:
 
 
 def numbers(model: nn.Module, inputs: dict[str, Tensor], *, distributed: bool) -> Numbers:
-    """Logits in evaluation, where they are whole; loss and whole gradients of one training step."""
+    """Return the logits in evaluation, where they are whole, and the loss and whole gradients of a training step."""
     model.eval()
     with torch.no_grad():
         logits = model(**{name: x for name, x in inputs.items() if name != "labels"}).logits.clone()
@@ -66,12 +66,12 @@ def differences(
     inputs: dict[str, Tensor] | None = None,
     **overrides: Any,
 ) -> dict[str, float]:
-    """The relative difference of logits, loss and every gradient that two ranks make; every rank calls it.
+    """Return the relative differences of logits, loss and every gradient; every rank must make the call.
 
     Args:
-        packed: two documents a row.
-        inputs: what the model is given beside the batch.
-        overrides: of the tiny config.
+        packed: whether each row has two documents.
+        inputs: inputs of the model besides the batch.
+        overrides: values of the tiny config to replace.
 
     Raises:
         AssertionError: if a parameter has a gradient in one program only.
@@ -85,9 +85,9 @@ def differences(
         "logits": relative_difference(actual.logits, expected.logits),
         "loss": abs(actual.loss - expected.loss) / abs(expected.loss),
     }
-    if torch.distributed.get_rank() == 0:  # which alone has whole gradients
+    if torch.distributed.get_rank() == 0:  # only rank 0 has whole gradients
         assert actual.gradients.keys() == expected.gradients.keys(), actual.gradients.keys() ^ expected.gradients.keys()
-        # A gradient that is zero but for rounding (a key's bias) is compared with the largest of all.
+        # A gradient that is zero except for rounding (a key's bias) is compared with the largest gradient.
         largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
         for name, gradient in expected.gradients.items():
             if gradient.abs().max() > 1e-12 * largest:
@@ -99,14 +99,14 @@ def differences(
 
 @dataclass(frozen=True)
 class Record:
-    """The largest difference of each program of a family; None where the family has no such thing.
+    """The largest difference of each program of a family; None for a program that the family cannot run.
 
     Args:
-        parity: tp=2 with sequence parallelism.
-        kv: the same with one key/value head, which both ranks hold.
-        tied: the same with one matrix for embedding and head.
-        packed: the same with two documents a row.
-        traits: what its structure has beside Llama's.
+        parity: the difference with tp=2 and sequence parallelism.
+        kv: the difference for a model with one key/value head, which both ranks hold.
+        tied: the difference for a model with one matrix for embedding and head.
+        packed: the difference for rows of two documents each.
+        traits: the differences between the family's structure and Llama's.
     """
 
     family: str
@@ -122,7 +122,7 @@ class Record:
 
 
 def check(family: str) -> Record:
-    """Every program of a family; each of the two ranks calls it."""
+    """Return the record of all programs of a family; both ranks must make the call."""
 
     def largest(**options: Any) -> float:
         values = differences(family, **options).values()
@@ -162,7 +162,7 @@ def _is_tied(model: nn.Module) -> bool:
 
 
 def _separates_documents(model: nn.Module) -> bool:
-    """Whether positions that start anew keep a row's second document from seeing its first."""
+    """Return whether positions that restart at 0 keep a row's second document from attending to the first."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     first, inputs = LENGTH // 2, batch(packed=True)
@@ -187,7 +187,7 @@ _TRAITS = {
 
 
 def traits(model: nn.Module) -> str:
-    """What a family's structure has beside Llama's, read off its plan and its modules."""
+    """Return how a family's structure differs from Llama's, according to its sharding plan and its modules."""
     structure, plan = _structure(model), plan_for(model)
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     roles = {role: name for name in names if (role := plan.role_of(name)) is not None}

@@ -1,4 +1,4 @@
-"""Why the causal-LM types that are no dense decoders are refused: each is, by a PlanError before anything changes."""
+"""Collects why causal-LM types that are not dense decoders are refused: a PlanError, raised before anything changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.roles.family_hints import reason_to_refuse
 
 _MULTIMODAL = "multimodal: a tower for images or sound beside the decoder"
 
-# Types of which this transformers builds no model from their default configs, so only their kind is known.
+# Types whose default config cannot be built by this version of transformers, so only their kind is known.
 _UNBUILT = {
     "dbrx": "mixture of experts",
     "dots1": "mixture of experts",
@@ -26,7 +26,7 @@ _UNBUILT = {
     "gemma4_unified_assistant": "drafts for another model, whose keys and values it reads",
     "reformer": "attention by hashing, with reversible layers",
 }
-# What parameters are called in models that are something else, or something more, than a dense decoder.
+# Kind -> the names of parameters that only models of this kind have, and dense decoders do not.
 _KINDS = {
     _MULTIMODAL: r"vision|audio|image|speech|codec|img_",
     "mixture of experts": r"expert|router|moe",
@@ -42,8 +42,8 @@ class Refusal:
     """A family that is refused.
 
     Args:
-        kind: what it is instead of a dense decoder.
-        message: the first line of the error, with the first name that it could not place.
+        kind: the kind of model, which is not a dense decoder.
+        message: the first line of the error, or the first parameter without a role.
     """
 
     family: str
@@ -52,7 +52,7 @@ class Refusal:
 
 
 def refusal(family: str) -> Refusal | None:
-    """Describe a family as to_distributed would; None if it accepts it."""
+    """Return why ``to_distributed`` refuses a family; None if it accepts the family."""
     model = _on_meta(family)
     if model is None:
         return Refusal(
@@ -69,13 +69,13 @@ def refusal(family: str) -> Refusal | None:
 
 
 def _on_meta(family: str) -> nn.Module | None:
-    """The model of the family's default config, which has every kind of its layers; without memory."""
+    """Return a model of the family on the meta device, if possible of the default config, with all kinds of layers."""
     for make in (lambda: CONFIG_MAPPING[family](), lambda: tiny_config(family)):
         try:
             with torch.device("meta"):
                 model: nn.Module = model_class(family)(make())
                 return model
-        except Exception:  # families raise what they like
+        except Exception:  # families raise errors of any type
             continue
     return None
 

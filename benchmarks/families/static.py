@@ -1,4 +1,4 @@
-"""``python -m benchmarks.families.static``: the static check of every family under every kind of plan."""
+"""``python -m benchmarks.families.static``: run the static check on every family under every kind of plan."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PLANS = {
 }
 
 
-def main(only: Annotated[list[str] | None, typer.Option(help="a family; may be given again")] = None) -> None:
-    """Check what each tensor of a step is over tp, and that every gradient is reduced, without any process.
+def main(only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None) -> None:
+    """Check each tensor's type over tp in a step, and that every gradient is reduced, without starting processes.
 
-    Exits with status 1 if there is a finding.
+    Exits with status 1 if the check finds a fault.
     """
     warnings.filterwarnings("ignore")
     if unknown := sorted(set(only or ()) - DENSE.keys()):

@@ -1,4 +1,4 @@
-"""The program that torchrun starts on two ranks: check families, and let rank 0 write what was found as JSON."""
+"""The program that torchrun starts on two ranks: checks families, and writes the records of rank 0 as JSON."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def main(output: Path, families: list[str]) -> None:
     for name in track(names, "families", disable=not sys.stderr.isatty()):
         records.append(check(name))
         is_first = dist.get_rank() == 0
-    if is_first:  # which alone has compared the gradients
+    if is_first:  # only rank 0 has compared the gradients
         output.write_text(json.dumps([dataclasses.asdict(record) for record in records]))
 
 
 def read(path: Path) -> list[Record]:
-    """The records that ``main`` wrote."""
+    """Return the records that ``main`` wrote."""
     return [Record(**fields) for fields in json.loads(path.read_text())]
 
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.random_programs``: legal training programs drawn at random, against one process."""
+"""``python -m benchmarks.random_programs``: compare random legal training programs with one process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from harness import WorkerPool
 
 def main(
     count: Annotated[int, typer.Option(help="number of programs")] = 500,
-    first: Annotated[int, typer.Option(help="seed of the first program; the others follow")] = 0,
-    verbose: Annotated[bool, typer.Option(help="print every program, and not only those to look at")] = False,
+    first: Annotated[int, typer.Option(help="seed of the first program; the seeds count up from it")] = 0,
+    verbose: Annotated[bool, typer.Option(help="print every program, instead of only silent and crashed ones")] = False,
 ) -> None:
-    """Draw programs and plans, run each with and without its plan, and compare every number that it leaves.
+    """Draw programs and plans, run each program with and without its plan, and compare all resulting numbers.
 
     A program must be equal to one process, or end with an error or a warning that says what to change. Exits with
-    status 1 if one is silently different, or ends with an error that does not name meshwright's cure.
+    status 1 if a program is silently different, or ends with an error that does not say what to change.
 
     Examples:
 

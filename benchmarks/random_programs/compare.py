@@ -1,4 +1,4 @@
-"""What became of a random program under its plan: equal, told apart by an error or a warning, or silently different."""
+"""Judges a random program under its plan: equal to one process, refused, warned about, or silently different."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.random_programs.run import Numbers, run
 from harness import WorkerError, WorkerHang
 from support.exact import relative_difference
 
-# float64: sums in another order differ by 1e-16 each, which four steps of AdamW at small moments make 1e-11 at worst.
+# In float64, reordered sums differ by 1e-16 each. Four steps of AdamW with small moments make this 1e-11 at worst.
 TOLERANCE = 1e-9
 
 Verdict = Literal["equal", "refused", "warned", "crashed", "SILENT", "illegal"]
@@ -21,7 +21,7 @@ Verdict = Literal["equal", "refused", "warned", "crashed", "SILENT", "illegal"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The verdict on a program, and why: a difference, or the error's last line."""
+    """The verdict on a program, and the reason: a difference, or a line of the error."""
 
     program: Program
     verdict: Verdict
@@ -32,11 +32,11 @@ def judge(program: Program, pool: Any) -> Outcome:
     """Run a program on one process and under its plan, and compare.
 
     Args:
-        pool: of as many ranks as the plan has.
+        pool: a worker pool with as many ranks as the plan.
     """
     try:
         expected = run(program, distributed=False)
-    except Exception as error:  # what one device refuses is no legal program
+    except Exception as error:  # a program that raises on one device is not legal
         return Outcome(program, "illegal", f"{type(error).__name__}: {error}".splitlines()[0])
     try:
         ranks = pool.run(run, program, distributed=True, timeout=180)
@@ -54,7 +54,7 @@ def judge(program: Program, pool: Any) -> Outcome:
 
 
 def largest_difference(ranks: list[Numbers], expected: Numbers) -> tuple[float, str]:
-    """The largest relative difference of any rank's numbers, and of what."""
+    """Return the largest relative difference of any rank's numbers, and the name of that number."""
     found = [(0.0, "nothing")]
     for number, rank in enumerate(ranks):
         for name in ("losses", "norms", "said"):

@@ -1,4 +1,4 @@
-"""What a random program is: one choice of each kind that real training scripts make."""
+"""Draws a random program: one choice for each kind of choice in real training scripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, fields
 from typing import Any
 
-PLANS: dict[str, int] = {  # a plan in words -> its processes
+PLANS: dict[str, int] = {  # a plan in words -> number of processes
     "tp2": 2,
     "tp2+sp": 2,
     "dp2": 2,
@@ -27,7 +27,7 @@ CHOICES: dict[str, dict[Any, int]] = {  # kind -> each choice and its weight
     "optimizer": {"adamw": 4, "sgd": 2, "adagrad": 1},
     "groups": {1: 1, 2: 2},
     "schedule": {"none": 2, "cosine": 1},
-    "rows": {4: 3, 3: 1, 5: 1},  # of a batch; the last one of an epoch is smaller
+    "rows": {4: 3, 3: 1, 5: 1},  # per batch; an epoch's last batch has fewer
     "length": {12: 2, 11: 1},
     "batch": {"plain": 3, "padded": 2, "packed": 1},
     "loss": {"model": 6, "own counts": 1, "own": 1},
@@ -48,7 +48,7 @@ CHOICES: dict[str, dict[Any, int]] = {  # kind -> each choice and its weight
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One choice of each kind; see ``CHOICES``."""
+    """A program: one choice of each kind; see ``CHOICES``."""
 
     seed: int
     plan: str
@@ -78,7 +78,7 @@ class Program:
 
     @staticmethod
     def drawn(seed: int) -> Program:
-        """The program of a seed. Most choices are the plain one, so that unusual ones meet in pairs, not in tens."""
+        """Return the program of a seed. Most choices are the usual one, so that few unusual choices occur together."""
         source = random.Random(seed)
         plan = source.choice(list(PLANS))
         chosen = {

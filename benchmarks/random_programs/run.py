@@ -1,7 +1,7 @@
-"""Run a random program: on one process as it is, and with ``to_distributed`` under its plan.
+"""Runs a random program: unchanged on one process, or with ``to_distributed`` under its plan.
 
-Both runs are this one function. What differs is what a user would write otherwise: the call itself, our clipping by
-the global norm, ``no_sync``, and how weights are read whole.
+Both runs use the same code, except where a user would write something else for a distributed run: the call itself, our
+clipping by the global norm, ``no_sync``, and how whole weights are read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from support.exact import Float64
 from support.logs import logged
 from support.models import FAMILIES, SIZES
 
-STEPS, EVENT = 4, 2  # the step before which thawing, writing and resuming happen
+STEPS, EVENT = 4, 2  # unfreezing, writing and resuming happen before step EVENT
 WORDS, CLASSES = 97, 3
 
 
 @dataclass
 class Numbers:
-    """What a run leaves for comparison; everything whole and of one device."""
+    """The results of a run, for comparison; all tensors are whole and in one-device form."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Numbers:
 
 
 def run(program: Program, *, distributed: bool) -> Numbers:
-    """Train a few steps."""
+    """Train a few steps, and return the results."""
     with logged(level=logging.WARNING) as warnings, Float64():
         numbers = _Run(program, distributed).train()
     numbers.warnings = warnings
@@ -58,7 +58,7 @@ class _Run:
         self.is_first = not distributed or dist.get_rank() == 0
         self.model: Any = build(program)
         if program.batch == "packed" and not distributed:
-            # With a cache, transformers on one device lets packed documents see each other.
+            # With a cache, transformers on one device lets packed documents attend to each other.
             self.model.config.use_cache = False
         if program.freezing in ("before", "thaw"):
             self._train_only_last_layer()
@@ -214,7 +214,7 @@ class _Run:
             return model(**_collated(self.program)).loss.item()
 
     def _resume(self) -> None:
-        """Save, forget, and load, as a script that is started anew does; without a plan there is nothing to change."""
+        """Save, change the options, and load, as a restarted script does; does nothing without a plan."""
         if not self.distributed:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +253,7 @@ class _Run:
 
 
 def build(program: Program, *, seed: int = 0) -> nn.Module:
-    """The model of a program, in float64, every parameter random, with the stock default of everything else."""
+    """Return the model of a program, in float64 and with random parameters; other options have stock defaults."""
     import transformers
 
     config_class, model_class, traits = FAMILIES[program.family]
@@ -264,7 +264,7 @@ def build(program: Program, *, seed: int = 0) -> nn.Module:
         suffix = "ForSequenceClassification" if program.head == "sequence" else "ForTokenClassification"
         kind = getattr(transformers, model_class.__name__.replace("ForCausalLM", suffix))
         options["num_labels"] = CLASSES
-        options["classifier_dropout"] = 0.0  # the masks of dropout are other ones than on one device, by design
+        options["classifier_dropout"] = 0.0  # dropout masks differ from those on one device, by design
     torch.manual_seed(seed)
     model: Any = kind(config_class(**options)).double().train()
     with torch.no_grad():
@@ -277,7 +277,7 @@ def build(program: Program, *, seed: int = 0) -> nn.Module:
 
 
 def rows(program: Program) -> list[dict[str, Tensor]]:
-    """The data: 5 full batches and a smaller one, for any number of rows that a batch has."""
+    """Return the data: 5 full batches and a smaller one, for any number of rows per batch."""
     generator = torch.Generator().manual_seed(program.seed)
     length, examples = program.length, []
     for index in range(program.rows * 5 + program.rows // 2):

@@ -1,1 +1,1 @@
-"""Train a Llama on the Python standard library with four processes, and prove it equal to one."""
+"""Train a Llama on the Python standard library with four processes, and prove that one process gets the same result."""

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from examples.demo.settings import Settings
 
-# A model, a corpus and a run for tests: seconds instead of minutes.
+# Settings for tests: a model, a corpus and a run that take seconds instead of minutes.
 QUICK: dict[str, Any] = {
     "steps": 8,
     "seq_length": 64,
@@ -29,26 +29,28 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 @app.command()
 def main(
-    steps: Annotated[int | None, typer.Option(min=5, help="Optimizer steps; 120, or 8 with --quick.")] = None,
+    steps: Annotated[int | None, typer.Option(min=5, help="Optimizer steps (default: 120, or 8 with --quick).")] = None,
     dp: Annotated[
-        int | None, typer.Option(min=1, help="Data-parallel size: the batch of 8 rows is split over it.")
+        int | None, typer.Option(min=1, help="Data-parallel size; the batch of 8 rows is split over it.")
     ] = None,
     tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel size: heads, MLPs and vocabulary are split over it.")
+        int | None, typer.Option(min=1, help="Tensor-parallel size; heads, MLPs and vocabulary are split over it.")
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="How many, where neither --dp nor --tp says it.")] = 4,
-    seq_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row; 256, or 64 with --quick.")] = None,
-    output: Annotated[Path, typer.Option(help="Where summary.json, loss.png and the corpus go.")] = Path("runs/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny model for a few steps: seconds.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Number of processes, if neither --dp nor --tp is given.")] = 4,
+    seq_length: Annotated[
+        int | None, typer.Option(min=8, help="Tokens per row (default: 256, or 64 with --quick).")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder of summary.json, loss.png and the corpus.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Train a tiny model for a few steps, in seconds.")] = False,
 ) -> None:
-    """Train a Llama with several processes and prove that the result is that of one.
+    """Train a Llama with several processes and prove that one process gets the same result.
 
     The model has about 10 M parameters (float32) and learns the source text of this Python's standard
-    library. The planner picks how to spread it, and says why; with --dp and --tp you do. One
+    library. The planner picks the parallel plan and says why; --dp and --tp set the plan instead. One
     process then repeats the first 5 steps with stock transformers and torch, and every loss and
     every gradient is compared. Exits with 1 if they differ by more than float32 rounding.
 
-    A machine with as many GPUs uses them; any other runs on its CPU cores.
+    The demo uses GPUs if the machine has one for each process, and CPU cores otherwise.
     """
     asked = {"steps": steps, "seq_length": seq_length}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -57,22 +59,22 @@ def main(
 
 
 def device(processes: int) -> str:
-    """ "cuda" where every process can have a GPU of its own."""
+    """Return "cuda" if every process can have its own GPU, otherwise "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.device_count() >= processes else "cpu"
 
 
 def run(settings: Settings) -> None:
-    """The whole demo; raises typer.Exit where the runs differ, a process fails or a signal stops it."""
-    # Only now: --help is to be quick.
+    """Run the whole demo; raise typer.Exit if the runs differ, a process fails or a signal stops the demo."""
+    # Imported here, so that --help is fast.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     console = Console()
     settings.save()
     settings.gradients.mkdir(exist_ok=True)
-    # A run that fails must not leave the results of the last one.
+    # A run that fails must not leave the results of an earlier run.
     for name in ("summary.json", "loss.png"):
         (settings.output / name).unlink(missing_ok=True)
     try:
@@ -83,7 +85,7 @@ def run(settings: Settings) -> None:
         console.print(f"error on rank {rank} (exit code {failure.exitcode}): {message}", highlight=False)
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, SignalException):
-        # The bar of rank 0 had hidden it.
+        # Rank 0's progress bar had hidden the cursor.
         console.show_cursor()
         console.print("stopped; every process has ended")
         raise typer.Exit(130) from None

@@ -1,7 +1,7 @@
 """The corpus: the source text of the running Python's standard library, tokenized and packed.
 
-Real text that every machine has, so nothing is downloaded. It is prepared once, before the training
-processes start, and kept under ``cache/`` of the output folder.
+Every machine has this text, so nothing is downloaded. The corpus is prepared once, before the training processes start,
+and kept under ``cache/`` of the output folder.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 def corpus_folder(settings: Settings) -> Path:
-    """Where the prepared corpus lies; another Python has another corpus."""
+    """Return the folder of the prepared corpus, which differs between Python versions."""
     files = "all" if settings.corpus_files is None else settings.corpus_files
     name = f"python-{platform.python_version()}-files-{files}"
     return settings.output / "cache" / f"{name}-vocab-{settings.vocab_size}-length-{settings.seq_length}"
 
 
 def prepare_corpus(settings: Settings) -> Path:
-    """Tokenize and pack the corpus, unless an earlier run has.
+    """Tokenize and pack the corpus, unless an earlier run has done so.
 
     Returns:
         The folder, for ``load_corpus``.
@@ -55,7 +55,7 @@ def prepare_corpus(settings: Settings) -> Path:
         rows = pack(documents, tokenizer, settings.seq_length)
         rows.save_to_disk(scratch / "rows")
         tokenizer.save(str(scratch / "rows" / "tokenizer.json"))
-        # Renamed only when whole: an interrupted run leaves no half corpus behind.
+        # Renamed only when complete, so that an interrupted run leaves no partial corpus.
         (scratch / "rows").rename(folder)
     finally:
         shutil.rmtree(scratch)
@@ -63,19 +63,19 @@ def prepare_corpus(settings: Settings) -> Path:
 
 
 def load_corpus(settings: Settings) -> datasets.Dataset:
-    """Rows of ``seq_length`` token ids under "input_ids", as torch tensors."""
+    """Return the corpus as rows of ``seq_length`` token ids under "input_ids", as torch tensors."""
     return datasets.load_from_disk(corpus_folder(settings)).with_format("torch")
 
 
 def standard_library(limit: int | None = None) -> list[Path]:
-    """The library's Python files, in a fixed order; ``limit`` takes only the first ones."""
+    """Return the library's Python files in a fixed order; with ``limit``, only that many."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
     return files[:limit]
 
 
 def train_tokenizer(documents: datasets.Dataset, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of these documents."""
+    """Return a byte-level BPE tokenizer that is trained on the documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

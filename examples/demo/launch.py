@@ -1,4 +1,4 @@
-"""Start the training processes as torchrun does, on this machine's loopback, and end them all."""
+"""Start the training processes as torchrun does, on this machine's loopback, and wait until all have ended."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def launch(settings: Settings) -> None:
     """Run ``examples.demo.train`` in ``settings.world_size`` processes and wait for them.
 
-    The same as ``torchrun --nproc-per-node N -m examples.demo.train SETTINGS_FILE``. They have all
-    ended when this returns or raises.
+    This does the same as ``torchrun --nproc-per-node N -m examples.demo.train SETTINGS_FILE``. All processes have ended
+    when the call returns or raises.
 
     Raises:
-        ChildFailedError: some process failed; the others are ended.
-        KeyboardInterrupt, SignalException: this process was told to stop.
+        ChildFailedError: if a process failed; the other processes are then stopped.
+        KeyboardInterrupt, SignalException: if a signal stopped this process.
     """
-    # It logs every process that ends or that it ends; what matters is in the exception.
+    # This logger reports every process that ends; the exception says what matters.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ.update(_environment(settings.world_size))
     with tempfile.TemporaryDirectory() as logs:
@@ -40,8 +40,8 @@ def launch(settings: Settings) -> None:
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
-            # Not SIGINT: passed on, it would be a traceback of every process. Left to Python here, it
-            # makes the launcher end them by SIGTERM.
+            # SIGINT is left to Python here, so that the launcher ends the processes by SIGTERM. If SIGINT were
+            # passed on, every process would print a traceback.
             signals_to_handle="SIGTERM,SIGHUP",
         )
         elastic_launch(config, sys.executable)("-m", "examples.demo.train", str(settings.path))

@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a live bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of training on rank 0: a live bar on a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINE_EVERY = 10  # steps, where there is no terminal
+LINE_EVERY = 10  # steps between two lines if there is no terminal
 
 
 class StepProgress:
-    """Shows the loss, tokens per second and memory of every rank; quiet on all ranks but the first.
+    """Shows the loss, tokens per second and memory of every rank; only the first rank shows anything.
 
     Args:
-        steps: how many there will be.
-        is_shown: whether this is the rank that shows.
+        steps: the number of steps to come.
+        is_shown: whether this rank shows the progress.
 
     Example:
         with StepProgress(120, is_shown=rank == 0) as progress:
@@ -47,7 +47,7 @@ class StepProgress:
         self._progress.stop()
 
     def update(self, *, loss: float, tokens_per_s: float, memory: list[int]) -> None:
-        """One step is done. ``memory`` is in bytes, one entry a rank."""
+        """Show that one step is done. ``memory`` is in bytes, one entry per rank."""
         self._done += 1
         megabytes = "|".join(f"{size / 1e6:.0f}" for size in memory)
         status = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  memory {megabytes} MB"

@@ -1,4 +1,4 @@
-"""The proof: the first steps again, in one process with stock torch and transformers."""
+"""The proof: repeats the first steps in one process, with stock torch and transformers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from examples.demo.recipe import batches, build, optimizer_bytes, tensor_bytes
 from examples.demo.settings import Settings
 
-# Two float32 runs that sum in another order differ by about 1e-7 in the loss and, with equal weights, by
-# 1e-6 in gradients. Each update then widens that: Adam divides small gradients by their own size, and
-# clipping by a float32 norm, as torch does on one device, scales all of them by a factor that is itself off
-# by 1e-5 to 1e-4. A sum over the wrong ranks is off by 1e-1 and more.
+# Two float32 runs that sum in a different order differ by about 1e-7 in the loss and, with equal weights, by 1e-6 in
+# gradients. Each update increases the difference: Adam divides small gradients by their own size, and clipping by a
+# float32 norm, as torch does on one device, scales all gradients by a factor that is off by 1e-5 to 1e-4. A sum over
+# the wrong ranks is off by 1e-1 and more.
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """How far the distributed run is from one process, and what one process holds.
+    """The differences between the distributed run and one process, and the memory of one process.
 
     Args:
-        losses: of one process, one a step.
+        losses: the losses of one process, one per step.
         max_rel_loss_diff: the largest difference of a step's loss, relative to that loss.
         max_rel_grad_diff: the largest difference of a gradient's element, relative to the largest
             element of that gradient.
-        worst_gradient: the parameter and step where that was.
-        param_bytes, optimizer_bytes: of one process.
+        worst_gradient: the parameter and step of that gradient.
+        param_bytes, optimizer_bytes: the bytes of one process's parameters and optimizer state.
     """
 
     losses: list[float]
@@ -43,7 +43,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the two runs are the same but for float32 rounding."""
+        """Whether the two runs are equal except for float32 rounding."""
         return self.max_rel_loss_diff <= LOSS_TOLERANCE and self.max_rel_grad_diff <= GRADIENT_TOLERANCE
 
 
@@ -51,8 +51,8 @@ def prove(settings: Settings, distributed_losses: list[float]) -> Proof:
     """Repeat the first steps in this process and compare.
 
     Args:
-        settings: of the distributed run, whose gradients lie in ``settings.gradients``.
-        distributed_losses: its losses, one a step.
+        settings: the settings of the distributed run, whose gradients are in ``settings.gradients``.
+        distributed_losses: the losses of the distributed run, one per step.
     """
     assert "meshwright" not in sys.modules, "the proof has to run on stock libraries alone"
     device = torch.device(settings.device)
@@ -73,7 +73,7 @@ def prove(settings: Settings, distributed_losses: list[float]) -> Proof:
 
     pairs = zip(distributed_losses, losses, strict=False)
     names, grad_diffs = list(differences), torch.tensor(list(differences.values()))
-    # torch's maximum is NaN where one of them is; Python's may skip it.
+    # torch's maximum is NaN if any value is NaN; Python's may skip a NaN.
     worst = int(grad_diffs.argmax())
     return Proof(
         losses=losses,
@@ -86,10 +86,10 @@ def prove(settings: Settings, distributed_losses: list[float]) -> Proof:
 
 
 def gradient_differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest difference of every gradient, relative to that gradient's largest element.
+    """Return the largest difference of every gradient, relative to that gradient's largest element.
 
     Raises:
-        ValueError: if the two do not have the same names and shapes.
+        ValueError: if the two runs do not have gradients of the same names and shapes.
     """
     shapes = [{name: tuple(tensor.shape) for name, tensor in side.items()} for side in (found, expected)]
     if shapes[0] != shapes[1]:

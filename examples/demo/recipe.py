@@ -1,4 +1,4 @@
-"""What one device would train: the model, optimizer, schedule and loader that both runs share."""
+"""The one-device program that both runs share: the model, optimizer, schedule and loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.demo.settings import Settings
 def build(
     settings: Settings, device: torch.device
 ) -> tuple[LlamaForCausalLM, torch.optim.AdamW, LambdaLR, DataLoader[Any]]:
-    """The whole one-device program but its loop. The same settings give the same weights and batches."""
+    """Build all of the one-device program except its loop. Equal settings give equal weights and batches."""
     torch.manual_seed(settings.seed)
     model = build_model(settings).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
@@ -37,7 +37,7 @@ def build(
 
 
 def build_model(settings: Settings) -> LlamaForCausalLM:
-    """A Llama with random weights; about 10 M parameters with the default settings."""
+    """Return a Llama with random weights, which has about 10 M parameters with the default settings."""
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden_size,
@@ -52,7 +52,7 @@ def build_model(settings: Settings) -> LlamaForCausalLM:
 
 
 def warmup_and_cosine(optimizer: torch.optim.Optimizer, warmup_steps: int, steps: int) -> LambdaLR:
-    """Linear warm-up, then half a cosine down to zero."""
+    """Return a schedule of a linear warm-up, then half a cosine down to zero."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -63,13 +63,13 @@ def warmup_and_cosine(optimizer: torch.optim.Optimizer, warmup_steps: int, steps
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows of [seq_length] to a batch of [rows, seq_length]; the model shifts the labels itself."""
+    """Stack rows of [seq_length] to a batch of [rows, seq_length]; the model shifts the labels."""
     ids = torch.stack([row["input_ids"] for row in rows])
     return {"input_ids": ids, "labels": ids}
 
 
 def batches(loader: Iterable[dict[str, Tensor]], steps: int) -> Iterator[dict[str, Tensor]]:
-    """The first ``steps`` batches, going round the corpus as often as that takes."""
+    """Yield ``steps`` batches, repeating the corpus as often as necessary."""
 
     def forever() -> Iterator[dict[str, Tensor]]:
         while True:
@@ -79,10 +79,10 @@ def batches(loader: Iterable[dict[str, Tensor]], steps: int) -> Iterator[dict[st
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of those that are tensors, of shards this rank's."""
+    """Return the bytes of all tensors among the values; of a sharded tensor, this rank's bytes."""
     return sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor))
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state."""
+    """Return the bytes of the optimizer's state."""
     return tensor_bytes(value for state in optimizer.state.values() for value in state.values())

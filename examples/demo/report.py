@@ -1,4 +1,4 @@
-"""What the demo leaves behind: summary.json, loss.png and a table."""
+"""Writes the results of the demo: summary.json, loss.png and a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.demo.settings import Settings
 
 
 def summarize(settings: Settings, run: TrainResult, proof: Proof) -> dict[str, Any]:
-    """The content of summary.json."""
+    """Return the content of summary.json."""
     return {
         "plan": run.plan,
         "planned_by": "the planner" if settings.plan is None else "flags",
@@ -36,7 +36,7 @@ def summarize(settings: Settings, run: TrainResult, proof: Proof) -> dict[str, A
 
 
 def write_report(settings: Settings, run: TrainResult, proof: Proof) -> Table:
-    """Write summary.json and loss.png, and return the table that says the same."""
+    """Write summary.json and loss.png, and return a table of the same results."""
     summary = summarize(settings, run, proof)
     (settings.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     plot_losses(settings, run, proof, settings.output / "loss.png")
@@ -44,7 +44,7 @@ def write_report(settings: Settings, run: TrainResult, proof: Proof) -> Table:
 
 
 def plot_losses(settings: Settings, run: TrainResult, proof: Proof, path: Path) -> None:
-    """Both loss curves: of all processes together, and of one for the steps that it repeated."""
+    """Plot two loss curves: the distributed run's, and one process's for the steps that it repeated."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -73,7 +73,7 @@ def plot_losses(settings: Settings, run: TrainResult, proof: Proof, path: Path) 
 
 
 def make_table(settings: Settings, run: TrainResult, proof: Proof) -> Table:
-    """The run beside one process, and the verdict."""
+    """Return a table of the distributed run beside one process, with the verdict."""
     table = Table(title=f"dp={run.plan['dp']} x tp={run.plan['tp']} against one process", title_justify="left")
     table.add_column()
     table.add_column(f"{settings.world_size} processes", justify="right")

@@ -1,4 +1,4 @@
-"""What a distributed run found, saved by its rank 0 for the proof and the summary."""
+"""The figures of a distributed run, which its rank 0 saves for the proof and the summary."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TrainResult:
 
     Args:
         plan: the arguments of ``meshwright.ParallelPlan`` that were given or picked.
-        losses: one a step.
-        tokens_per_s: of the median step, over all ranks.
-        param_bytes_per_rank, optimizer_bytes_per_rank: of the rank that holds most.
+        losses: the loss of each step.
+        tokens_per_s: the tokens per second of the median step, over all ranks.
+        param_bytes_per_rank, optimizer_bytes_per_rank: the bytes on the rank that holds most.
     """
 
     plan: dict[str, Any]

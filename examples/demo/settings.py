@@ -1,4 +1,4 @@
-"""The settings of one demo run, written to a file that every process of it reads."""
+"""The settings of one demo run, written to a file that every process of the run reads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is trained, how it is spread, and where the results go.
+    """The model, the corpus, the plan and the output folder of a run.
 
     Args:
         output: folder of everything that the demo writes.
         device: "cpu" or "cuda".
         dp, tp: data- and tensor-parallel size; None for both to have the planner pick a plan.
-        processes: that a picked plan is for.
-        steps: optimizer steps.
-        proof_steps: the first steps, which one process repeats.
-        batch_size: rows of a step over all processes.
-        seq_length: tokens of a row.
-        corpus_files: only this many files of the corpus; None for all.
-        learning_rate: the highest of the schedule.
-        max_norm: gradients are clipped to this global norm.
+        processes: number of processes if the planner picks the plan.
+        steps: number of optimizer steps.
+        proof_steps: number of first steps that one process repeats.
+        batch_size: rows per step over all processes.
+        seq_length: tokens per row.
+        corpus_files: number of source files in the corpus; None for all.
+        learning_rate: highest learning rate of the schedule.
+        max_norm: global norm to which gradients are clipped.
     """
 
     output: Path
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """The arguments of ``meshwright.ParallelPlan``; None where the planner shall pick."""
+        """The arguments of ``meshwright.ParallelPlan``; None to have the planner pick a plan."""
         if self.dp is None and self.tp is None:
             return None
         dp, tp = self.dp or 1, self.tp or 1
@@ -71,20 +71,20 @@ class Settings:
 
     @property
     def gradients(self) -> Path:
-        """Folder of the distributed run's whole gradients, which live until the proof is done."""
+        """Folder of the distributed run's whole gradients, which is deleted after the proof."""
         return self.output / "gradients"
 
     def gradient_file(self, step: int) -> Path:
         return self.gradients / f"step-{step}.safetensors"
 
     def save(self) -> None:
-        """Write the settings for the processes to come."""
+        """Write the settings to ``path`` for the training processes."""
         self.output.mkdir(parents=True, exist_ok=True)
         values = dataclasses.asdict(self) | {"output": str(self.output)}
         self.path.write_text(json.dumps(values, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Settings:
-        """Read what ``save`` wrote."""
+        """Read the settings that ``save`` wrote."""
         values = json.loads(Path(path).read_text())
         return cls(**values | {"output": Path(values["output"])})

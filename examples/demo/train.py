@@ -1,6 +1,6 @@
-"""The distributed run: one process of it, as torchrun starts it.
+"""One process of the distributed run, started as torchrun starts it.
 
-Everything but ``to_distributed`` and ``mw.clip_grad_norm_`` is a one-device training script.
+Except for ``to_distributed`` and ``mw.clip_grad_norm_``, this is a one-device training script.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def train(settings: Settings) -> None:
                 memory=every_rank(memory_in_use(device)),
             )
 
-    # The first steps also save gradients, so they say nothing about speed.
+    # The first steps also save gradients, so their times are left out.
     step_time = statistics.median(seconds[settings.proof_steps :] or seconds)
     result = TrainResult(
         plan=dataclasses.asdict(mw.plan_of(model)),
@@ -70,28 +70,28 @@ def train(settings: Settings) -> None:
 
 
 def local_device(settings: Settings) -> torch.device:
-    """The CPU, or this process's own GPU."""
+    """Return the CPU, or this process's own GPU."""
     if settings.device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def save_gradients(model: torch.nn.Module, path: Path) -> None:
-    """Write the one-device gradients from rank 0; every rank makes the call."""
+    """Write the one-device gradients from rank 0; every rank must make the call."""
     gradients = mw.full_gradients(model)
     if gradients:
         save_file(gradients, path)
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes: of the GPU's allocator, or of this process."""
+    """Return the GPU allocator's peak bytes, or this process's resident bytes on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss
 
 
 def every_rank(value: int) -> list[int]:
-    """The value of every rank, on every rank."""
+    """Return the values of all ranks, on every rank."""
     if not dist.is_initialized():
         return [value]
     values = torch.zeros(dist.get_world_size(), dtype=torch.int64)
@@ -101,11 +101,11 @@ def every_rank(value: int) -> list[int]:
 
 
 def main() -> None:
-    """``-m examples.demo.train SETTINGS_FILE``."""
+    """Run ``-m examples.demo.train SETTINGS_FILE``."""
     try:
         train(Settings.load(sys.argv[1]))
     except mw.PlanError as error:
-        # All ranks raise it; the launcher reads it from one of them and shows it once.
+        # All ranks raise this error; the launcher reads it from one rank and shows it once.
         get_error_handler().record_exception(error)
         sys.exit(2)
 

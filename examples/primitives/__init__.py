@@ -1,1 +1,1 @@
-"""Short programs over `shard_tensor` and `reshard`, one process a rank."""
+"""Short programs that use `shard_tensor` and `reshard`, with one process per rank."""

@@ -1,4 +1,4 @@
-"""Data parallelism: the batch is cut between 4 ranks, the weights are whole on each.
+"""Data parallelism: the batch is split over 4 ranks, and each rank holds the whole weights.
 
 torchrun --nproc-per-node 4 -m examples.primitives.data_parallel
 """

@@ -29,7 +29,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.001)
     loss_fn = nn.MSELoss()
 
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # each rank has rows of its own
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # each rank draws its own rows
     for _ in range(10):
         loss = loss_fn(ddp(torch.randn(10, 10)), torch.randn(10, 1))
         loss.backward()  # averages the gradients over the ranks

@@ -1,4 +1,4 @@
-"""Deferred weights and a loader: a model that is built without memory, and trained on 2 ranks.
+"""Build a model without memory (deferred weights), and train it on 2 ranks with a loader.
 
 torchrun --nproc-per-node 2 -m examples.primitives.deferred_weights
 """

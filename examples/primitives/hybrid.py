@@ -1,4 +1,4 @@
-"""All three at once: two stages of 2 x 2 ranks, the batch cut along x and the weights along y.
+"""Data, tensor and pipeline parallelism: two stages of 2 x 2 ranks, with the batch split over x and the weights over y.
 
 torchrun --nproc-per-node 8 -m examples.primitives.hybrid
 """
@@ -22,7 +22,7 @@ class HybridMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         y = mw.shard_tensor(x, stage0, [mw.Shard(0), mw.Replicate()]) @ self.w0
-        y = mw.reshard(y, stage1, [mw.Shard(0), mw.Shard(2)])  # each rank's box, to the rank that goes on with it
+        y = mw.reshard(y, stage1, [mw.Shard(0), mw.Shard(2)])  # each rank's part, to a rank of the next stage
         z = y @ self.w1  # Partial along y
         return mw.reshard(z, stage1, [mw.Shard(0), mw.Replicate()])
 

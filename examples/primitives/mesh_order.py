@@ -1,4 +1,4 @@
-"""A mesh in any order of ranks, and a tensor cut along both of its axes.
+"""A mesh whose ranks are not in order, and a tensor that is sharded over both axes of the mesh.
 
 torchrun --nproc-per-node 6 -m examples.primitives.mesh_order
 """

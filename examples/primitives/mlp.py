@@ -1,4 +1,4 @@
-"""The two-layer model that the training programs share, on one process and with its layers placed on meshes."""
+"""The two-layer model that the training programs share, its data, and its training on one process or on meshes."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ STEPS, BATCH, SEQUENCE, HIDDEN, INNER = 3, 4, 3, 8, 16
 
 
 class Mlp(nn.Module):
-    """x @ w0 @ w1, without placements: what one process trains. Every rank draws the same weights."""
+    """Computes x @ w0 @ w1 without placements, as one process does. Every rank draws the same weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,15 +23,15 @@ class Mlp(nn.Module):
 
 
 def batches() -> list[Tensor]:
-    """The data, whole on every rank."""
+    """Return the batches, which are whole on every rank."""
     generator = torch.Generator().manual_seed(1)
     shape = (STEPS, BATCH, SEQUENCE, HIDDEN)
     return list(torch.rand(shape, dtype=torch.float64, generator=generator))
 
 
 def train(model: nn.Module) -> list[Tensor]:
-    """Train, and return the loss of each step; the same lines on one process and on any mesh."""
-    # One parameter at a time: torch's operators over lists want all tensors on one mesh, and stages have two.
+    """Train, and return the loss of each step; the code is the same on one process and on any mesh."""
+    # foreach=False: torch's operators over lists need all tensors on one mesh, and the stages have two.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
     for x in batches():

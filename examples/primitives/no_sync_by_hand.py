@@ -1,7 +1,7 @@
 """Synchronise gradients by hand: backward under ``no_sync``, then one fused all-reduce before the step.
 
 Run it with ``torchrun --nproc-per-node 2 examples/primitives/no_sync_by_hand.py``. A custom autograd function
-needs none of this: it works under DataParallel as any other operation.
+needs none of this: under DataParallel, it works like any other operation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import meshwright as mw
 
 
 class CustomTanh(torch.autograd.Function):
-    """tanh with a backward of its own."""
+    """tanh with a custom backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def main() -> None:
     ddp = mw.DataParallel(SimpleNet())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # each rank has rows of its own
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # each rank draws its own rows
     for _ in range(10):
         with ddp.no_sync():  # gradients stay this rank's own
             ddp(torch.randn(2, 2, requires_grad=True)).mean().backward()

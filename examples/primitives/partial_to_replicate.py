@@ -1,4 +1,4 @@
-"""A sum that is still spread over two ranks, reduced.
+"""Reduce a partial sum over two ranks, so that both ranks hold the result.
 
 torchrun --nproc-per-node 2 -m examples.primitives.partial_to_replicate
 """

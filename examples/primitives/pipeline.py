@@ -1,4 +1,4 @@
-"""A pipeline of two stages: the first layer lives on 4 ranks, the second on 4 others.
+"""A pipeline of two stages: the first layer is on 4 ranks, the second on 4 other ranks.
 
 torchrun --nproc-per-node 8 -m examples.primitives.pipeline
 """
@@ -22,7 +22,7 @@ class PipelineMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         y = mw.shard_tensor(x, stage0, [mw.Replicate()]) @ self.w0
-        y = mw.reshard(y, stage1, [mw.Replicate()])  # forward to the next stage; backward brings the gradient
+        y = mw.reshard(y, stage1, [mw.Replicate()])  # to the next stage; backward sends the gradient back
         return y @ self.w1
 
 

@@ -1,4 +1,4 @@
-"""A tensor cut along dim 0, cut along dim 1, and a dim that it does not have.
+"""Shard a tensor along dim 0, along dim 1, and along dims that it does not have, which raises an error.
 
 torchrun --nproc-per-node 2 -m examples.primitives.placements
 """

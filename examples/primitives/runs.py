@@ -1,4 +1,4 @@
-"""What every program here shares: a process group, and printing in order of rank."""
+"""Helpers for the programs in this folder: a process group, and printing in order of rank."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Run ``main`` as one rank of those that torchrun started."""
+    """Run ``main`` in a process group of the processes that torchrun started."""
     dist.init_process_group("gloo")
     main()
     dist.destroy_process_group()
@@ -24,7 +24,7 @@ def show(name: str, local: Tensor) -> None:
 
 
 def compare(name: str, result: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
-    """Raise unless two tensors agree to the rounding of sums in another order, by default in float64."""
+    """Raise unless two tensors are equal up to the rounding of reordered sums; the default tolerance is for float64."""
     torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
     if dist.get_rank() == 0:
         print(f"{name}: equal to one process", flush=True)

@@ -1,4 +1,4 @@
-"""Rows of two ranks, gathered.
+"""Gather a tensor whose rows are sharded over two ranks.
 
 torchrun --nproc-per-node 2 -m examples.primitives.shard_to_replicate
 """

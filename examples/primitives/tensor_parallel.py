@@ -1,4 +1,4 @@
-"""Tensor parallelism: w0 is cut by columns and w1 by rows, so each rank makes a part of every sum.
+"""Tensor parallelism: w0 is sharded by columns and w1 by rows, so each rank computes a part of every sum.
 
 torchrun --nproc-per-node 4 -m examples.primitives.tensor_parallel
 """
@@ -20,7 +20,7 @@ class TensorParallelMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         x = mw.shard_tensor(x, mesh, [mw.Replicate()])
-        z = x @ self.w0 @ self.w1  # Partial: torch has not summed yet
+        z = x @ self.w0 @ self.w1  # Partial: not yet summed over the ranks
         return mw.reshard(z, mesh, [mw.Replicate()])
 
 

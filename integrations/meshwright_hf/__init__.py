@@ -1,4 +1,4 @@
-"""Integrations with the Hugging Face stack; each is a module of its own, imported on first use."""
+"""Integrations of Meshwright with the Hugging Face stack; each module is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns batches per data-parallel rank, as the Trainer and accelerate mean them, into global batches."""
+"""Converts loaders of one data-parallel rank's batches (as in the Trainer and accelerate) to global batches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from meshwright.data.readers.base import worker_options
 
 
 def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
-    """Return the same loader with batches that are dp times larger: those of all data-parallel ranks together.
+    """Return a loader with batches that are dp times as large: the batches of all data-parallel ranks joined.
 
-    ``to_distributed`` and ``shard_dataloader`` take global batches and give each rank its rows of them, so a rank gets
-    as many rows as the loader's batch has. Dataset, order, collate function, workers, ``drop_last`` and pinned memory
-    stay the same; dp successive batches of a batch sampler become one.
+    ``to_distributed`` and ``shard_dataloader`` take global batches and give each rank its rows, so each rank again gets
+    as many rows as a batch of ``loader`` has. Dataset, order, collate function, workers, ``drop_last`` and pinned
+    memory stay the same. dp successive batches of a batch sampler become one batch.
 
     Args:
         loader: a loader of one rank's batches, over a map-style or iterable dataset.
         dp: the number of ranks that read different rows.
 
     Raises:
-        ValueError: if the batches cannot be made larger, since ``loader`` is no DataLoader or makes no batches.
+        ValueError: if ``loader`` is not a plain DataLoader, or has ``batch_size=None``, so that its batches cannot be
+            joined.
 
     Example:
         >>> [batch.tolist() for batch in global_batches(DataLoader(range(5), batch_size=2), dp=2)]
@@ -61,11 +62,11 @@ def global_batches(loader: DataLoader[Any], dp: int) -> DataLoader[Any]:
 
 
 def order_by_seed_and_epoch(loader: DataLoader[Any], data_seed: int | None) -> None:
-    """Make a shuffled loader's order follow from seed and epoch, as accelerate's ``use_seedable_sampler`` does.
+    """Make the order of a shuffled loader depend only on seed and epoch, as accelerate's ``use_seedable_sampler`` does.
 
     Args:
-        loader: the loader, changed in place if a RandomSampler orders it.
-        data_seed: the seed; None for torch's own.
+        loader: the loader, changed in place if it has a RandomSampler.
+        data_seed: the seed; None for torch's initial seed.
     """
     batch_sampler: Any = loader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
@@ -80,7 +81,7 @@ def order_by_seed_and_epoch(loader: DataLoader[Any], data_seed: int | None) -> N
 
 
 class _Joined:
-    """Joins successive batches of a batch sampler, and passes on its other attributes.
+    """A batch sampler that joins successive batches of another one, and has the other attributes of that sampler.
 
     If the sampler drops its own last batch, an incomplete joined batch at the end is left out as well.
     """

@@ -1,4 +1,4 @@
-"""A callback that watches a Trainer, and logs what would make it faster."""
+"""A Trainer callback that logs throughput, memory and the planner's plan, and compares the replicas' weights."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class MeshwrightCallback(TrainerCallback):
-    """Add telemetry, a plan card and a check for replicas that drift apart to any Trainer.
+    """Adds throughput and memory figures, the planner's plan and a comparison of the replicas' weights to any Trainer.
 
-    Each log of the training loss gets ``tokens_per_second`` and ``mfu`` over all devices since the last one, and
-    ``peak_memory_gb`` of the rank that needs most. Reporting integrations (``report_to``) run before a user's
-    callbacks and do not see these; the printed logs and ``state.log_history`` do.
+    Each log of the training loss gets ``tokens_per_second`` and ``mfu`` over all devices since the last log, and the
+    largest ``peak_memory_gb`` of all ranks. Reporting integrations (``report_to``) run before a user's callbacks, so
+    they do not get these figures. The printed logs and ``state.log_history`` have them.
 
-    It cannot shard: a callback sees the model after the Trainer has wrapped it. In a stock Trainer with several
-    processes it warns of this, and names the line to change.
+    The callback cannot shard the model, because the Trainer has wrapped the model before it calls a callback. In a
+    stock Trainer with several processes, a warning says this and shows the line to change.
 
     Args:
-        check_every: the number of steps between comparisons of the replicas' weights; 0 for never.
+        check_every: the number of steps between two comparisons of the replicas' weights; 0 turns them off.
         shows_plan: whether to log the plan that the planner would pick, when training begins.
 
     Example::
@@ -58,7 +58,7 @@ class MeshwrightCallback(TrainerCallback):
         self._peak: float | None = None  # FLOPs per second of a device
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Warn that this callback does not shard."""
+        """Warn that this callback does not shard the model, if several processes or a plan were launched."""
         if not self.trainer_shards and state.is_world_process_zero and (world_size() > 1 or _PLAN in os.environ):
             logger.warning(
                 "MeshwrightCallback only watches this Trainer. It cannot shard the model: a callback sees it after the "
@@ -83,7 +83,7 @@ class MeshwrightCallback(TrainerCallback):
             self._flops = describe(model.config).flops
         except (PlanError, AttributeError) as error:
             logger.info("no MFU: %s", error)
-        # The peak of this host's processor is not known.
+        # The peak FLOPs of a CPU are not known.
         self._peak = None if device.type == "cpu" else device_at_hand(device).flops
         if self.shows_plan and state.is_world_process_zero:
             self._log_plan(args, model, train_dataloader, device)
@@ -93,7 +93,7 @@ class MeshwrightCallback(TrainerCallback):
         self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Compare the replicas every ``check_every`` steps."""
+        """Compare the replicas' weights every ``check_every`` steps."""
         if self.check_every and state.global_step % self.check_every == 0:
             assert model is not None
             check_replicas(model, step=state.global_step)
@@ -101,7 +101,7 @@ class MeshwrightCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
     ) -> None:
-        """Add the telemetry to a log of the training loss."""
+        """Add throughput and memory figures to a log of the training loss."""
         if logs is None or "loss" not in logs or model is None:
             return
         now = time.perf_counter()
@@ -146,7 +146,7 @@ class MeshwrightCallback(TrainerCallback):
             self._length = max(self._length, ids.shape[-1])
 
     def _telemetry(self, model: nn.Module, elapsed: float) -> dict[str, float]:
-        """Return the telemetry of all ranks, which all log at the same steps."""
+        """Return the throughput and memory figures of all ranks, which all log at the same step."""
         device = device_of(model)
         own = torch.tensor([self._tokens, self._length, _peak_memory(device)], dtype=torch.float64, device=device)
         ranks = own[None]

@@ -1,4 +1,4 @@
-"""torch.compile of a distributed model: the code between the collectives is compiled, they are not."""
+"""torch.compile for a distributed model: compiles the code between collectives, but not the collectives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 
 def compile_decoder(model: Any, options: Mapping[str, Any]) -> None:
-    """Compile the decoder in place; the head, its sharded logits and the loss run as they are.
+    """Compile the decoder in place; the head, its sharded logits and the loss are not compiled.
 
-    Graphs end at hooks. Hooks move activations between ranks and keep state from one to the next, which a traced graph
-    would freeze.
+    Graphs break at hooks, which are excluded from compilation: hooks communicate activations and pass state to later
+    hooks, and a traced graph would freeze this state.
 
     Args:
         model: the distributed model, changed in place.
@@ -32,7 +32,7 @@ def compile_decoder(model: Any, options: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def left_to_us(plugin: Any) -> Iterator[None]:
-    """Keep accelerate from compiling inside the context.
+    """Keep accelerate from compiling the model inside the context.
 
     Args:
         plugin: accelerate's TorchDynamoPlugin.

@@ -1,14 +1,15 @@
-"""``register``: stock ``from_pretrained`` with a distributed configuration hands its model to our runtime.
+"""``register`` makes stock ``from_pretrained(distributed_config=...)`` distribute the model by Meshwright.
 
-transformers builds the model without memory, finds and downloads the files and settles the dtype. Instead of reading
-the whole weights, it then calls ``to_distributed``, by which each rank reads its shard. These methods of
-``PreTrainedModel`` are replaced while registered; each passes all other calls on to the stock method:
+transformers builds the model on the meta device, finds and downloads the files and determines the dtype. Then
+``to_distributed`` is called in place of transformers' loading, and each rank reads only its shard. ``register``
+replaces these methods of ``PreTrainedModel``. Calls without a configuration for Meshwright are passed on to the stock
+method:
 
-* ``prepare_distribute_model`` recognises the configurations that are ours,
-* ``maybe_distribute_model`` marks their models, which still have no memory,
-* ``_load_pretrained_model`` distributes them,
-* ``_finalize_model_loading`` skips them, since no weight is missing and shards must not be initialised,
-* ``_load_and_finalize_distributed_pretrained_model``, which reads checkpoints of another format, refuses them.
+* ``prepare_distribute_model`` recognises the configurations for Meshwright,
+* ``maybe_distribute_model`` marks the models of such configurations, which are still on the meta device,
+* ``_load_pretrained_model`` distributes these models,
+* ``_finalize_model_loading`` skips these models, since no weight is missing and shards must not be initialised,
+* ``_load_and_finalize_distributed_pretrained_model``, which reads transformers' distributed checkpoints, refuses them.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ _NEWER = "_load_and_finalize_distributed_pretrained_model"
 
 
 def register(*, take_over: TakeOver = "sequence_parallel") -> None:
-    """Let ``from_pretrained(path, distributed_config=...)`` distribute models by Meshwright.
+    """Make ``from_pretrained(path, distributed_config=...)`` distribute models by Meshwright.
 
-    ``distributed_config`` may then also be a ``meshwright.ParallelPlan``, its words ("dp2 tp2+sp"), or a
-    ``ToDistributedConfig``, where plan=None means the plan in the model's config.json. The styles of
-    ``meshwright_hf.styles`` can be named in transformers' own ``tp_plan``. Nothing else changes; a second call
-    replaces the first.
+    ``distributed_config`` may then also be a ``meshwright.ParallelPlan``, a plan in words ("dp2 tp2+sp"), or a
+    ``ToDistributedConfig``, in which plan=None means the plan in the model's config.json. The styles of
+    ``meshwright_hf.styles`` can be used in transformers' own ``tp_plan``. Nothing else changes. A second call replaces
+    the first.
 
     Args:
-        take_over: which ``DistributedConfig`` is ours: "sequence_parallel" for those with
-            ``enable_sequence_parallel=True``, which transformers itself ignores; "all" for those that ask for more
-            than one process as well.
+        take_over: which ``DistributedConfig`` objects Meshwright handles: "sequence_parallel" for those with
+            ``enable_sequence_parallel=True``, which transformers itself ignores; "all" also for those with more than
+            one process.
 
     Raises:
         ValueError: if ``take_over`` is something else.
-        RuntimeError: if transformers lacks a method that is replaced.
+        RuntimeError: if this version of transformers lacks a method that ``register`` replaces.
 
     Example::
 
@@ -90,7 +91,7 @@ def unregister() -> None:
     """Undo ``register``, if it was called: restore transformers' methods. Distributed models stay distributed.
 
     Raises:
-        RuntimeError: if something else has replaced the same methods since.
+        RuntimeError: if something else has replaced the same methods after ``register``.
     """
     if _active:
         _active[-1].remove()
@@ -101,7 +102,7 @@ def unregister() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """Carries our configuration through ``from_pretrained``, which keeps it in the model's config."""
+    """Carries Meshwright's options through ``from_pretrained``, which stores this object in the model's config."""
 
     options: ToDistributedConfig
 
@@ -110,13 +111,13 @@ class _Request:
 
 
 class _Registration:
-    """The methods that replace transformers' own, and the stock ones."""
+    """Holds transformers' stock methods, and installs and removes the methods that replace them."""
 
     def __init__(self, take_over: TakeOver):
         self.take_over = take_over
         methods = [*_METHODS, *([_NEWER] if hasattr(PreTrainedModel, _NEWER) else [])]
         self._stock = {name: getattr(PreTrainedModel, name) for name in methods}
-        # The methods that the class itself defines; the others are inherited.
+        # The methods that PreTrainedModel itself defines; the others are inherited.
         self._own = {name: vars(PreTrainedModel)[name] for name in methods if name in vars(PreTrainedModel)}
         self._installed: dict[str, Any] = {}
 
@@ -176,7 +177,7 @@ class _Registration:
         _active.remove(self)
 
     def options_of(self, distributed_config: Any) -> ToDistributedConfig | None:
-        """Return the options that a configuration means; None if it is for transformers itself."""
+        """Return the options that correspond to a configuration; None if transformers itself handles it."""
         if isinstance(distributed_config, ToDistributedConfig):
             return distributed_config
         if isinstance(distributed_config, ParallelPlan | str):
@@ -196,7 +197,7 @@ class _Registration:
     def load(
         self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Load each rank's shards instead of the whole weights, if the model's configuration is ours."""
+        """Load only this rank's shards if the configuration is for Meshwright, otherwise as transformers does."""
         if find_runtime(model) is not None:
             raise PlanError(
                 "an adapter cannot be loaded into a model that is already distributed; load the model and its adapter "
@@ -206,7 +207,7 @@ class _Registration:
         if not isinstance(request, _Request):
             stock = self._stock["_load_pretrained_model"]
             return stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        # With it, transformers would take the model for one that it has sharded itself, e.g. in save_pretrained.
+        # With this attribute, transformers would treat the model as sharded by itself, e.g. in save_pretrained.
         del model.config.distributed_config
         _check_loading(model, state_dict, load_config)
         if request.options.weights is not None:
@@ -232,13 +233,13 @@ class _Registration:
         return info, None
 
     def finalize(self, model: nn.Module, load_config: Any, loading_info: Any) -> Any:
-        """Do what transformers does after loading, except to a distributed model."""
+        """Finish loading as transformers does; return the loading info unchanged for a distributed model."""
         if find_runtime(model) is not None:
             return loading_info
         return self._stock["_finalize_model_loading"](model, load_config, loading_info)
 
 
-# The registration in force, if any.
+# The active registration, if any.
 _active: list[_Registration] = []
 
 
@@ -246,11 +247,11 @@ def _names_in(weights: WeightSource) -> set[str]:
     try:
         return set(WeightFiles.open(weights).entries)
     except CheckpointError:
-        return set()  # to_distributed raises, on every rank, even if only one has a bad file
+        return set()  # to_distributed then raises on every rank, even if only one rank has a bad file
 
 
 def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -> None:
-    """Refuse a checkpoint of an older or another format, which transformers would convert."""
+    """Raise if transformers would convert the checkpoint, because it has an older or a different format."""
     for transform in transforms:
         for name in sorted(names):
             new, pattern = transform.rename_source_key(name)
@@ -263,7 +264,7 @@ def _check_names(model: nn.Module, names: set[str], transforms: Iterable[Any]) -
 
 
 def _check_loading(model: nn.Module, state_dict: Any, load_config: Any) -> None:
-    """Refuse options of from_pretrained that do not work with one shard per rank."""
+    """Raise if an option of from_pretrained does not work when each rank loads only its shard."""
     if load_config.hf_quantizer is not None:
         raise PlanError(
             "quantised weights (quantization_config or gguf_file) cannot be sharded by distributed_config; load them "

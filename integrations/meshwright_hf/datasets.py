@@ -1,4 +1,4 @@
-"""Support for Hugging Face's ``datasets``: streams that are already split or shuffled, and token columns."""
+"""Support for Hugging Face's ``datasets``: shards of streams, packing, and batches of token columns."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ LENGTHS_READ = 10_000  # documents whose lengths are read at a time
 
 
 def dataset_shards(dataset: datasets.IterableDataset) -> DatasetShards:
-    """Return the shards of a streamed dataset, for ``ShardedStream``.
+    """Return the shards of a streamed dataset as a source for ``ShardedStream``.
 
     Args:
         dataset: a dataset that is neither shuffled nor split by node.
 
     Raises:
-        ValueError: if it is split by node, or shuffled by ``dataset.shuffle``, whose buffer no state holds.
+        ValueError: if the dataset is split by node, or shuffled by ``dataset.shuffle``, whose buffer is not saved in a
+            state.
 
     Example:
         >>> stream = datasets.Dataset.from_dict({"x": [0, 1, 2, 3]}).to_iterable_dataset(num_shards=2)
@@ -49,10 +50,10 @@ def dataset_shards(dataset: datasets.IterableDataset) -> DatasetShards:
 
 
 def unsplit(dataset: datasets.IterableDataset) -> datasets.IterableDataset:
-    """Return a streamed dataset as it was before ``split_dataset_by_node``, which only marks it.
+    """Return a streamed dataset without its split by ``split_dataset_by_node``, which only marks the dataset.
 
     Raises:
-        ValueError: if it is not streamed, since a split map-style dataset no longer has the other nodes' rows.
+        ValueError: if the dataset is not streamed: a split map-style dataset no longer has the other nodes' rows.
     """
     if not isinstance(dataset, datasets.IterableDataset):
         raise ValueError(
@@ -70,10 +71,11 @@ def unsplit(dataset: datasets.IterableDataset) -> datasets.IterableDataset:
 def pack_dataset(
     dataset: datasets.Dataset | datasets.IterableDataset, packing: Packing
 ) -> PackedDataset | PackedShards:
-    """Pack a tokenised dataset into rows of one length: a map-style dataset, or shards for ``ShardedStream``.
+    """Return a tokenised dataset packed into rows of one length: a map-style dataset, or shards for ``ShardedStream``.
 
     Args:
-        dataset: a dataset with ``input_ids`` and perhaps ``labels``, not padded; other columns are left out.
+        dataset: a dataset with the columns ``input_ids`` and optionally ``labels``, not padded; other columns are
+            dropped.
         packing: the packing options.
 
     Raises:
@@ -92,13 +94,13 @@ def pack_dataset(
 
 
 class TokenRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The token columns of a map-style dataset as tensors that share Arrow's memory, for ``TokenCollator``.
+    """A map-style dataset of token columns as tensors that share Arrow's memory, for ``TokenCollator``.
 
-    No Python lists are made on the way: a batch costs 0.7 of what the "numpy" format costs, and an eighth of what
-    plain lists cost.
+    Reading makes no Python lists: a batch takes 0.7 of the time of the "numpy" format, and an eighth of the time of
+    plain lists.
 
     Args:
-        dataset: a dataset with ``input_ids`` and perhaps other columns that ``TokenCollator`` knows.
+        dataset: a dataset with the column ``input_ids`` and optionally other columns that ``TokenCollator`` supports.
 
     Raises:
         ValueError: if it has no ``input_ids``.
@@ -120,23 +122,23 @@ class TokenRows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Return several rows at once, as DataLoader asks for them."""
+        """Return several rows; a DataLoader calls this once per batch."""
         table = self._arrow[list(indices)]
         columns = [list(_views(table[name])) for name in table.column_names]
         return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
     @property
     def fingerprint(self) -> str:
-        """The dataset's fingerprint, by which a loader checks that its state is of this dataset."""
+        """The dataset's fingerprint, with which a loader checks that its state is from this dataset."""
         return fingerprint(self.dataset)
 
 
 class TokenCollator:
-    """Collate token columns into tensors that are padded on the right; other columns are left out.
+    """Collates token columns into tensors that are padded on the right; other columns are dropped.
 
     Args:
         pad_token_id: the token that pads ``input_ids``.
-        multiple_of: a number to a multiple of which lengths are padded, for sequence and context parallelism.
+        multiple_of: the number to whose multiples lengths are padded, for sequence and context parallelism.
 
     Example:
         >>> TokenCollator()([{"input_ids": [5, 6]}, {"input_ids": [7]}])["input_ids"]
@@ -169,7 +171,7 @@ class TokenCollator:
 
 
 def _token_columns(dataset: Any) -> Any:
-    """Return the dataset with its token columns only, if its columns are known."""
+    """Return the dataset with only its token columns; return it unchanged if its column names are unknown."""
     if dataset.column_names is None:
         return dataset
     if "input_ids" not in dataset.column_names:
@@ -180,24 +182,24 @@ def _token_columns(dataset: Any) -> Any:
 
 
 def _views(column: pa.ChunkedArray) -> Iterator[Tensor]:
-    """Return the rows of a column of lists."""
+    """Return an iterator over the rows of a column of lists, as tensors that share its memory."""
     if column.null_count:
         raise ValueError(f"a token column has {column.null_count} rows that are null; filter them out first")
     tokens = pa.int8() if pa.types.is_boolean(column.type.value_type) else column.type.value_type
-    array = column.combine_chunks().cast(pa.list_(tokens))  # lists of any kind, also of fixed size
+    array = column.combine_chunks().cast(pa.list_(tokens))  # from lists of any type, also of fixed size
     values = torch.from_dlpack(array.values)  # not from_numpy, which warns of read-only memory
     offsets = array.offsets.to_pylist()
     return (values[start:stop] for start, stop in pairwise(offsets))
 
 
 def _lengths(dataset: datasets.Dataset) -> Iterator[int]:
-    """Yield the lengths of the documents, without reading a token."""
+    """Yield the lengths of the documents without reading their tokens."""
     for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=LENGTHS_READ):
         yield from pc.list_value_length(table["input_ids"]).to_pylist()
 
 
 def _stages(stage: Any) -> Iterator[Any]:
-    """Yield a pipeline's stages, from its end to its sources."""
+    """Yield the stages of a dataset's pipeline, from the last stage to the sources."""
     yield stage
     for source in [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]:
         if source is not None:

@@ -1,4 +1,4 @@
-"""Translates a transformers ``DistributedConfig``; an error names a setting that we cannot honour."""
+"""Translates a transformers ``DistributedConfig`` to a ``ToDistributedConfig``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 
-# Fields that are translated; any other must have its default.
+# Fields that are translated; every other field must have its default.
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size")
 _HONOURED = {*_SIZES, "tp_plan", "enable_sequence_parallel"}
 _INSTEAD = {
@@ -27,17 +27,17 @@ _INSTEAD = {
 
 
 def options_for(config: DistributedConfig) -> ToDistributedConfig:
-    """Translate a DistributedConfig: tp_size to tp, dp_replicate_size to dp, fsdp_size to dp under ZeRO-3.
+    """Return the options for a DistributedConfig: tp_size is tp, dp_replicate_size is dp, fsdp_size is dp with ZeRO-3.
 
     Args:
-        config: transformers' configuration; its ``enable_sequence_parallel`` is honoured.
+        config: transformers' configuration; ``enable_sequence_parallel`` is used too.
 
     Raises:
-        PlanError: if this runtime cannot honour a setting, or the sizes do not match the launch.
+        PlanError: if a setting is not supported, or the sizes do not match the number of launched processes.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        # Its own __post_init__ turns sizes of None into 1.
+        # DistributedConfig.__post_init__ turns sizes of None into 1.
         if field.name not in _HONOURED and value not in (field.default, 1 if field.default is None else field.default):
             raise PlanError(
                 f"DistributedConfig.{field.name}={value!r} is not available with ParallelPlan; "
@@ -50,7 +50,7 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
             "roles; leave tp_plan=None, and register roles with meshwright.register_plan(model_type, plan) if "
             "the model needs them"
         )
-    # transformers 5.17 has no replicas, and leaves sizes None.
+    # transformers 5.17 has no dp_replicate_size, and leaves sizes None.
     sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
     needed = sizes["tp_size"] * sizes["fsdp_size"] * sizes["dp_replicate_size"]
     if needed != (world := world_size()):

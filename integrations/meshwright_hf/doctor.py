@@ -1,4 +1,4 @@
-"""``meshwright doctor``: what is installed, and what works on this machine."""
+"""``meshwright doctor``: reports what is installed and what works on this machine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Finding:
 
     Args:
         topic: the subject of the check.
-        status: "problem" if it stops training here; "note" for information.
-        text: what was found and, unless the status is "ok", what follows or what to do.
+        status: "problem" if training would fail on this machine; "note" for information.
+        text: the finding and, unless the status is "ok", its consequence or the remedy.
     """
 
     topic: str
@@ -41,17 +41,17 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Check this machine and what is installed on it; changes nothing, sends nothing out."""
+    """Return the findings of all checks of this machine; changes nothing and sends nothing to other machines."""
     return [finding for look in _LOOKS for finding in look()]
 
 
 def has_problem(findings: list[Finding]) -> bool:
-    """Whether training would fail here."""
+    """Return whether training would fail on this machine."""
     return any(finding.status == "problem" for finding in findings)
 
 
 def as_text(findings: list[Finding]) -> str:
-    """Return the findings as lines, with the number of problems and warnings."""
+    """Return the findings as lines of text, with the number of problems and warnings at the end."""
     marks = {"ok": "ok     ", "note": "-      ", "warning": "warning", "problem": "PROBLEM"}
     width = max(len(finding.topic) for finding in findings)
     lines = [f"{marks[finding.status]}  {finding.topic:{width}}  {finding.text}" for finding in findings]
@@ -62,7 +62,7 @@ def as_text(findings: list[Finding]) -> str:
 
 
 def as_dict(findings: list[Finding]) -> dict[str, Any]:
-    """Return the findings, the versions and the tested ranges, for JSON."""
+    """Return the findings, the installed versions and the tested ranges as a dict for JSON."""
     return {
         "problem": has_problem(findings),
         "findings": [asdict(finding) for finding in findings],
@@ -104,7 +104,7 @@ def _gpus() -> Iterator[Finding]:
             version = ".".join(str(part) for part in torch.cuda.nccl.version())
             yield Finding(topic="NCCL", status="ok", text=version)
         else:
-            text = "this build of torch has none, so GPUs cannot be used together; install a CUDA build"
+            text = "this build of torch has no NCCL, so several GPUs cannot communicate; install a CUDA build"
             yield Finding(topic="NCCL", status="problem", text=text)
     elif Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
         text = (
@@ -121,7 +121,7 @@ def _gloo() -> Iterator[Finding]:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        text = "this build of torch has none: CPU tensors cannot be communicated"
+        text = "this build of torch has no gloo: CPU tensors cannot be communicated"
         yield Finding(topic="gloo", status="problem", text=text)
         return
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -136,7 +136,7 @@ def _gloo() -> Iterator[Finding]:
 
 
 def _try_gloo() -> str | None:
-    """Return why two ranks, as threads of this process, cannot all-reduce; None if they can."""
+    """Return the error of an all-reduce between two ranks, run as threads of this process; None if it works."""
     import torch
     import torch.distributed as dist
 

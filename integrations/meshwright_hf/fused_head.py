@@ -1,4 +1,4 @@
-"""TRL's fused head on shards: it reads the head's weight without calling the module, and needs all of it."""
+"""Support for TRL's fused head, which reads the head's whole weight without calling the module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.parallel.row_layout import record_of
 
 
 def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
-    """Give ``model(..., fused_lm_head=True)`` the whole head, gathered for the call; other calls stay as they are.
+    """Wrap the forward to gather the whole head for calls with ``fused_lm_head=True``; other calls are unchanged.
 
-    TRL's trainers put such a forward on the model before it is sharded. It multiplies hidden states by
-    ``get_output_embeddings().weight`` tile by tile, so a rank's own rows would give a softmax over its words only.
-    Under ZeRO stage 3 the head has values only while its own forward runs, which TRL does not call.
+    TRL's trainers replace the model's forward before the model is sharded. TRL's forward multiplies hidden states by
+    ``get_output_embeddings().weight`` tile by tile, so with a rank's own rows the softmax would cover only part of the
+    vocabulary. Under ZeRO stage 3 the head has values only during its own forward, which TRL does not call.
 
     Args:
         model: the model, changed in place.
@@ -42,7 +42,7 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
                     stack.enter_context(runtime.weights.lent(head))
                 return _whole(head, runtime)
 
-            owner.get_output_embeddings = find_whole_head  # the forward calls it once, after the backbone
+            owner.get_output_embeddings = find_whole_head  # TRL's forward calls this once, after the backbone
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -52,7 +52,7 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
 
 
 def _whole(head: nn.Linear, runtime: Runtime) -> SimpleNamespace:
-    """Return the whole head; all ranks compute the same with it, so each takes its own rows of the gradient."""
+    """Return the whole head. All ranks compute the same gradient for it, so each rank keeps its own rows."""
     bias = None if head.bias is None else _gathered(head.bias, runtime)
     return SimpleNamespace(weight=_gathered(head.weight, runtime), bias=bias)
 

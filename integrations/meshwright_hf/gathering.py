@@ -1,4 +1,4 @@
-"""Gathers the rows of all data-parallel ranks for a metric: each once, in the order of the dataset."""
+"""Gathers the rows of all data-parallel ranks for metrics: each row once, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from meshwright.parallel.collectives import Axis, all_gather
 
 
 def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> Any:
-    """Join the rows of every tensor over the data-parallel axis; every rank makes the call.
+    """Return each tensor with its rows gathered over the data-parallel axis; every rank makes the call.
 
     The ranks may have different numbers of rows. A tensor without dims becomes a vector with one number per rank.
 
     Args:
-        data: a tensor, or nested containers of tensors, alike on all ranks.
-        dp: the dp axis; ranks that share a batch are on other axes, and have the same rows.
-        is_blank: whether this rank's rows are a copy that only keeps it in step.
-        rows: the number of rows over all ranks, after which the result is cut off; None if it is not known.
+        data: a tensor, or nested containers of tensors, with the same structure on all ranks.
+        dp: the data-parallel axis, whose ranks have different rows.
+        is_blank: whether this rank's rows are a copy that does not count, because the batch has no row for this rank.
+        rows: the number of rows to keep from the gathered rows; None for all.
 
     Raises:
-        ValueError: on all ranks, if tensors differ in more than their rows.
+        ValueError: on all ranks, if tensors differ between ranks in more than their number of rows.
     """
     own = list(tensors_of(data))
     if dp.size == 1:
@@ -39,13 +39,13 @@ def gather_tensors(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | N
 
 
 def gather_values(data: Any, dp: Axis, *, is_blank: bool = False, rows: int | None = None) -> list[Any]:
-    """Join lists of anything that can be pickled over the data-parallel axis; see ``gather_tensors``."""
+    """Return the lists of all data-parallel ranks as one list; the items must be picklable. See ``gather_tensors``."""
     ranks = gather_objects([] if is_blank else list(data), dp)
     return [value for values in ranks for value in values][:rows]
 
 
 def has_only_tensors(data: Any) -> bool:
-    """Whether nested containers hold tensors and nothing else."""
+    """Return whether nested containers hold only tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What to launch: the processes, the machines and the plan, checked before anything starts."""
+"""Defines and checks a launch: the script, the processes, the machines and the plan."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ START_TIMEOUT = 300  # seconds that machines wait for each other
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to start on this machine.
+    """The settings of ``meshwright launch`` on this machine.
 
     Args:
-        script: a Python file, or with ``module`` the name of a module.
+        script: the path of a Python file or, with ``module``, the name of a module.
         arguments: the script's arguments.
         module: whether to run the script as ``python -m`` does.
-        plan: the plan for the script's ``to_distributed``; None to have that pick one.
+        plan: the plan for ``to_distributed`` in the script; with None, ``to_distributed`` picks a plan.
         num_processes: the number of processes over all machines.
-        num_machines: the number of machines, each of which is started by a command of its own.
+        num_machines: the number of machines; the command is run once on each machine.
         machine_rank: this machine's number, from 0.
-        main_process_ip: the address of machine 0; may be left out for one machine.
-        main_process_port: the port on which machine 0 listens; by default any free one on one machine, else 29500.
+        main_process_ip: the address of machine 0; optional for one machine.
+        main_process_port: the port on which machine 0 listens; by default any free port for one machine, else 29500.
         cpu: whether to run on CPU even if there are GPUs.
-        mixed_precision: accelerate's precision ("no", "fp16", "bf16", "fp8"); None for that of its configuration.
+        mixed_precision: accelerate's precision ("no", "fp16", "bf16", "fp8"); None for the value in its configuration.
         start_timeout: seconds that machines wait for each other.
         oversubscribe: whether to start more processes than this machine's CPU cores can serve.
 
     Raises:
-        PlanError: if two numbers do not fit together (the message names both), or there is no such script.
+        PlanError: if two numbers contradict each other (the message gives both), or the script does not exist.
 
     Example:
         >>> Launch(script="train", module=True, plan=ParallelPlan(dp=2, tp=2), num_processes=4).local_processes
@@ -64,7 +64,7 @@ class Launch:
         if self.num_processes % self.num_machines:
             raise PlanError(
                 f"--num_processes {self.num_processes} cannot be spread evenly over --num_machines "
-                f"{self.num_machines}; it counts the processes of all machines together"
+                f"{self.num_machines}; it is the total number of processes over all machines"
             )
         if not 0 <= self.machine_rank < self.num_machines:
             raise PlanError(
@@ -90,20 +90,21 @@ class Launch:
 
     @property
     def local_processes(self) -> int:
-        """Processes on this machine."""
+        """The number of processes on this machine."""
         return self.num_processes // self.num_machines
 
 
 def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int | None) -> ParallelPlan | None:
-    """Return the plan to launch with, from ``plan``, from ``sizes`` or from the environment; None if there is none.
+    """Return the plan of a launch, from ``plan``, ``sizes`` or the environment; None if none of them has a plan.
 
     Args:
         plan: a plan file, or a plan in words.
-        sizes: the fields of ``ParallelPlan`` that the user named.
+        sizes: the fields of ``ParallelPlan`` that the user passed.
         num_processes: the number of processes; if ``sizes`` lacks dp, dp is this number divided by the other sizes.
 
     Raises:
-        PlanError: if there are both a plan and sizes, sizes do not divide the processes, or ``plan`` is no plan.
+        PlanError: if both a plan and sizes are given, the processes are not divisible by the sizes, or ``plan`` is not
+            a plan.
     """
     if plan is not None:
         if sizes:

@@ -1,4 +1,4 @@
-"""Runs accelerate's launcher for a plan: with the plan's processes, and the plan in their environment."""
+"""Runs accelerate's launcher with the number of processes of a plan, and the plan in their environment."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
-TRIED_ON_CPU = 8  # processes that any machine may start
+TRIED_ON_CPU = 8  # number of processes that a machine may start however few cores it has
 
 
 def default_processes(num_machines: int, cpu: bool) -> int:
-    """Return the number of GPUs on all machines, if they are like this one.
+    """Return the default number of processes: this machine's number of GPUs times the number of machines.
 
     Raises:
-        PlanError: if ``cpu`` is set or this machine has no GPUs, so that the number is unknown.
+        PlanError: if ``cpu`` is set or this machine has no GPUs, so that there is no default.
     """
     gpus = 0 if cpu else _gpus()
     if gpus == 0:
@@ -37,10 +37,10 @@ def default_processes(num_machines: int, cpu: bool) -> int:
 
 
 def run(job: Launch) -> int:
-    """Start the processes of this machine and wait for them; return the exit code of the first that failed.
+    """Start the processes of this machine and wait; return the exit code of the first process that failed, or 0.
 
     Raises:
-        PlanError: if accelerate is missing, GPUs are too few, a port is in use, or another machine does not join.
+        PlanError: if accelerate is missing, there are too few GPUs, a port is in use, or another machine does not join.
     """
     if importlib.util.find_spec("accelerate") is None:
         raise PlanError(
@@ -63,7 +63,7 @@ def run(job: Launch) -> int:
 
 
 def _check_cores(job: Launch) -> None:
-    """Refuse so many processes that a machine would halt; a few per core let a laptop try a plan."""
+    """Raise if there are so many processes that the machine would stop responding; a few per core are allowed."""
     cores = os.cpu_count() or 1
     most = max(TRIED_ON_CPU, 2 * cores)
     if job.local_processes > most and not job.oversubscribe:
@@ -77,22 +77,22 @@ def _check_cores(job: Launch) -> None:
 def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:
     """Return the arguments of ``accelerate launch``.
 
-    CPUs use torchrun's way (``--multi_gpu``) too, since ``--cpu`` would start one process, whatever the number.
+    Launches on CPU also use torchrun (``--multi_gpu``), since ``--cpu`` always starts one process.
 
     Args:
-        job: the job, with an address and a port.
-        on_cpu: whether it runs on CPU.
+        job: the launch, with an address and a port.
+        on_cpu: whether the processes run on CPU.
     """
     configuration = _configuration()
-    unless_configured = "no" if configuration is None else None  # accelerate's own default, passed so that it is quiet
+    unless_configured = "no" if configuration is None else None  # accelerate's default, passed to avoid its warning
     options: dict[str, Any] = {
-        "config_file": configuration,  # passed, since with --cpu accelerate would leave it out
+        "config_file": configuration,  # passed, since with --cpu accelerate would not read it
         "num_processes": job.num_processes,
         "num_machines": job.num_machines,
         "machine_rank": job.machine_rank,
         "main_process_ip": job.main_process_ip,
         "main_process_port": job.main_process_port,
-        "rdzv_backend": "static",  # another one would number the machines in the order of joining
+        "rdzv_backend": "static",  # other backends number the machines in the order of joining
         "mixed_precision": job.mixed_precision or unless_configured,
         "dynamo_backend": unless_configured,
         "num_cpu_threads_per_process": _threads(job, on_cpu),
@@ -108,14 +108,14 @@ def accelerate_arguments(job: Launch, *, on_cpu: bool) -> list[str]:
 
 
 def _configuration() -> str | None:
-    """Return the file that ``accelerate config`` wrote, if it did."""
+    """Return the path of the file that ``accelerate config`` wrote; None if there is none."""
     from accelerate.commands.config import default_config_file
 
     return default_config_file if os.path.isfile(default_config_file) else None
 
 
 def _threads(job: Launch, on_cpu: bool) -> int | None:
-    """Return the threads per process, None for accelerate's choice; on CPU the processes share the cores."""
+    """Return the threads per process: on CPU the cores divided by the processes; None for accelerate's default."""
     if not on_cpu or "OMP_NUM_THREADS" in os.environ:
         return None
     import psutil
@@ -124,7 +124,7 @@ def _threads(job: Launch, on_cpu: bool) -> int | None:
 
 
 def _with_address(job: Launch) -> Launch:
-    """Fill in a missing address and port to meet at, and check the port on the machine that listens."""
+    """Return the launch with a missing address and port filled in; check the port on the machine that listens."""
     port = job.main_process_port
     if port is None:
         port = network.free_port() if job.num_machines == 1 else DEFAULT_PORT
@@ -134,7 +134,7 @@ def _with_address(job: Launch) -> Launch:
 
 
 def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
-    """Return the variables to set besides accelerate's; those that the user set are left alone."""
+    """Return the environment variables to set besides accelerate's; GLOO_SOCKET_IFNAME is kept if the user set it."""
     environment = {}
     if on_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -155,7 +155,7 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
 
 
 def _in_words(job: Launch, on_cpu: bool) -> str:
-    """Return in one line what is started where."""
+    """Return one line that describes the plan, the processes and the machine."""
     plan = "a plan that to_distributed picks"
     if job.plan is not None:
         changed = {f.name: getattr(job.plan, f.name) for f in dataclasses.fields(job.plan)}
@@ -170,7 +170,7 @@ def _in_words(job: Launch, on_cpu: bool) -> str:
 
 
 def _run(job: Launch, arguments: list[str]) -> int:
-    """Run accelerate's launcher in this process; a single process to start replaces this one."""
+    """Run accelerate's launcher in this process and return the exit code; a single process replaces this one."""
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed import DistError
@@ -179,7 +179,7 @@ def _run(job: Launch, arguments: list[str]) -> int:
 
     options = accelerate.launch_command_parser().parse_args(arguments)
     if job.num_processes == 1:
-        # accelerate would wait for it, and hide its exit code and our signals from it.
+        # accelerate would wait for the script, hide its exit code, and not pass our signals to it.
         command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
         os.execvpe(command[0], command, environment)
     try:
@@ -196,10 +196,10 @@ def _run(job: Launch, arguments: list[str]) -> int:
 
 
 def _first_failure(error: ChildFailedError) -> int:
-    """Name the process that failed first, and return its exit code as a shell would."""
+    """Print which process failed first; return its exit code as a shell would."""
 
     def order(item: tuple[int, Any]) -> tuple[bool, int, int]:
-        # The others were ended by SIGTERM because of it, within the same second.
+        # The other processes were ended by SIGTERM because of this failure, within the same second.
         return item[1].exitcode == -signal.SIGTERM, item[1].timestamp, item[0]
 
     rank, failure = min(error.failures.items(), key=order)
@@ -210,7 +210,7 @@ def _first_failure(error: ChildFailedError) -> int:
 
 
 def _end_the_rest() -> None:
-    """End the processes that are left when the wait for them is interrupted, e.g. by a second Ctrl-C."""
+    """Kill the remaining processes after the launcher was interrupted, e.g. by a second Ctrl-C."""
     import psutil
 
     rest = psutil.Process().children(recursive=True)

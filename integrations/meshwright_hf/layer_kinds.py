@@ -1,4 +1,4 @@
-"""Finds the kinds of decoder layers in a model, and a few layers that have them all."""
+"""Finds the kinds of decoder layers in a model, and a small set of layers that includes all kinds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-LEAST = 2  # layers that are kept at least, so that something is between two layers
-MOST = 8  # kinds that are told apart at most
+LEAST = 2  # minimum number of layers to keep, so that code between two layers runs
+MOST = 8  # maximum number of kinds to include
 _PLAIN = (bool, int, str, type(None))
 
 
 def kinds_of_layers(model: Any) -> list[Hashable]:
-    """Return what distinguishes each decoder layer: its modules, their settings and its parameters' shapes.
+    """Return the kind of each decoder layer: a hashable value of its modules, their settings and its parameter shapes.
 
     Args:
         model: a causal LM, on the meta device or not.
@@ -23,7 +23,7 @@ def kinds_of_layers(model: Any) -> list[Hashable]:
     if not stacks:
         return []
     settings = [dict(_settings(layer)) for layer in stacks[0]]
-    # A setting that numbers the layers does not distinguish kinds.
+    # A setting that holds the layer's index does not distinguish kinds.
     counts = {
         p
         for p in settings[0]
@@ -51,7 +51,7 @@ def _counts(value: Any, first: Any, index: int) -> bool:
 
 
 def layers_to_keep(config: Any, kinds: Sequence[Hashable]) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Yield layers that may be enough, the fewest first, and the fields of a config that has only them.
+    """Yield sets of layers that include all kinds, the smallest first, with the config fields for only these layers.
 
     Args:
         config: the config of the whole model.

@@ -1,4 +1,4 @@
-"""Addresses, ports and interfaces of this machine."""
+"""Finds addresses, ports and network interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def check_port(port: int) -> None:
-    """Check that a port of this machine is free, by listening on it for a moment on all addresses.
+    """Raise if a port of this machine is not free; the check listens on the port briefly, on all addresses.
 
     Raises:
-        PlanError: if it is not; the message names the port.
+        PlanError: if the port is in use, or this user may not open it.
     """
     try:
         with socket.create_server(("", port)):
@@ -36,10 +36,10 @@ def check_port(port: int) -> None:
 
 
 def local_address_towards(address: str) -> str:
-    """Return this machine's own address on the route to another one; nothing is sent.
+    """Return this machine's own address on the route to another address; nothing is sent.
 
     Raises:
-        PlanError: if a name does not resolve, or no route leads to the address.
+        PlanError: if the name does not resolve, or there is no route to the address.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
@@ -51,7 +51,7 @@ def local_address_towards(address: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address; None if none has."""
+    """Return the name of the network interface that has an address; None if there is none."""
     import psutil  # accelerate depends on it
 
     for name, entries in psutil.net_if_addrs().items():

@@ -1,4 +1,4 @@
-"""Checks whether ranks that must hold the same weights still do."""
+"""Checks whether ranks that must hold equal weights still do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_replicas(model: nn.Module, *, step: int) -> None:
-    """Compare a digest of each weight over the ranks that hold the same weight; every rank makes the call.
+    """Raise if a weight differs between ranks that must hold it equally, by digests; every rank makes the call.
 
-    Without a plan, as under DDP, these are all ranks. For a distributed model they are the ranks of the dp axis, and
-    for weights that are not sharded also those of the tp axis. A model whose parameters are not all on this rank (FSDP,
+    Without a plan, as under DDP, all ranks hold the same weights. In a distributed model the ranks of the dp axis do,
+    and for weights that are not sharded also the ranks of the tp axis. A model whose weights are sharded over dp (FSDP,
     DeepSpeed stage 3, ZeRO stage 3) is not checked.
 
     Raises:
-        DivergenceError: on every rank, if weights differ; the message names the first one and the ranks.
+        DivergenceError: on every rank, if weights differ; the message names the first weight that differs and the
+            ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -46,6 +47,7 @@ def check_replicas(model: nn.Module, *, step: int) -> None:
             if differ := [rank for rank in others if not torch.equal(parts[rank][index], parts[first][index])]:
                 raise DivergenceError(
                     f"step {step}: rank(s) {', '.join(map(str, differ))} have other values of {name} than rank "
-                    f"{first}, but must have the same: something changed the weights, or a gradient, on one rank alone "
-                    "(a clip by a local norm, a batch that only one rank skipped, a module left out of the wrapper)"
+                    f"{first}, but must have equal values: something changed the weights, or a gradient, on one rank "
+                    "alone (a clip by a local norm, a batch that only one rank skipped, a module left out of the "
+                    "wrapper)"
                 )

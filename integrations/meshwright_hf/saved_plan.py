@@ -1,4 +1,4 @@
-"""A plan that travels with a model, under "meshwright" in its config.json."""
+"""Saves a plan with a model, under "meshwright" in the model's config.json."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def save_plan(
 ) -> None:
     """Put a plan into a model's config, so that ``save_pretrained`` writes it and ``from_pretrained`` reads it.
 
-    ``to_distributed`` uses it if it is given no other plan; transformers ignores it. A second call replaces the first,
-    and a call without a plan removes it.
+    ``to_distributed`` uses this plan if no other plan is passed; transformers ignores it. A second call replaces the
+    plan, and a call without a plan removes it.
 
     Args:
         model_or_config: a model of transformers, or its config.
-        plan: the parallel plan; besides dp and tp, only what differs from the defaults is written.
+        plan: the parallel plan; besides dp and tp, only fields that differ from their defaults are written.
         sharding_plan: the roles of the modules, for an architecture that meshwright does not know.
 
     Raises:
-        PlanError: if an argument has another type.
+        PlanError: if an argument has the wrong type.
 
     Example::
 

@@ -1,7 +1,7 @@
-"""Styles for transformers' own tensor parallelism, to be named in a ``tp_plan`` while registered.
+"""Styles for transformers' own tensor parallelism, which a ``tp_plan`` can use after ``register``.
 
-They fix what transformers' own styles get wrong: a norm's gradient under accumulation, and the memory of the
-logits. A model that ``register`` takes over needs neither.
+They correct two problems of transformers' own styles: a wrong gradient of norms under accumulation, and the memory of
+the logits. A model that Meshwright distributes needs neither style.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class PartialNorm(TensorParallelLayer):
-    """A replicated norm over sharded heads (q_norm, k_norm), whose gradient is summed once per pass.
+    """The style of a replicated norm over sharded heads (q_norm, k_norm), whose gradient is summed once per pass.
 
-    transformers' ``replicated_with_grad_allreduce`` sums ``parameter.grad``, including what earlier passes left
-    there: with two accumulation steps and two ranks the gradient becomes 1.5 times as large.
+    transformers' ``replicated_with_grad_allreduce`` sums ``parameter.grad``, including the gradients of earlier passes.
+    With two accumulation steps and two ranks the gradient becomes 1.5 times as large.
     """
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -38,7 +38,7 @@ class PartialNorm(TensorParallelLayer):
             return grad
 
         def tp_forward(*args: Any, **kwargs: Any) -> Any:
-            # Loading replaces the parameters after this call, so their hooks are added when they are first used.
+            # Loading replaces the parameters after install_forward, so hooks are added at the first forward pass.
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and hooked.get(name) is not parameter:
                     parameter.register_hook(add_up)
@@ -50,9 +50,9 @@ class PartialNorm(TensorParallelLayer):
 
 
 class VocabHead(ColwiseParallel):
-    """A language-model head whose logits stay sharded over the vocabulary, up to transformers' own causal-LM loss.
+    """The style of a head whose logits stay sharded over the vocabulary until transformers' causal-LM loss.
 
-    This applies to training. Without gradients the logits are gathered, as by ``colwise_gather_output``.
+    If gradients are disabled, the logits are gathered, as by ``colwise_gather_output``.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class VocabHead(ColwiseParallel):
 
 
 class VocabLogits(ShardedLogits):
-    """This rank's columns of the logits, which only ``cross_entropy`` may read; any other read raises."""
+    """This rank's columns of the logits; only ``cross_entropy`` may read them, any other read raises an error."""
 
     vocab_size: int
     axis: Axis
 
     @classmethod
     def of(cls, local: Tensor, vocab_size: int, axis: Axis) -> VocabLogits:
-        """Mark this rank's columns; all ranks but the last have the same number."""
+        """Return this rank's columns as VocabLogits; all ranks except the last have the same number of columns."""
         logits = local.as_subclass(cls)
         logits.vocab_size, logits.axis = vocab_size, axis
         return logits

@@ -1,4 +1,4 @@
-"""transformers' Trainer on a plan: the same class, arguments and numbers, with a sharded model."""
+"""transformers' Trainer under a plan: the same arguments and numbers, with a sharded model."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 
 
 class MeshwrightTrainerMixin(CheckpointMixin):
-    """Makes a subclass of transformers' Trainer train by a plan; put it first among the bases.
+    """Mixin that makes a subclass of transformers' Trainer train by a plan; put it first among the base classes.
 
-    The model is sharded when the Trainer is made, and stays the user's object. Batch sizes keep their meaning: rows per
-    data-parallel rank. Losses, gradient norms, metrics and predictions are those of one process with a batch dp times
-    as large. Checkpoints have one-device weights and optimizer state, and can be resumed under any plan.
+    The model is sharded when the Trainer is made, and stays the user's object. Batch sizes count rows per data-parallel
+    rank, as in the Trainer. Losses, gradient norms, metrics and predictions are those of one process with a batch that
+    is dp times as large. Checkpoints have one-device weights and optimizer state, and can be resumed under any plan.
 
     Args:
-        meshwright: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict of its fields, the path of a plan file, or a
-            ToDistributedConfig. By default the launcher's plan, or the one that the planner picks.
+        meshwright: a ParallelPlan, a plan in words ("dp2 tp2+sp zero1"), a dict of its fields, the path of a plan file,
+            or a ToDistributedConfig; by default the launcher's plan, or the plan that the planner picks.
 
     Raises:
         PlanError: if the plan cannot run, or an argument contradicts it.
@@ -79,7 +79,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._mesh_config = config_of(meshwright)
         self._is_training_loader = self._is_distributing = self._counts_own_rows = False
         self._items = ItemsUse()
-        self._distributed: Any = None  # the model that is set up
+        self._distributed: Any = None  # the model that _distribute has set up
         self._trained: set[str] | None = None  # parameters with gradients when the optimizer was made
         check_arguments(arguments_of(args, kwargs))
         if kwargs.get("callbacks"):
@@ -91,7 +91,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # ---- set-up
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the Trainer's accelerator, and have it leave the model to the plan and put loaders on its mesh."""
+        """Make the Trainer's Accelerator, and change it so that the plan distributes models and loaders."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         become_trainers(self.accelerator, self)
         self.gather_function = functools.partial(
@@ -99,12 +99,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model unless it is distributed: a move to "cpu:0" would copy it out of ZeRO's buckets."""
+        """Move the model unless it is distributed: a move to "cpu:0" would copy parameters out of ZeRO's buckets."""
         if find_runtime(model) is None:
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _distribute(self) -> None:
-        """Shard the model and prepare it for the Trainer, once for each model that ``model_init`` makes."""
+        """Shard the model and prepare it for the Trainer, unless this was already done for this model."""
         if self._distributed is self.model:
             return
         runtime = find_runtime(self.model)
@@ -113,23 +113,23 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         else:
             if self.train_dataset is not None:
                 self.create_optimizer()
-            # Registered before the guard's own, so that it runs after it: exit hooks run in reverse order.
+            # Registered before the guard's exit hook, to run after it: exit hooks run in reverse order.
             atexit.register(leave_process_group)
-            with torch.random.fork_rng(devices=[]):  # keeps the Trainer's later random draws equal to a one-process run
+            with torch.random.fork_rng(devices=[]):  # keeps the Trainer's later random draws equal to one process
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         self._evaluation_loss = EvaluationLoss(self, runtime)
         check_run(self.args, runtime)
         check_trl(self, runtime)
         if runtime.loss is not None:
-            runtime.loss.mean.num_items = self._meaning_of_items()  # the model may have been distributed before
+            runtime.loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
         self.model.no_sync = runtime.no_sync  # accelerate looks for it while gradients accumulate
         gather_for_fused_head(self.model, runtime)
         if self.args.torch_compile:
             compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the Trainer's optimizer: under a plan when the Trainer is made, otherwise when training begins."""
+        """Make the Trainer's optimizer; under a plan this is done when the Trainer is made."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_new:
@@ -139,7 +139,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return optimizer
 
     def _complete(self, runtime: Runtime) -> None:
-        """Add the optimizer to a model that was distributed before, perhaps while loading."""
+        """Add the optimizer to a model that was distributed before the Trainer was made, perhaps while loading."""
         trains = self.train_dataset is not None
         if trains and not runtime.has_optimizer:
             self.create_optimizer()
@@ -158,7 +158,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return "global" if self.args.average_tokens_across_devices else "local"
 
     def _batches_to_plan_for(self) -> Any:
-        """Return the batches of all processes, if the planner is to pick."""
+        """Return a loader of the batches of all processes if the planner has to pick the plan, otherwise None."""
         is_given = self._mesh_config.plan not in (None, "auto") or self._mesh_config.input_spec is not None
         if is_given or self.train_dataset is None:
             return None
@@ -169,7 +169,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             self._is_distributing = False
 
     def get_tp_size(self) -> int:
-        """Return the number of ranks with the same rows, which sets batch sizes, step counts and the loss's scale."""
+        """Return the number of ranks with the same rows; batch sizes, step counts and the loss scale depend on it."""
         runtime = find_runtime(self.model)
         if runtime is None or self._counts_own_rows:
             return super().get_tp_size()  # type: ignore[misc]
@@ -180,7 +180,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # ---- data
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of this rank's rows of the global batches."""
+        """Return a training loader that yields this rank's rows of the global batches."""
         if not self._is_distributing:
             self._distribute()  # model_init may have made a new model
         self._is_training_loader = True
@@ -192,27 +192,26 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return loader
 
     def planned_loader(self, data_loader: DataLoader[Any]) -> Any:
-        """Put a loader on the plan's mesh; called by the Trainer's Accelerator, as the next three methods are."""
+        """Return a loader on the plan's mesh; the Trainer's Accelerator calls this method and the next three."""
         if find_runtime(self.model) is None:
-            # The planner only looks at it; a trainer that passes over the data before sharding needs all rows.
+            # The planner only reads the loader's sizes; a trainer that uses the data before sharding needs all rows.
             return data_loader if self._is_distributing else whole_loader(data_loader, self.args.device)
         check_last_batch(self, data_loader, self._runtime.dp.size, is_training=self._is_training_loader)
         return mesh_loader(
             data_loader,
             self._runtime,
-            device=self.args.device,
+            self.args,
             options=self._mesh_config.loader,
             is_training=self._is_training_loader,
             has_seedable_sampler=self.accelerator.use_seedable_sampler,
-            data_seed=self.args.data_seed,
         )
 
     def gathered(self, stock: Callable[[Any], Any], tensor: Any) -> Any:
-        """Gather a metric's tensors over the data-parallel ranks; without a plan, by accelerate's own method."""
+        """Gather a metric's tensors over the data-parallel ranks; without a plan, call ``stock`` of accelerate."""
         runtime = find_runtime(self.model)
         if runtime is None or not has_only_tensors(tensor) or any(x.ndim == 0 for x in tensors_of(tensor)):
             return stock(tensor)
-        return gather_rows(tensor, runtime.dp, is_cut=False)  # the last batch's rows may differ in number
+        return gather_rows(tensor, runtime.dp, is_cut=False)  # ranks may have different numbers of rows
 
     def gathered_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather a metric's rows over the data-parallel ranks, each once and in the dataset's order."""
@@ -221,17 +220,18 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return gather_rows(input_data, self._runtime.dp, as_objects=use_gather_object)
 
     def notice_processes(self) -> None:
-        """Notice that the number of processes was read, perhaps by a loss."""
+        """Record that the number of processes was read, perhaps by a loss."""
         self._items.has_asked_processes = True
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Prepare the dataset of TRL's trainers, which call it before the model is distributed."""
+        """Prepare a TRL trainer's dataset before the model is distributed; KTO gets the global batch size."""
         if getattr(self, "calculate_KL", False):
             args = with_global_batch(args, self._mesh_config)
         return super()._prepare_dataset(dataset, processing_class, args, *rest, **kwargs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        # If the Trainer does not sum over ranks, it must not divide by the ranks that have the same rows.
+        # If the Trainer does not sum the count over ranks, it must not divide by the number of ranks with the same
+        # rows.
         self._counts_own_rows = not self.args.average_tokens_across_devices
         try:
             count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
@@ -248,13 +248,13 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     # ---- steps
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
-        """Run the Trainer's step; labels are counted in its batch, since the user's loss may remove them."""
+        """Run the Trainer's step; labels are counted in ``inputs`` first, since the user's loss may remove them."""
         uneven, count = self._runtime.uneven, self._items.watch(num_items_in_batch)
         with contextlib.nullcontext() if uneven is None else uneven.of_batch(inputs):
             return super().training_step(model, inputs, count, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the Trainer's loss, which is multiplied by dp if it was divided by the items of all ranks."""
+        """Compute the Trainer's loss; a loss that was divided by the items of all ranks is multiplied by dp."""
         with self._items.of_one_loss(self, self._runtime):  # for a subclass that calls it from its own training_step
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
@@ -286,7 +286,7 @@ class MeshwrightTrainer(MeshwrightTrainerMixin, Trainer):
 
 
 def _told(callback: Any) -> Any:
-    """Return the callback; a MeshwrightCallback is marked, so that it does not warn."""
+    """Return the callback; a MeshwrightCallback is marked so that it does not warn that it cannot shard."""
     if isinstance(callback, type) and issubclass(callback, MeshwrightCallback):
         callback = callback()
     if isinstance(callback, MeshwrightCallback):
@@ -295,6 +295,6 @@ def _told(callback: Any) -> Any:
 
 
 def _reads_logits(kind: type) -> bool:
-    """Whether a Trainer computes its loss itself, perhaps from the logits."""
+    """Return whether a Trainer class has its own compute_loss, which may read the logits."""
     owners = (owner for owner in kind.__mro__ if "compute_loss" in vars(owner))
     return next(owner for owner in owners if owner is not MeshwrightTrainerMixin) is not Trainer

@@ -1,4 +1,4 @@
-"""The Trainer's Accelerator under a plan: it leaves the model to the plan, and its loaders are on the plan's mesh."""
+"""The Trainer's Accelerator under a plan: the plan distributes the model, the optimizer and the loaders."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from meshwright_hf.compiling import left_to_us
 
 
 class TrainerAccelerator(Accelerator):
-    """accelerate's methods that a Trainer calls, for a model on a plan; the rest is accelerate's own.
+    """An Accelerator whose methods that a Trainer calls follow the plan; all other methods are accelerate's.
 
-    The class is given to the Accelerator that the Trainer made, by ``become_trainers``.
+    ``become_trainers`` gives this class to the Accelerator that the Trainer has made.
     """
 
     _trainer: Any
 
     @property
     def num_processes(self) -> int:
-        """The number of processes; reading it while a loss is computed is noticed (see ``ItemsUse``)."""
+        """The number of processes; the Trainer records that it was read (see ``ItemsUse``)."""
         self._trainer.notice_processes()
         return super().num_processes
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare a model without DDP, since the plan reduces the gradients; evaluation mode adds only autocast."""
+        """Prepare a model without DDP, since the plan reduces the gradients; only autocast is added."""
         with left_to_us(self.state.dynamo_plugin):
             placement = device_placement if find_runtime(model) is None else False
             return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
@@ -39,7 +39,7 @@ class TrainerAccelerator(Accelerator):
         return optimizer
 
     def prepare_data_loader(self, data_loader: Any, *_: Any, **__: Any) -> Any:
-        """Put a loader on the plan's mesh."""
+        """Return a loader on the plan's mesh."""
         return self._trainer.planned_loader(data_loader)
 
     def gather(self, tensor: Any) -> Any:
@@ -52,10 +52,10 @@ class TrainerAccelerator(Accelerator):
 
 
 def become_trainers(accelerator: Accelerator, trainer: Any) -> None:
-    """Give the Trainer's Accelerator the methods above; it stays the same object.
+    """Change the class of the Trainer's Accelerator to a subclass with the methods above.
 
     Args:
-        accelerator: changed in place.
+        accelerator: the Trainer's Accelerator, changed in place.
         trainer: the Trainer that made it.
     """
     kind = type(accelerator)

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints: one-device files that every plan reads, and a run that resumes where it was."""
+"""Saves and resumes the Trainer's checkpoints as one-device files, which every plan can read."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointMixin:
-    """Overrides how the Trainer saves and resumes."""
+    """Overrides the Trainer's methods that save and resume."""
 
-    # Attributes of the Trainer that it uses.
+    # Attributes of the Trainer that this mixin uses.
     args: Any
     model: Any
     optimizer: Any
@@ -43,14 +43,14 @@ class CheckpointMixin:
     _distribute: Callable[[], None]
 
     _train_loader: DistributedLoader | None = None
-    _epoch_draws: Tensor | None = None  # torch's random state when the epoch began, from which samplers draw its order
+    _epoch_draws: Tensor | None = None  # torch's random state when the epoch began; samplers draw the order from it
 
     @property
     def _runtime(self) -> Runtime:
         return runtime_of(self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write one-device weights and all other files that ``from_pretrained`` reads; every rank makes the call."""
+        """Write one-device weights and all other files for ``from_pretrained``; every rank makes the call."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ class CheckpointMixin:
             self._runtime.streams.load_state_dict(streams)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Return where to resume; the Trainer counts in steps, which is wrong if the rows per step have changed."""
+        """Return the epoch and batch to resume at, also if the rows per step have changed since the checkpoint."""
         epoch, steps = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
         progress = read_progress(checkpoint) if checkpoint else {}

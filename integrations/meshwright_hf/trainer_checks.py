@@ -19,10 +19,10 @@ from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
 
 
 def config_of(meshwright: Any) -> ToDistributedConfig:
-    """Return the config that ``MeshwrightTrainer(meshwright=...)`` means.
+    """Return the ToDistributedConfig for the argument of ``MeshwrightTrainer(meshwright=...)``.
 
     Raises:
-        PlanError: if it has another type, or a setting that the Trainer makes itself.
+        PlanError: if the argument has another type, or sets an option that the Trainer sets itself.
     """
     if meshwright is None:
         return ToDistributedConfig()
@@ -42,16 +42,16 @@ def config_of(meshwright: Any) -> ToDistributedConfig:
 
 
 def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the TrainingArguments among the arguments of a Trainer, if any."""
+    """Return the TrainingArguments among the arguments of a Trainer; None if there are none."""
     named = kwargs.get("args")
     return named if named is not None else next((x for x in args if hasattr(x, "per_device_train_batch_size")), None)
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse TrainingArguments that no plan can honour, before the Trainer acts on them.
+    """Raise if a TrainingArguments field works under no plan, before the Trainer uses it.
 
     Raises:
-        PlanError: if there is such an argument; the message names it, and what to use instead.
+        PlanError: if there is such a field; the message names it and what to use instead.
     """
     if args is None:
         return
@@ -114,7 +114,7 @@ def _refusals(args: Any) -> Iterator[str]:
 
 
 def _refusals_of_loaders(config: Any) -> Iterator[str]:
-    """Yield why settings of ``accelerator_config`` read batches in another way than a plan does."""
+    """Yield an error message for each setting of ``accelerator_config`` that reads batches differently than a plan."""
     if getattr(config, "split_batches", False):
         yield (
             "TrainingArguments.accelerator_config has split_batches=True, by which per_device_train_batch_size would "
@@ -130,10 +130,10 @@ def _refusals_of_loaders(config: Any) -> Iterator[str]:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse settings of the launcher and of the model, which are known once the Trainer is made.
+    """Raise if a setting of the launcher or of the model contradicts the plan; called after the Trainer is made.
 
     Raises:
-        PlanError: if there is such a setting; the message names it, and what to use instead.
+        PlanError: if there is such a setting; the message names it and what to use instead.
     """
     for enabled, name in ((trainer.is_fsdp_enabled, "FSDP"), (trainer.is_deepspeed_enabled, "DeepSpeed")):
         if enabled:
@@ -146,10 +146,10 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is already spread over devices or quantised.
+    """Raise if a model is already spread over devices or quantised.
 
     Raises:
-        PlanError: if it is; the message names the setting.
+        PlanError: if the model is; the message names the setting.
     """
     placed = getattr(model, "hf_device_map", None)
     if placed is not None and len(set(placed.values())) > 1:
@@ -163,16 +163,16 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_distributed(model: nn.Module, optimizer: Any, config: ToDistributedConfig, *, trains: bool) -> None:
-    """Refuse an optimizer or a plan that a model which is already distributed cannot take.
+    """Raise if an optimizer or a plan does not match a model that is already distributed.
 
     Args:
-        model: the distributed model; with its optimizer, if it is to be trained.
+        model: the distributed model; if it is to be trained, it was distributed with its optimizer.
         optimizer: the Trainer's optimizer; None if the Trainer would make one.
         config: the Trainer's config; its plan may be None.
         trains: whether the model is to be trained.
 
     Raises:
-        PlanError: if the optimizer is not the model's, or the plan is another one.
+        PlanError: if the optimizer is not the model's, or the plan differs from the model's plan.
     """
     runtime = runtime_of(model)
     if trains and (optimizer is None or find_runtime(optimizer) is not runtime):
@@ -186,25 +186,26 @@ def check_distributed(model: nn.Module, optimizer: Any, config: ToDistributedCon
 
 
 def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
-    """Refuse parameters that were frozen when the Trainer was made, and are not when training begins.
+    """Raise if parameters were frozen when the Trainer was made, but are not frozen when training begins.
 
     Args:
         model: the Trainer's model.
-        trained: the names of the parameters with gradients when its optimizer was made.
+        trained: the names of the parameters with gradients when the Trainer's optimizer was made.
 
     Raises:
-        PlanError: if there are any; the message names the first.
+        PlanError: if there are such parameters; the message names the first one.
     """
     if thawed := [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]:
         raise PlanError(
             f"{thawed[0]} and {len(thawed) - 1} more parameter(s) were frozen when this Trainer was made, so its "
             "optimizer, which is sharded with the model, has none of them. Set requires_grad before the Trainer is "
-            "made. To thaw later, make it with these parameters trained, and freeze and thaw them in a callback"
+            "made. To unfreeze parameters later, leave them unfrozen until the Trainer is made, and freeze and "
+            "unfreeze them in a callback"
         )
 
 
 def check_run(args: Any, runtime: Runtime) -> None:
-    """Refuse arguments that are wrong under this plan in particular.
+    """Raise if an argument gives wrong results under the model's plan.
 
     Raises:
         PlanError: if there is such an argument; the message names it.

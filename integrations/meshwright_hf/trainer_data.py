@@ -1,4 +1,4 @@
-"""The Trainer's loaders on the mesh: for training, for evaluation (each row once), and to resume in mid-epoch."""
+"""The Trainer's loaders on the mesh, for training, for evaluation (each row once) and for resuming in mid-epoch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from meshwright.config import LoaderOptions
 from meshwright.data.global_batches import Portion
 from meshwright.data.loader import DistributedLoader, made_together, without_labels
 from meshwright.data.nested import map_tensors
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
@@ -26,52 +27,45 @@ from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tens
 def mesh_loader(
     loader: DataLoader[Any],
     runtime: Runtime,
+    args: TrainingArguments,
     *,
-    device: torch.device,
     options: LoaderOptions,
     is_training: bool,
-    has_seedable_sampler: bool = True,
-    data_seed: int | None = None,
+    has_seedable_sampler: bool,
 ) -> DistributedLoader:
-    """Turn a Trainer's loader of one dp rank's batches into a loader of this rank's rows of global batches.
+    """Return a loader of this rank's rows of global batches, for a Trainer's loader of one dp rank's batches.
 
-    The order is the one that accelerate gives the same loader on one process.
+    The order is the order of the same loader under accelerate on one process.
 
     Args:
         loader: the loader as the Trainer built it.
         runtime: the model's runtime.
-        device: the device for the batches.
+        args: the Trainer's arguments: the device for the batches, and the seed of the shuffling, by default torch's.
         options: the options of reading.
         is_training: False for evaluation, where rows that only keep a rank in step must not be seen.
         has_seedable_sampler: whether to shuffle by a seed and the epoch, as accelerate does; otherwise as torch does.
-        data_seed: the seed of the shuffling; by default torch's own seed.
 
     Raises:
-        ValueError: on every rank, if the loader cannot be made global.
+        ValueError: on every rank, if the loader's batches cannot be joined to global batches.
     """
 
     def make() -> DistributedLoader:
         batches = global_batches(loader, runtime.dp.size)
         sampler = getattr(batches.batch_sampler, "sampler", None)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size *= runtime.dp.size  # length groups are made of global batches
+            sampler.batch_size *= runtime.dp.size  # groups of similar length must be groups of global batches
         elif has_seedable_sampler:
-            order_by_seed_and_epoch(batches, data_seed)
-        kind = DistributedLoader if is_training else EvaluationLoader
-        return kind(
-            batches,
-            dp=runtime.dp,
-            peers=Peers((runtime.tp,)),
-            device=device,
-            may_hold_blanks=not is_training,
-            options=options,
-        )
+            order_by_seed_and_epoch(batches, args.data_seed)
+        mesh = LoaderMesh(dp=runtime.dp, peers=Peers((runtime.tp,)), device=args.device)
+        if is_training:
+            return DistributedLoader(batches, mesh, options=options)
+        return EvaluationLoader(batches, mesh, options=options, blanks="either")
 
     return made_together(make)
 
 
 class EvaluationLoader(DistributedLoader):
-    """Shows, in accelerate's state, how many rows of each batch count, and whether it is the last."""
+    """Sets in accelerate's state how many rows of each batch count, and whether it is the last batch."""
 
     rows = 0
     end_of_dataloader = False
@@ -96,19 +90,19 @@ class EvaluationLoader(DistributedLoader):
 
 
 def evaluated_rows() -> int | None:
-    """Return how many rows of this rank's evaluation batch count; None outside of an evaluation."""
+    """Return how many rows of this rank's evaluation batch count; None outside an evaluation."""
     active = GradientState().active_dataloader
     return active.rows if isinstance(active, EvaluationLoader) else None
 
 
 def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False, is_cut: bool = True) -> Any:
-    """Return what ``gather_for_metrics`` returns: the rows of all data-parallel ranks in order, each once.
+    """Return the rows of all data-parallel ranks in order, each once, as ``gather_for_metrics`` does.
 
     Args:
         data: tensors with as many rows as this rank's batch, or numbers, in any nesting.
         dp: the axis over which ranks have different rows.
         as_objects: whether to send Python objects, e.g. because the other dims differ between ranks.
-        is_cut: whether to cut tensors to the batch's rows that count; ``gather`` gets others too, which stay whole.
+        is_cut: whether to cut tensors to the batch's rows that count; False for tensors with other numbers of rows.
     """
     rows = evaluated_rows()
     if not is_cut:
@@ -122,14 +116,15 @@ def gather_rows(data: Any, dp: Axis, *, as_objects: bool = False, is_cut: bool =
 def rest_of_epoch(
     loader: DistributedLoader, state: dict[str, Any] | None, *, draws: Tensor, skipped: int
 ) -> DataLoader[Any]:
-    """Return a loader whose first ``skipped`` batches the Trainer may skip, to resume where a checkpoint was saved.
+    """Return a loader that resumes at the checkpoint's position after the Trainer skips its first ``skipped`` batches.
 
-    The Trainer passes its loader to accelerate's ``skip_first_batches``, which rebuilds loaders that it knows, and
-    drops that many batches of others. Ours is moved to its place instead, behind as many placeholders.
+    The Trainer passes its loader to accelerate's ``skip_first_batches``. For a loader of an unknown class, this
+    function reads and drops the batches. So the returned loader yields placeholders to drop, and then the batches from
+    the saved position.
 
     Args:
         loader: the epoch's loader.
-        state: the loader's state when the checkpoint was saved; None to read up to there.
+        state: the loader's state when the checkpoint was saved; None to read the skipped batches instead.
         draws: torch's random state when the epoch began.
         skipped: the number of batches that the Trainer skips.
     """
@@ -145,7 +140,7 @@ class _Rest(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from repeat(None, self._placeholders)
-        torch.set_rng_state(self._draws)  # the Trainer restores its own after the first batches
+        torch.set_rng_state(self._draws)  # the Trainer restores the checkpoint's random state after skipping
         yield from self._loader
 
 

@@ -1,4 +1,4 @@
-"""The Trainer's evaluation loss: that of the global batch, on every rank."""
+"""Computes the Trainer's evaluation loss as the mean over the global batch, on every rank."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationLoss:
-    """Turns the mean over a rank's rows into that over the global batch, which one process would have evaluated.
+    """Converts the mean over a rank's rows to the mean over the global batch, as one process would compute it.
 
-    The losses of transformers' heads already are that mean, equal on all ranks. For a label smoother and for TRL's
-    trainers it is known what they average over. For the user's own loss it is not: if the ranks have different numbers
-    of rows or labels, a warning says once that the mean of their means is taken.
+    The losses of transformers' heads are already the global mean on all ranks. For the label smoother and TRL's
+    trainers it is known which items they average over. For a user's own loss it is unknown: if the ranks have different
+    numbers of rows or labels, the result is the mean of the ranks' means, and a warning says so once.
 
     Args:
         trainer: the trainer that evaluates.
-        runtime: the runtime of its model.
+        runtime: the runtime of the trainer's model.
     """
 
     def __init__(self, trainer: Any, runtime: Runtime):
@@ -40,7 +40,7 @@ class EvaluationLoss:
         self._has_warned = False
 
     def count(self, inputs: Any) -> Tensor:
-        """Count the weight (-1: unknown), rows and labels of this rank's batch, before the trainer removes any."""
+        """Return the weight (-1: unknown), rows and labels of this rank's batch, before the trainer removes labels."""
         counted = rows_and_labels(inputs if isinstance(inputs, Mapping) else {}, with_mask=True)
         if (rows := evaluated_rows()) is not None:
             counted[0] = rows
@@ -49,11 +49,11 @@ class EvaluationLoss:
         return torch.cat([counted.new_full((1,), -1) if weight is None else weight.to(counted).reshape(1), counted])
 
     def of_global_batch(self, loss: Tensor, counted: Tensor, items: ItemsUse) -> Tensor:
-        """Return the mean over the global batch.
+        """Return the loss as the mean over the global batch; every rank makes the call.
 
         Args:
             loss: the loss over this rank's rows, a scalar.
-            counted: the result of ``count`` for them.
+            counted: the result of ``count`` for these rows.
             items: whether and how the loss used ``num_items_in_batch``.
         """
         own = torch.cat([loss.detach().double().reshape(1), counted.to(loss.device)])
@@ -61,7 +61,7 @@ class EvaluationLoss:
         if items.is_divided:
             weights = torch.ones_like(losses)
         elif bool((weights < 0).any()):
-            # A row that only keeps a rank in step does not count.
+            # A rank whose only row is a copy that does not count has weight 0.
             weights = (rows > 0).to(losses) if evaluated_rows() is not None else torch.ones_like(losses)
             self._warn_of_uneven(losses, rows, labels)
         total = (losses.where(weights > 0, 0) * weights).sum()
@@ -75,9 +75,9 @@ class EvaluationLoss:
         if self._speaks:
             logger.warning(
                 "%s computes its own loss, and in an evaluation the data-parallel ranks had %s. The evaluation "
-                "averages the ranks' means, so a row or label of a rank that has fewer of them weighs more than on one "
-                "device. For the mean over the global batch, return meshwright.global_mean(model, loss, count) from "
-                "compute_loss, where count is how many items this rank's loss is the mean of, for example "
+                "averages the ranks' means, so a row or label on a rank with fewer of them has a larger weight than "
+                "on one device. For the mean over the global batch, return meshwright.global_mean(model, loss, count) "
+                "from compute_loss, where count is how many items this rank's loss is the mean of, for example "
                 "(labels != -100).sum()",
                 type(self.trainer).__name__,
                 said_of_ranks(ranks.tolist()),
@@ -85,7 +85,7 @@ class EvaluationLoss:
 
 
 def _smoothed_over(trainer: Any, inputs: Any) -> Tensor | None:
-    """Return how many labels the Trainer's label smoother averages over; None without one."""
+    """Return how many labels the Trainer's label smoother averages over; None without a label smoother."""
     if trainer.label_smoother is None or trainer.compute_loss_func is not None or "labels" not in inputs:
         return None
     labels, name = inputs["labels"], without_wrappers(trainer.model)[1]._get_name()

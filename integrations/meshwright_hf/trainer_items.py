@@ -1,9 +1,9 @@
-"""``num_items_in_batch`` in the Trainer: whether a loss is divided by it, and so has to be multiplied by dp.
+"""Detects whether a Trainer's loss is divided by ``num_items_in_batch`` and must be multiplied by dp.
 
-The Trainer counts the items of all ranks. A model whose loss is known reads the number as that count and returns the
-loss of the global batch. A user's function divides its rank's sum by it, and that quotient has to be multiplied by dp,
-since gradients are averaged over dp. The Trainer multiplies every result of its own ``compute_loss``, so it needs the
-factor, which is 1 for a mean.
+``num_items_in_batch`` is the Trainer's count of the items of all ranks. A model with a known loss uses the count and
+returns the loss of the global batch. A user's function divides its rank's sum by the count, and the quotient must be
+multiplied by dp, since gradients are averaged over dp. The Trainer multiplies every result of its own ``compute_loss``
+by a factor, which must be dp for such a quotient and 1 for a mean.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from meshwright.parallel.collectives import maximum
 
 
 class ItemsUse:
-    """Follows how the count of items is used while the Trainer computes one loss.
+    """Records how the count of items is used while the Trainer computes one loss.
 
     Attributes:
         is_active: whether a loss is being computed.
-        is_divided: whether the last loss is a quotient that the Trainer multiplied by dp, so that the mean over the
-            ranks is that of the global batch.
+        is_divided: whether the last loss is a quotient that the Trainer multiplied by dp, so that its mean over the
+            ranks is the loss of the global batch.
         is_read: whether a value was computed from the count on this rank, other than by the model's known loss.
     """
 
@@ -36,10 +36,10 @@ class ItemsUse:
 
     @contextlib.contextmanager
     def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
-        """Watch the count while a loss is computed; every rank makes the call.
+        """Record reads of the count while a loss is computed inside the context; every rank makes the call.
 
         Raises:
-            ValueError: if a loss was divided by the count and the factor was not asked for, or was applied wrongly.
+            ValueError: if a loss was divided by the count, but the factor dp was not applied or was applied wrongly.
         """
         if self.is_active:
             yield
@@ -64,7 +64,7 @@ class ItemsUse:
             raise ValueError(_DIVIDED.format(type(trainer).__name__) if counts_all else _OWN_COUNT)
 
     def settle(self, trainer: Any, runtime: Runtime) -> bool:
-        """Return whether the Trainer is to multiply the loss by dp; every rank makes the call."""
+        """Return whether the Trainer must multiply the loss by dp; every rank makes the call."""
         self._is_settled = True
         if not _is_of_model(trainer, runtime):
             self.is_divided = self._agree(trainer, runtime)
@@ -73,12 +73,12 @@ class ItemsUse:
         return self.is_divided
 
     def _agree(self, trainer: Any, runtime: Runtime) -> bool:
-        # A rank without a label may return before it divides, and a rank may read the count to log it.
+        # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
         return bool(maximum(maximum(flag, runtime.dp), runtime.tp))
 
     def watch(self, count: Any) -> Any:
-        """Return the count as a tensor that records when it is read."""
+        """Return the count as a tensor that records whether its value is read."""
         self._is_passed = count is not None
         if count is None or isinstance(count, _WatchedCount):
             return count
@@ -88,18 +88,18 @@ class ItemsUse:
 
 
 def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
-    """Whether the model divided its known loss by the count, which makes it that of the global batch."""
+    """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
     if trainer.compute_loss_func is not None or trainer.label_smoother is not None or runtime.loss is None:
         return False
     return runtime.loss.mean.used_items is True
 
 
 _DIVIDED = (
-    "{}.compute_loss reads num_items_in_batch, which counts the items of all ranks. A sum that is divided by it has to "
-    "be multiplied by the number of data-parallel ranks, but whether it was cannot be seen. Give the Trainer the loss "
-    "as a function, compute_loss_func=f with f(outputs, labels, num_items_in_batch); or end compute_loss with "
-    "super().compute_loss(model, inputs, return_outputs, num_items_in_batch); or compute a mean without that number "
-    "and return meshwright.global_mean(model, loss, count)"
+    "{}.compute_loss reads num_items_in_batch, which counts the items of all ranks. A sum that is divided by this "
+    "number has to be multiplied by the number of data-parallel ranks, but Meshwright cannot detect whether it was. "
+    "Give the Trainer the loss as a function, compute_loss_func=f with f(outputs, labels, num_items_in_batch); or end "
+    "compute_loss with super().compute_loss(model, inputs, return_outputs, num_items_in_batch); or compute a mean "
+    "without that number and return meshwright.global_mean(model, loss, count)"
 )
 _MULTIPLIED = (
     "{}.compute_loss passes num_items_in_batch to the model and reads accelerator.num_processes. Under a plan the "
@@ -129,7 +129,7 @@ class _WatchedCount(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-# Attributes of a tensor that do not depend on its value.
+# Attributes and methods of a tensor that do not read its value.
 _ABOUT = {
     "device",
     "dtype",

@@ -1,4 +1,4 @@
-"""A Trainer checkpoint's other files: the optimizer's state, and the places of data and dropout."""
+"""Reads and writes the weights of a Trainer checkpoint, and the positions of the data and the dropout masks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_progress(
     global_batch: int,
     epoch_draws: Tensor | None,
 ) -> None:
-    """Write the places of the data and the dropout masks, which are equal on all ranks, so one rank writes for all.
+    """Write the positions of the data and the dropout masks; they are equal on all ranks, so only one rank calls this.
 
     Args:
         global_batch: the rows of all ranks in one forward pass.
@@ -44,31 +44,31 @@ def save_progress(
 
 
 def read_progress(directory: str) -> dict[str, Any]:
-    """Return what ``save_progress`` wrote; empty for a checkpoint of another Trainer."""
+    """Return the state that ``save_progress`` wrote; an empty dict if the checkpoint has none."""
     path = Path(directory, PROGRESS)
     return torch.load(path, weights_only=True) if path.is_file() else {}
 
 
 def place_in_epoch(progress: dict[str, Any], *, batch: int, accumulation: int) -> tuple[int, int]:
-    """Return the epoch and how many of its batches are done, if a batch has another number of rows than before.
+    """Return the epoch and the number of its finished batches, for a batch size that may differ from the saved run's.
 
     Raises:
-        ValueError: if the place is inside a step of the new size.
+        ValueError: if the saved position is inside a step of the new size.
     """
     epoch, samples = progress["loader"]["epoch"], progress["loader"]["samples"]
     if samples == progress["loader"].get("length"):
         return epoch + 1, 0
     if samples % (batch * accumulation):
         raise ValueError(
-            f"the checkpoint was saved {samples} rows into epoch {epoch}, in steps of other sizes, which is inside a "
-            f"step of {batch} x {accumulation} rows; choose per_device_train_batch_size and "
+            f"the checkpoint was saved after {samples} rows of epoch {epoch}, in steps of other sizes; this position "
+            f"is inside a step of {batch} x {accumulation} rows; choose per_device_train_batch_size and "
             "gradient_accumulation_steps so that a step divides it, or set ignore_data_skip=True"
         )
     return epoch, samples // batch
 
 
 def save_weights(model: Any, directory: str) -> None:
-    """Write one-device weights, and the config of a model that has one; every rank makes the call."""
+    """Write one-device weights, and the config if the model has one; every rank makes the call."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
         return
@@ -93,7 +93,7 @@ def _load_adapter(model: Any, directory: str) -> None:
     read = set()
     for name, parameter in model.named_parameters():
         if (key := name.replace(f".{adapter}", "")) in weights:
-            parameter.copy_(weights[key])  # a shard takes its own part of whole values
+            parameter.copy_(weights[key])  # a shard copies its own part of the whole tensor
             read.add(key)
     if unused := sorted(weights.keys() - read):
         raise mw.CheckpointError(

@@ -1,4 +1,4 @@
-"""TRL's trainers on a plan: what they do wrong when ranks share rows or hold parts of weights."""
+"""Checks and corrections for TRL's trainers, which assume that no ranks share rows or hold parts of weights."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _MEANS_OVER_RANKS = {
 
 
 def check_trl(trainer: Any, runtime: Runtime) -> None:
-    """Refuse a TRL trainer that would be wrong under this plan in particular; other Trainers pass.
+    """Raise if a TRL trainer would train wrongly under the model's plan.
 
     Raises:
-        PlanError: if it is refused; the message names the trainer or the argument, and the plan to use instead.
+        PlanError: if it would; the message names the trainer or the argument, and the plan to use instead.
     """
     args, tp, name = trainer.args, runtime.tp.size, type(trainer).__name__
     if tp > 1 and _generates(type(trainer)):
         raise PlanError(
-            f"{name} generates what it trains on, but the plan has tp={tp}: TRL seeds each process by itself, so "
-            f"the {tp} ranks that share a prompt would train on different completions, and gathers the rewards of all "
-            "processes as those of different prompts. Set ParallelPlan(tp=1, dp=..., zero_stage=3), which shards the "
+            f"{name} generates what it trains on, but the plan has tp={tp}: TRL seeds each process differently, so "
+            f"the {tp} ranks that share a prompt would train on different completions, and TRL would gather their "
+            "rewards as if the prompts were different. Set ParallelPlan(tp=1, dp=..., zero_stage=3), which shards the "
             "weights too"
         )
     keeps_parts = tp > 1 or runtime.weights is not None
@@ -58,9 +58,9 @@ def check_trl(trainer: Any, runtime: Runtime) -> None:
 
 
 def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
-    """Return how many labels or rows this rank's evaluation loss averages over; None if that is not known.
+    """Return how many labels or rows this rank's evaluation loss averages over; None if this is unknown.
 
-    It is known for TRL's trainers that do not divide the loss by the count of all ranks, as the Trainer does.
+    It is known for those of TRL's trainers that do not divide the loss by the count of all ranks.
 
     Args:
         trainer: any trainer.
@@ -74,13 +74,13 @@ def evaluated_over(trainer: Any, inputs: Any) -> Tensor | None:
 
 
 def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_training: bool) -> None:
-    """Refuse an uneven last batch for which TRL takes the mean of the ranks' means; warn if that is only logged.
+    """Raise for an uneven last batch if TRL uses the mean of the ranks' means in the loss; warn if TRL only logs it.
 
     Args:
         trainer: any trainer.
         loader: one rank's loader, as the trainer built it.
         dp: the number of data-parallel ranks.
-        is_training: whether the loss of this loader's batches is trained on.
+        is_training: whether the loader is for training.
 
     Raises:
         ValueError: if the loss would differ from that on one device.
@@ -88,15 +88,15 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
     averaged = [module for module in _MEANS_OVER_RANKS if module in _modules_of(trainer)]
     if dp == 1 or not averaged or loader.drop_last or not isinstance(loader.dataset, Sized):
         return
-    if loader.batch_size is None:  # a batch sampler of the program's own
+    if loader.batch_size is None:  # the program's own batch sampler
         return
     rows, size = len(loader.dataset), loader.batch_size * dp
     if rows % size % dp == 0:
         return
     message = (
         f"{type(trainer).__name__} takes the mean over the ranks of {_MEANS_OVER_RANKS[averaged[0]]}. Of {rows} rows "
-        f"in batches of {size} the last {rows % size} do not divide by dp={dp}, so a row weighs more on a rank that "
-        "has fewer of them. Set dataloader_drop_last=True, or give the trainer a number of rows that divides"
+        f"in batches of {size} the last {rows % size} are not divisible by dp={dp}, so a row has a larger weight on a "
+        "rank with fewer rows. Set dataloader_drop_last=True, or give the trainer a divisible number of rows"
     )
     passes = trainer.args.max_steps * trainer.args.gradient_accumulation_steps
     is_reached = passes <= 0 or passes >= -(-rows // size)
@@ -108,23 +108,23 @@ def check_last_batch(trainer: Any, loader: DataLoader[Any], dp: int, *, is_train
 
 
 def _modules_of(trainer: Any) -> set[str]:
-    """Return the modules of TRL's trainers from which a trainer's class derives."""
+    """Return the names of the TRL modules that define the base classes of a trainer."""
     return {kind.__module__.removeprefix("trl.trainer.") for kind in type(trainer).__mro__}
 
 
 def _generates(kind: type) -> bool:
-    """Whether a TRL trainer generates while it trains; some can only for an evaluation (generate_from_model)."""
+    """Return whether a TRL trainer generates during training; some only in evaluation (generate_from_model)."""
     own = (parent for parent in kind.__mro__ if parent.__module__.startswith("trl."))
     return any(name.startswith(("_generate", "generate_on_policy")) for parent in own for name in vars(parent))
 
 
 def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
-    """Return the arguments of a trainer that pairs rows of a batch before sharding (KTO), with the global batch size.
+    """Return a copy of KTO's arguments with the global batch size, for pairing the rows of a batch before sharding.
 
-    One process with a batch dp times as large pairs the rows of all data-parallel ranks, for KTO's KL estimate.
+    For KTO's KL estimate, one process with a batch that is dp times as large pairs the rows of all data-parallel ranks.
 
     Raises:
-        PlanError: if the planner is to pick the plan, so that dp is not known yet.
+        PlanError: if no plan is given, so that dp is not known yet.
     """
     plan = given_plan(config)
     if plan is None and world_size() > 1:
@@ -138,5 +138,5 @@ def with_global_batch(args: Any, config: ToDistributedConfig) -> Any:
 
 
 def whole_loader(loader: DataLoader[Any], device: Any) -> Any:
-    """Return all rows on every rank, for a pass over the data before sharding (precompute_ref_log_probs)."""
+    """Return a loader of all rows on every rank, for a pass before sharding (precompute_ref_log_probs)."""
     return prepare_data_loader(loader, device, num_processes=1, process_index=0, put_on_device=True)

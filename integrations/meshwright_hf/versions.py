@@ -1,4 +1,4 @@
-"""The versions of the stack that Meshwright is tested with."""
+"""The versions of torch, the Hugging Face packages and DeepSpeed that Meshwright is tested with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from importlib import metadata
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Versions of a package, both ends tested.
+    """The tested range of versions of a package; both ends are tested.
 
     Args:
-        oldest: the oldest tested version; older ones are known or expected not to work.
-        newest: the newest tested version, with anything that follows these numbers.
+        oldest: the oldest tested version; older versions are known or expected to fail.
+        newest: the newest tested version; versions that begin with these numbers count as tested.
         purpose: the part of Meshwright that does not work without the package.
-        supported: whether older versions are known not to work, and not only untested.
+        supported: whether older versions are known to fail; if False, they are only untested.
     """
 
     oldest: str
@@ -28,7 +28,7 @@ class Range:
         return self.oldest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-# `make test-oldest` tests the oldest of torch, transformers and accelerate; constraints.txt pins the newest of all.
+# `make test-oldest` tests the oldest torch, transformers and accelerate; constraints.txt pins the newest versions.
 TESTED = {
     "torch": Range(oldest="2.11", newest="2.13", purpose="everything", supported=True),
     "transformers": Range(oldest="5.17", newest="5.23", purpose="its models and the Trainer", supported=True),
@@ -41,7 +41,7 @@ TESTED = {
 
 
 class UntestedVersionWarning(UserWarning):
-    """A version of the stack that Meshwright is not tested with."""
+    """Warns of a package version that Meshwright is not tested with."""
 
 
 def installed(package: str) -> str | None:
@@ -53,7 +53,7 @@ def installed(package: str) -> str | None:
 
 
 def place(package: str, version: str) -> str:
-    """Return whether a version is "older" or "newer" than the tested ones, or "tested".
+    """Return "older" or "newer" for a version outside the tested range, otherwise "tested".
 
     Example:
         >>> place("torch", "2.10.1"), place("torch", "2.13.0+cpu"), place("torch", "3.0")
@@ -68,7 +68,7 @@ def place(package: str, version: str) -> str:
 
 @functools.cache
 def warn_outside_range() -> None:
-    """Warn once per process of installed packages outside the tested versions, naming the range."""
+    """Warn once per process of installed packages outside their tested ranges; the warning gives the ranges."""
     found = {package: version for package in TESTED if (version := installed(package))}
     outside = [
         f"{package} {version} ({place(package, version)} than the tested {TESTED[package]})"
@@ -84,7 +84,7 @@ def warn_outside_range() -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: those of 2.13.0+cpu are 2, 13, 0."""
+    """Return the leading numbers of a version, for example (2, 13, 0) for 2.13.0+cpu."""
     numbers = []
     for part in version.split("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from meshwright.roles import Role, ShardingPlan, decoder_roles, infer_plan, register_plan
     from meshwright.verification.verify import verify
 
-# The module of each public name. Names are imported on first use, so that the planner and the command line need not
-# wait for torch.
+# Module -> its public names. Names are imported on first use, so that the planner and the command line start without
+# importing torch.
 _HOMES = {
     "checkpoint.whole_tensors": ("full_gradients", "full_state_dict"),
     "checkpoint.optimizer_state": ("save_optimizer",),

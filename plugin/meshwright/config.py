@@ -27,28 +27,29 @@ from meshwright.roles import ShardingPlan
 
 NumItems = Literal["auto", "global", "local"]
 AveragesOver = Literal["rows", "labels"] | Callable[[dict[str, Any]], Tensor | int]
-LANES = 32  # shards that a stream reads at a time
+LANES = 32  # number of shards of a dataset that a stream reads at the same time
 
 
 @names_checked(PLAN_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """How a training step is spread over devices.
+    """The parallel layout of a training step.
 
     Args:
-        dp: data-parallel size; the loader's batch is split over it.
-        tp: tensor-parallel size; attention heads, MLP width and vocabulary are split over it.
+        dp: data-parallel size. The loader's batch is split over the dp ranks.
+        tp: tensor-parallel size. Attention heads, MLP width and vocabulary are split over the tp ranks.
         cp: context-parallel size; not available in this version.
         pp: pipeline-parallel size; not available in this version.
-        sequence_parallel: with tp > 1, also shard the activations between blocks over the tp axis.
-        zero_stage: what is sharded over dp: 0, nothing; 1, the optimizer state; 2, gradients too; 3, parameters too.
-        micro_batch_size: rows of a rank's batch that run at once; None for all of them.
+        sequence_parallel: whether to also shard the activations between blocks over the tp axis, if tp > 1.
+        zero_stage: ZeRO stage. Stage 0 shards nothing over dp, stage 1 the optimizer state, stage 2 also the
+            gradients, stage 3 also the parameters.
+        micro_batch_size: number of rows per micro-batch on each rank; None runs all rows of a rank at once.
         gradient_accumulation_steps: number of micro-batches into which a rank's rows are split; an alternative to
             ``micro_batch_size``.
         recompute: "none", or "full" to recompute every layer in backward.
 
     Raises:
-        PlanError: a field does not exist or has the wrong type, a size is not a positive integer, or this version
+        PlanError: if a field does not exist or has the wrong type, a size is not a positive integer, or this version
             cannot run the plan.
 
     Example:
@@ -97,11 +98,11 @@ class ParallelPlan:
 
     @property
     def has_micro_batches(self) -> bool:
-        """Whether a rank's rows are split into several passes."""
+        """Whether a rank's rows are split into micro-batches."""
         return self.gradient_accumulation_steps > 1 or self.micro_batch_size is not None
 
     def count_micro_batches(self, rows: int) -> int:
-        """Return the number of passes into which a rank's ``rows`` are split."""
+        """Return the number of micro-batches into which a rank's ``rows`` are split."""
         size = self.micro_batch_size
         return self.gradient_accumulation_steps if size is None else -(-rows // size)
 
@@ -128,18 +129,21 @@ class LoaderOptions:
 
     Args:
         source: which ranks read the dataset. With "each", every rank reads its own rows. With "leader", one of the
-            ranks that need the same rows reads them and sends them to the others, for a dataset that is not
-            deterministic or is expensive to read.
-        check_every: steps between two comparisons of the rows of ranks that must have the same ones, from step 0 on; 0
-            for no comparisons.
-        seed: seed of the shuffling; None takes it from the loader's generator or, without one, torch's random state.
-        fingerprint: name by which other ranks and a loader state recognise the dataset, instead of by its contents.
-        shuffle: whether to shuffle an iterable dataset with numbered shards. The DataLoader shuffles a map-style one.
-        buffer_size: samples of a stream that are shuffled together.
-        lanes: shards of a stream that are read at a time over all ranks. The order of the samples depends on it.
+            ranks that need the same rows reads them and sends them to the others. Use "leader" for a dataset that is
+            not deterministic or is expensive to read.
+        check_every: number of steps between two comparisons of rows between the ranks that must have the same rows,
+            starting at step 0; 0 turns the comparisons off.
+        seed: seed of the shuffling. None takes the seed from the loader's generator or, if the loader has no generator,
+            from torch's random state.
+        fingerprint: name that identifies the dataset to other ranks and in a loader state, in place of its contents.
+        shuffle: whether to shuffle an iterable dataset with numbered shards. A map-style dataset is shuffled by its
+            DataLoader.
+        buffer_size: number of samples of a stream that are shuffled with each other, over all lanes.
+        lanes: number of shards of a stream that all ranks read at the same time. The order of the samples depends on
+            this number.
 
     Raises:
-        PlanError: a field does not exist, has the wrong type or is out of range.
+        PlanError: if a field does not exist, has the wrong type or is out of range.
     """
 
     source: Source = "each"
@@ -166,7 +170,7 @@ class LoaderOptions:
         return {**shuffling, "lanes": self.lanes}
 
 
-# A plan's field that is passed to the config, also under another framework's name -> what to write instead.
+# Field of a plan, under our name or another framework's, that was passed to the config -> what to write instead.
 _IN_PLAN = {name: f"plan=ParallelPlan({name}=VALUE)" for name in PLAN_FIELDS} | {
     name: f"plan=ParallelPlan({fields})" for name, fields in PLAN_NAMES.items()
 }
@@ -181,42 +185,42 @@ class ToDistributedConfig:
 
     Args:
         plan: the parallel plan: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict of its fields, or the path of
-            a file that ``meshwright plan --save`` wrote. None takes the launcher's plan, otherwise the one in the
-            model's config ("meshwright" in its config.json). Without either, and with "auto" unless the launcher gave a
-            plan, the planner picks the fastest plan that fits and logs it.
-        memory_budget: memory per device that a picked plan may fill, in bytes or, up to 1, as a share of the device's
-            memory (default: 0.9).
-        prefer: goal of a picked plan: "throughput", or "memory" for the plan that needs least.
+            a file that ``meshwright plan --save`` wrote. None takes the launcher's plan or, without one, the plan in
+            the model's config ("meshwright" in its config.json). If there is neither, the planner picks the fastest
+            plan that fits and logs it. "auto" takes the launcher's plan or, without one, the planner's.
+        memory_budget: memory per device that a picked plan may use, in bytes. A value up to 1 is a share of the
+            device's memory (default: 0.9).
+        prefer: goal of a picked plan: "throughput", or "memory" for the plan that needs the least memory.
         hardware_profile: path of a profile that ``meshwright calibrate`` wrote, for picking a plan (default: data
             sheets and typical efficiencies).
         sequence_parallel: value that replaces ``plan.sequence_parallel``; None keeps the plan's.
         weights: checkpoint to read the weights from: a .safetensors file, a .safetensors.index.json, a directory with
             either, or a list of files. Each rank reads its own shard and converts it to the model's dtype.
-        input_spec: name -> (shape, dtype) of one global batch, for picking a plan when the dataloader does not show
-            the size of its batches.
-        sharding_plan: which module plays which role, instead of the registered or inferred sharding plan.
-        gather_logits: whether to gather ``outputs.logits`` in training with labels too. Otherwise they stay sharded,
-            since only the loss needs them and they are a step's largest tensor.
-        num_items_in_batch: what a ``num_items_in_batch`` passed to the model counts: "global", the items of all
-            data-parallel ranks, equal on all of them; "local", the items of this rank's rows. "auto" (the default)
-            accepts a number only if it is each rank's own count of valid labels, and raises an ItemCountError
-            otherwise; on CUDA it waits for the device to compare, and the other two do not.
-        loss_averages_over: what the model's loss is a mean over, for a model whose loss is not one of transformers'
-            own: "rows"; "labels" for the labels that are not -100; or a callable that takes the arguments of the
-            model's forward as a dict and returns this rank's count. The loss is then the mean over the global batch;
-            see docs/losses.md.
-        optimizer_is_elementwise: whether the optimizer updates each element from that element alone, for a class that
-            is not known to.
+        input_spec: dict from input name to (shape, dtype) of one global batch. Picking a plan needs it if the
+            dataloader does not show the size of its batches.
+        sharding_plan: the sharding plan to use in place of the registered or inferred one.
+        gather_logits: whether to gather ``outputs.logits`` in training with labels too. Otherwise the logits stay
+            sharded, since only the loss needs them and they are the largest tensor of a step.
+        num_items_in_batch: what a ``num_items_in_batch`` passed to the model counts. "global": the items of all
+            data-parallel ranks; every rank passes the same number. "local": the items of this rank's rows. "auto" (the
+            default): each rank's own count of valid labels; any other number raises an ItemCountError. On CUDA, "auto"
+            waits for the device to compare the numbers; "global" and "local" do not.
+        loss_averages_over: what the model's loss averages over, for a model whose loss is not one of transformers'
+            own: "rows", "labels" (those that are not -100), or a callable that takes the arguments of the model's
+            forward as a dict and returns this rank's count. The loss is then the mean over the global batch; see
+            docs/losses.md.
+        optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
+            for such an optimizer if Meshwright does not know its class.
         bucket_size_mb: size of the buckets in which gradients are communicated, in MiB.
-        engine: name of the training engine that averages gradients over dp, shards the optimizer and clips in place of
-            the runtime, which then handles only tp. An integration sets it (meshwright_hf.deepspeed).
+        engine: name of a training engine that averages gradients over dp, shards the optimizer and clips. The runtime
+            then handles only tp. An integration (meshwright_hf.deepspeed) sets this field.
         loader: options of the returned loader.
-        check_replicas_every: steps between two comparisons of the weights that several ranks hold; 0 turns them off.
-            None means 1 under ZeRO stages 1 and 2, where each step copies one rank's result to all ranks, otherwise
-            50. They are also compared before every save. Tokens and the optimizer's settings are compared in every
-            step.
-        timeout_s: seconds that a rank may keep the others waiting before all of them end with an error
-            that names it; the timeout of every process group.
+        check_replicas_every: number of steps between two comparisons of the weights that several ranks hold; 0 turns
+            these comparisons off. None means 1 under ZeRO stages 1 and 2, where each step copies one rank's result to
+            all ranks, otherwise 50. The weights are also compared before every save. Tokens and the optimizer's
+            settings are compared in every step.
+        timeout_s: number of seconds that a rank may keep the others waiting before all ranks end with an error that
+            names the late rank. It is also the timeout of every process group.
     """
 
     plan: PlanLike | None = None

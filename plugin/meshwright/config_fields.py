@@ -42,7 +42,7 @@ def unknown_field(owner: str, name: Any, known: Sequence[str], elsewhere: Mappin
 
 
 def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[C], C]:
-    """Return a decorator for a keyword-only dataclass that raises a PlanError for a wrong argument, not a TypeError.
+    """Return a decorator that makes a keyword-only dataclass raise a PlanError, not a TypeError, for a wrong argument.
 
     Args:
         elsewhere: name in another framework -> what to write here.
@@ -97,7 +97,7 @@ def check_number(owner: str, name: str, value: Any, *, optional: bool = False) -
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise a PlanError unless the value equals one of the choices and has its type."""
+    """Raise a PlanError unless the value equals one of the choices and has the same type as that choice."""
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return
     said = [repr(choice) for choice in choices]

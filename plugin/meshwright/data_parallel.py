@@ -1,12 +1,12 @@
-"""``DataParallel``: a module whose gradients are averaged over the ranks while backward runs.
+"""``DataParallel`` wraps a module and averages its gradients over the ranks while backward runs.
 
-The engine is GradientSync, as in ``to_distributed``. torch's DistributedDataParallel (2.13) is not used:
+It uses GradientSync, as ``to_distributed`` does. It does not use torch's DistributedDataParallel (2.13):
 
-- If the loss leaves a parameter out, its whole bucket stays local, on every rank and without an error:
-  the optimizer steps, the replicas drift apart, and only the next forward pass raises.
-- Its small bucket is sent first, or ``bucket_cap_mb_list`` sets the sizes from the first bucket on. The size
-  of the last bucket, which backward does not hide, cannot be limited.
-- Its collectives start in C++, past ``parallel/collectives.py``.
+- If the loss does not use a parameter, DDP leaves the parameter's whole bucket local, on every rank and without an
+  error. The optimizer steps, the replicas drift apart, and only the next forward pass raises.
+- DDP sends its small bucket first, or ``bucket_cap_mb_list`` sets the sizes from the first bucket on. The size of the
+  last bucket, whose communication backward does not hide, cannot be limited.
+- DDP's collectives start in C++ and bypass ``parallel/collectives.py``.
 """
 
 from __future__ import annotations
@@ -42,29 +42,32 @@ CHECK_EVERY = 50  # steps between two comparisons of the replicas' weights
 
 
 class DataParallel(nn.Module):
-    """Train a model on several ranks, each with its own rows: gradients become the mean over the ranks.
+    """Train a model on several ranks with different rows, and average the gradients over the ranks.
 
-    The ranks start with the parameters and buffers of the group's first rank. Backward averages the gradients
-    in buckets, the last layers' first, while it computes those of earlier layers. Forward does not
-    communicate: buffers such as BatchNorm's statistics stay each rank's own (see ``nn.SyncBatchNorm``).
+    The ranks start with the parameters and buffers of the group's first rank. Backward averages the gradients in
+    buckets, starting with the last layers, while it computes the gradients of earlier layers. Forward does not
+    communicate, so each rank keeps its own buffers, such as BatchNorm's statistics (see ``nn.SyncBatchNorm``).
 
-    Parameters may be unused in a step, on some ranks or on all: a missing gradient counts as zero, and a
-    parameter without one on any rank keeps ``None``. If no
-    parameter contributes to a single rank's loss, its backward pass never comes, and the other ranks wait for it.
+    Parameters may be unused in a step, on some ranks or on all. A missing gradient counts as zero, and a parameter
+    without a gradient on every rank keeps ``None``. If no parameter contributes to the loss of one rank, that rank runs
+    no backward pass, and the other ranks wait for it.
 
-    The wrapper passes on the model's attributes, as in ``ddp.config``, and parameters keep the names that they have
-    without it. A wrapper can be copied and pickled; every rank makes or loads the copy, whose ``group`` is all ranks.
+    The wrapper forwards attribute access to the model, as in ``ddp.config``, and parameters keep their names without a
+    prefix. A wrapper can be copied and pickled. Every rank must make or load the copy, whose ``group`` is all ranks.
 
     Args:
-        model: the model, on this rank's device and with its weights; nothing else may have distributed it.
-        strategy: deprecated; None.
+        model: the model, with its weights, on this rank's device. Nothing else may have distributed it.
+        strategy: a deprecated argument without effect; must be None.
         comm_buffer_size: the size of a gradient bucket, in MB.
-        last_comm_buffer_size: the size in MB of the last bucket, the first layers', which backward does not hide.
-        find_unused_parameters: whether to walk the graph of each forward pass, so that the buckets behind an unused
-            parameter need not wait for the end of backward. The gradients are also right without it.
-        group: the ranks that share the batch; None for all. A missing group is made from the launcher's environment.
-        timeout_s: seconds that a rank may keep the others waiting before all end with an error that names it.
-        layers: another name of ``model``.
+        last_comm_buffer_size: the size in MB of the last bucket. It holds the first layers' gradients, and backward
+            does not hide its communication.
+        find_unused_parameters: whether to search the graph of each forward pass for unused parameters, so that the
+            buckets behind an unused parameter do not wait for the end of backward. Gradients are correct either way.
+        group: the ranks that share the batch; None for all. If no process group is initialised, one is made from the
+            launcher's environment.
+        timeout_s: the number of seconds that a rank may keep the others waiting before all ranks end with an error that
+            names the late rank.
+        layers: another name for ``model``.
 
     Raises:
         ValueError: on every rank, if the model cannot be wrapped or differs between ranks.
@@ -96,7 +99,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         if model is not None and layers is not None:
-            raise ValueError("DataParallel got both model= and layers=, which are the same; write DataParallel(model)")
+            raise ValueError("DataParallel got both model= and layers=, which mean the same; write DataParallel(model)")
         model = layers if model is None else model
         if not isinstance(model, nn.Module):
             raise ValueError(f"DataParallel takes a torch.nn.Module, not {type(model).__name__}")
@@ -125,7 +128,7 @@ class DataParallel(nn.Module):
             )
         self._sync: GradientSync | None = None
         if axis.size == 1:
-            logger.warning("DataParallel in one process passes through; launch more with torchrun --nproc-per-node N")
+            logger.warning("DataParallel has no effect in one process; launch more with torchrun --nproc-per-node N")
         else:
             broadcast_tensors([*model.parameters(), *model.buffers()], axis)
             buckets = make_buckets(
@@ -173,24 +176,24 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate in backward passes inside; the first one outside averages the sums over the ranks."""
+        """Accumulate gradients locally inside the block; the first backward pass after it averages over the ranks."""
         with contextlib.nullcontext() if self._sync is None else self._sync.no_sync():
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state dict, with the names that it has without the wrapper."""
+        """Return the model's state dict, with the names of the unwrapped model."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's state dict, with the names without the wrapper; every rank loads the same."""
+        """Load a state dict with the names of the unwrapped model; every rank must load the same values."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's parameters, with their names without the wrapper."""
+        """Yield the model's parameters, with their names in the unwrapped model."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's buffers, with their names without the wrapper."""
+        """Yield the model's buffers, with their names in the unwrapped model."""
         return self.module.named_buffers(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -202,7 +205,7 @@ class DataParallel(nn.Module):
             return getattr(self.module, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As in torch's, a copy or the result of torch.load on every rank is wrapped again, over all ranks.
+        # As with torch's DDP, a copy or the result of torch.load is wrapped again, over all ranks.
         size, world = runtime_of(self).dp.size, dist.get_world_size() if dist.is_initialized() else 1
         if size not in (1, world):
             raise ValueError(
@@ -227,12 +230,12 @@ def _wrapped_anew(model: nn.Module, options: dict[str, Any]) -> DataParallel:
 def fused_allreduce_gradients(params: Iterable[Tensor], mesh: ProcessMesh | DeviceMesh | None = None) -> None:
     """Average gradients that were accumulated under ``no_sync`` over the ranks of a mesh.
 
-    A gradient that only some ranks have counts as zero on the others; one that no rank has stays None.
+    A gradient that only some ranks have counts as zero on the others. A gradient that no rank has stays None.
 
     Args:
         params: the parameters, the same on every rank and in the same order.
-        mesh: the ranks to average over; None for all. A ProcessMesh must hold all ranks, since groups for fewer
-            ranks should be made once, not in each step.
+        mesh: the ranks to average over; None for all. A ProcessMesh must hold all ranks. For fewer ranks pass a
+            DeviceMesh, whose process groups are made once instead of in each step.
 
     Raises:
         ValueError: if a parameter is a shard, a gradient is sparse, the mesh lacks this rank, or a ProcessMesh
@@ -292,7 +295,7 @@ def _join(group: ProcessGroup | None, device: torch.device, timeout_s: float) ->
 
 
 def _guard_of(axis: Axis, timeout_s: float) -> Guard | None:
-    """Return the guard of the world, which only all ranks together can start."""
+    """Return this process's guard, which is started if the axis has all ranks; None if there is no guard."""
     if axis.size > 1 and axis.size == dist.get_world_size():
         return start_guard(timeout=timeout_s, coordinates=f"dp={axis.rank}")
     if axis.group is not None:
@@ -322,7 +325,7 @@ def _problem_of_model(model: nn.Module) -> str | None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
         if hasattr(tensor, "meshwright"):
-            return f"{name} is in a DataParallel already, or sharded by an earlier call; build the model anew"
+            return f"{name} is in a DataParallel already, or sharded by an earlier call; build a new model"
         if hasattr(tensor, "placements"):
             return f"{name} is a DTensor: the model was sharded by something else"
         if nn.parameter.is_lazy(tensor):

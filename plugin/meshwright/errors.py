@@ -1,4 +1,4 @@
-"""The errors for users: a ``ValueError`` says what to change, a ``RuntimeError`` what happened between ranks."""
+"""The errors for users. A ``ValueError`` says what to change; a ``RuntimeError`` says what went wrong between ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ def _shown(names: Sequence[str]) -> str:
 
 
 class PlanError(ValueError):
-    """A parallel plan that this model, this launch or this version cannot run."""
+    """Raised if this model, this launch or this version cannot run a parallel plan."""
 
 
 class UncoveredParameterError(PlanError):
-    """A sharding plan that leaves parameters without a role."""
+    """Raised if a sharding plan leaves parameters without a role."""
 
     def __init__(self, names: Sequence[str], source: str):
         super().__init__(
@@ -26,7 +26,7 @@ class UncoveredParameterError(PlanError):
 
 
 class UninitialisedParameterError(PlanError):
-    """Weights on the meta device that nothing initialises."""
+    """Raised if nothing initialises some weights on the meta device."""
 
     def __init__(self, names: Sequence[str]):
         super().__init__(
@@ -38,36 +38,36 @@ class UninitialisedParameterError(PlanError):
 
 
 class CheckpointError(ValueError):
-    """Weights on disk that cannot be read or do not belong to this model."""
+    """Raised if weights on disk cannot be read or do not belong to the model."""
 
 
 class AlreadyDistributedError(ValueError):
-    """A model that an earlier call or something else has already distributed."""
+    """Raised if an earlier call or another library has already distributed the model."""
 
 
 class OptimizerMismatchError(ValueError):
-    """An optimizer that does not belong to the model, or that would update shards wrongly."""
+    """Raised if an optimizer does not belong to the model, or would update shards wrongly."""
 
 
 class UnreadableTensorError(ValueError):
-    """A read of a whole tensor on a rank that holds only a part of it."""
+    """Raised if a whole tensor is read on a rank that holds only a part of it."""
 
 
 class OutOfVocabularyError(ValueError, IndexError):
-    """A token id or a label outside of the vocabulary; also an IndexError, which torch raises on one device."""
+    """Raised if a token id or a label is outside of the vocabulary; an IndexError too, like torch's on one device."""
 
 
 class ItemCountError(ValueError):
-    """A ``num_items_in_batch`` whose meaning is ambiguous."""
+    """Raised if the meaning of a ``num_items_in_batch`` is ambiguous."""
 
 
 class DivergenceError(RuntimeError):
-    """Ranks that do different things where all must do the same."""
+    """Raised if ranks do different things where all must do the same."""
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank that failed, ended early or hangs, so that this one cannot go on."""
+    """Raised if this rank cannot continue because another rank failed, ended early or hangs."""
 
 
 class VerificationError(RuntimeError):
-    """A process of ``verify`` that raised, ended or hangs, so that there is nothing to compare."""
+    """Raised if a process of ``verify`` raised, ended or hangs, so that there are no results to compare."""

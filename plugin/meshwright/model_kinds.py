@@ -1,4 +1,4 @@
-"""Recognise from a transformers config the models that are not dense decoders, and say what works for them."""
+"""Recognise models that are not dense decoders by their transformers config, and say what works for them instead."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def kind_of(config: Any) -> Kind | None:
             if isinstance(count := part.get(name), int) and count > 1:
                 return Kind(
                     what=f"a mixture-of-experts model ({name}={count})",
-                    why="experts are neither split over tp nor planned yet",
-                    instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' where memory is short",
+                    why="tp and the planner do not support experts yet",
+                    instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
                 )
     if fields.get("is_encoder_decoder") or fields.get("model_type") in _ENCODER_DECODERS:
         return Kind(
             what=f"an encoder-decoder, not a decoder (model_type={fields.get('model_type')!r})",
             why="cross-attention and the encoder have no role in a decoder's plan",
-            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' where memory is short",
+            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
         )
     if modality := next((name for name in _MODALITIES if fields.get(name)), None):
         return Kind(
@@ -74,8 +74,8 @@ def kind_of(config: Any) -> Kind | None:
     if fields.get("model_type") in _ENCODERS:
         return Kind(
             what=f"an encoder, not a decoder (model_type={fields.get('model_type')!r})",
-            why="the roles of a plan are those of decoders",
-            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' where memory is short",
+            why="a sharding plan has roles for decoders only",
+            instead="train it data-parallel: plan='dp2', or plan='dp2 zero3' if memory is short",
         )
     return None
 

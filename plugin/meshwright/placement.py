@@ -1,7 +1,7 @@
-"""Places a tensor on a mesh, and moves it to another placement or another mesh.
+"""``shard_tensor`` places a tensor on a mesh; ``reshard`` moves it to other placements or another mesh.
 
 Both functions return torch's ``DTensor``. Every rank of the world must call them, in the same order. A rank outside
-the meshes gets an empty local tensor, so that one program runs on all ranks.
+the meshes gets an empty local tensor, so that all ranks can run the same program.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ Mesh = ProcessMesh | DeviceMesh
 def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Place a tensor, which every rank has in full, on a mesh.
 
-    If the script has not started a process group, this joins the launcher's, or creates one of this process alone.
-    Each rank copies its own part; no data is sent. Under ``Partial("sum")``, the first rank of the axis has the value
-    and the others have zeros; under avg, max and min, every rank has the value. If the tensor requires a gradient, it
-    receives the full gradient on every rank of the world. An ``nn.Parameter`` becomes a new ``nn.Parameter``: a leaf,
-    ready for a module and an optimizer.
+    If no process group is initialised, the call joins the launcher's, or creates a group of this process alone. Each
+    rank copies its own part; no data is sent. Under ``Partial("sum")``, the first rank of the axis has the value and
+    the others have zeros. Under avg, max and min, every rank has the value. If the tensor requires a gradient, it
+    receives the full gradient on every rank of the world. An ``nn.Parameter`` becomes a new ``nn.Parameter``, which is
+    a leaf that modules and optimizers accept.
 
     Args:
         data: a tensor, an array, nested lists or a number; the same on every rank of the world.
         mesh: a ``ProcessMesh``, or a ``DeviceMesh`` that is the same on every rank.
-        placements: one ``Shard(dim)``, ``Replicate()`` or ``Partial(op)`` per mesh axis; two axes may shard one dim,
-            a dim may be shorter than the axis, and negative dims count from the last.
+        placements: one ``Shard(dim)``, ``Replicate()`` or ``Partial(op)`` per mesh axis. Two axes may shard the same
+            dim, a dim may be shorter than its axis, and negative dims count from the last.
 
     Returns:
         A DTensor of the global shape; its local tensor is empty on a rank outside the mesh.
 
     Raises:
-        ValueError: on every rank alike: placements of the wrong number or kind, a dim that the tensor lacks, an
-            average of integers, a rank outside the world; or ranks whose calls differ.
+        ValueError: on every rank, if the number or kind of the placements is wrong, the tensor lacks a dim, integers
+            would be averaged, the mesh has a rank outside the world, or the ranks' calls differ.
 
     Example:
         >>> mesh = mw.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])  # doctest: +SKIP
@@ -81,12 +81,12 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
 
 
 def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
-    """Move a tensor to any placements on any mesh: the same one, or one of other ranks, shape or size.
+    """Move a DTensor to other placements, on the same mesh or on a mesh with other ranks or another shape.
 
-    On the same mesh torch's ``redistribute`` does the work, except for a new ``Partial``, which torch refuses, and for
-    dtypes that gloo's or NCCL's collectives do not support. In these cases, and to another mesh, each rank receives,
-    point to point, only the elements that it lacks; a ``Partial`` is reduced first. The gradient moves back the same
-    way: it is sharded where the input was sharded, and whole where the input was whole or partial.
+    On the same mesh torch's ``redistribute`` moves the data, except to a new ``Partial``, which torch refuses, and for
+    dtypes that gloo's or NCCL's collectives do not support. In these cases, and between meshes, each rank receives
+    only the elements that it lacks, in point-to-point messages; a ``Partial`` is reduced first. The gradient moves back
+    in the same way. It is sharded where the input was sharded, and whole where the input was whole or partial.
 
     Args:
         tensor: the tensor, with its global shape on every rank, including ranks outside its mesh.
@@ -97,8 +97,8 @@ def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTe
         A DTensor of the same global shape and dtype; its local tensor is empty on a rank outside ``mesh``.
 
     Raises:
-        ValueError: on every rank alike: as ``shard_tensor``; a mesh of another device type; a local tensor whose
-            shape does not fit its placements.
+        ValueError: on every rank, in the cases of ``shard_tensor``, and if the mesh has another device type or a local
+            tensor's shape does not fit its placements.
 
     Example:
         >>> stage0, stage1 = mw.ProcessMesh([0, 1]), mw.ProcessMesh([2, 3])  # doctest: +SKIP
@@ -161,7 +161,7 @@ class _ShardTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:
-        # The world, not the mesh: every rank computed the tensor, and needs the same gradient for it.
+        # The gradient goes to the whole world, since every rank computed the tensor and needs the same gradient.
         world = Layout(ProcessMesh(range(dist.get_world_size()), ["world"]), (Replicate(),))
         grad, layout = settle(grad, ctx.layout, world)
         device_mesh = world.mesh.to_device_mesh(grad.device_mesh.device_type)
@@ -176,7 +176,7 @@ def _as_tensor(data: Any) -> Tensor:
 
 
 def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor:
-    """Return a copy of this rank's part, so that neither tensor sees writes to the other."""
+    """Return a copy of this rank's part of the tensor, so that writes to either do not change the other."""
     rank = dist.get_rank()
     if rank not in layout.mesh:
         return tensor.new_empty(0, device=device_mesh.device_type)
@@ -187,7 +187,7 @@ def _own_part(tensor: Tensor, layout: Layout, device_mesh: DeviceMesh) -> Tensor
 
 
 def _device_type(tensor: Tensor) -> str:
-    """Return the tensor's device type, or another one if the process group cannot communicate on it."""
+    """Return the tensor's device type, or the process group's first type if the group does not support it."""
     types = [entry.split(":")[0] for entry in dist.get_backend_config().split(",")]
     return tensor.device.type if tensor.device.type in types else types[0]
 

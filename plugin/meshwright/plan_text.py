@@ -31,7 +31,7 @@ def parse_plan(text: str, source: str = "the plan") -> dict[str, Any]:
         source: where the text comes from, for messages.
 
     Raises:
-        PlanError: a word is unknown, or two words set one field to different values.
+        PlanError: if a word is unknown, or two words set one field to different values.
 
     Example:
         >>> parse_plan("dp2 tp2+sp zero1")
@@ -100,10 +100,10 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
 
 
 def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence: str) -> dict[str, Any] | None:
-    """Return the fields of a word such as "tp2+sp"; None if its parts do not belong together."""
+    """Return the fields of a word such as "tp2+sp"; None if its parts cannot be combined."""
     has = (times is not None, inner is not None, bool(sequence))
     if axis == "mb" and has in ((False, False, False), (True, False, False)):
-        # In the planner's tables a single micro-batch is the whole batch.
+        # In the planner's tables, a single micro-batch ("x1") means the whole batch.
         return {"micro_batch_size": None if times is not None and int(times) == 1 else int(size)}
     fields: dict[str, Any] = {_SIZES[axis]: int(size)} if axis in _SIZES else {}
     if not any(has):
@@ -121,6 +121,6 @@ def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence:
 
 
 def _value(text: str) -> Any:
-    """Return the value of the text after ``name=``, which spells booleans and None as YAML does."""
+    """Return the value of the text after ``name=``; booleans and None are spelled as in YAML."""
     words = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "none": None}
     return int(text) if re.fullmatch(r"-?\d+", text) else words.get(text.lower(), text)

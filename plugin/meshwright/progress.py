@@ -1,4 +1,4 @@
-"""Shows the progress of long work: a bar on a terminal, a log line every few seconds elsewhere."""
+"""Shows the progress of a long operation: a bar on a terminal, a log line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Progress:
     """Counts bytes, or other units; only rank 0 shows the count, between ``start`` and ``close``.
 
     Args:
-        title: the name of the work.
+        title: the name of the operation.
         unit: the unit that is counted.
     """
 
@@ -30,7 +30,7 @@ class Progress:
         self._last = time.monotonic()
 
     def start(self, total: int) -> None:
-        """Start, with ``total`` units to come."""
+        """Start the display of a count up to ``total`` units."""
         self.total, self._last = total, time.monotonic()
         if _is_first() and sys.stderr.isatty():
             self._bar = _bar(self.unit)

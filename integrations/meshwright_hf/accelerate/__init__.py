@@ -1,4 +1,4 @@
-"""``Accelerator`` with a plan: ``prepare`` distributes by the plan, and the script's loop stays.
+"""accelerate under a plan: ``prepare`` distributes the script's objects by the plan, and the loop stays the same.
 
 Example::
 

@@ -1,4 +1,4 @@
-"""The Accelerator's methods that depend on a plan; all others are accelerate's own."""
+"""The methods of an Accelerator that depend on a plan; all other methods are accelerate's own."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tens
 
 
 class PlannedAccelerator(Accelerator):
-    """An Accelerator with models that a plan distributes; ``prepare`` turns the user's Accelerator into one.
+    """An Accelerator with models that a plan distributes; ``prepare`` changes the user's Accelerator to this class.
 
     For models, optimizers and loaders that no plan distributes, each method is accelerate's.
     """
 
     _loader_options = LoaderOptions()
-    _plan: ParallelPlan | None = None  # known before the first model is prepared
+    _plan: ParallelPlan | None = None  # the plan, if it is known before the first model is prepared
     _is_saving = _counts_all = False
     told_processes: frozenset[int] = frozenset()  # values that num_processes has returned
 
@@ -39,7 +39,7 @@ class PlannedAccelerator(Accelerator):
     def num_processes(self) -> int:
         """The number of data-parallel ranks, by which scripts multiply schedules and losses.
 
-        Ranks of the other axes share a batch. The number of all processes is ``state.num_processes``.
+        Ranks along the other axes share a batch. ``state.num_processes`` counts all processes.
         """
         dp = self._dp()
         if self._counts_all or (dp is None and (self._models or self._plan is None)):
@@ -52,12 +52,12 @@ class PlannedAccelerator(Accelerator):
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
+        """Whether this process has the highest rank of all processes."""
         return bool(self.state.is_last_process)
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each data-parallel rank its part; ranks that share a batch get the same part."""
+        """Yield this data-parallel rank's part of the inputs; ranks that share a batch get the same part."""
         dp = self._dp()
         if dp is None:
             with super().split_between_processes(inputs, apply_padding=apply_padding) as part:
@@ -68,7 +68,7 @@ class PlannedAccelerator(Accelerator):
             yield part
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Put a loader on the mesh of the model that was prepared with it, or of the last one."""
+        """Return a loader on the mesh of the last planned model; without one, prepare it as accelerate does."""
         is_plain = isinstance(data_loader, DataLoader) and not getattr(data_loader, "_is_accelerate_prepared", False)
         if not (is_plain and state.planned_models(self)):
             with self._counting_all():
@@ -79,7 +79,7 @@ class PlannedAccelerator(Accelerator):
         return loader
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler of a planned optimizer, so that it steps once for each batch of an optimizer step."""
+        """Wrap the scheduler of a planned optimizer, so that it steps once for each batch of an optimizer step."""
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
@@ -95,7 +95,7 @@ class PlannedAccelerator(Accelerator):
         return planned
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip by the global norm; while gradients are still being accumulated, do nothing and return None."""
+        """Clip by the global norm and return it; while gradients are being accumulated, do nothing and return None."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
         if model is None:
@@ -103,7 +103,7 @@ class PlannedAccelerator(Accelerator):
         return mw.clip_grad_norm_(model, max_norm, norm_type) if self.sync_gradients else None
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element; do nothing while gradients are still being accumulated."""
+        """Clip each element of the gradients; do nothing while gradients are being accumulated."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self._model_of(parameters)
         if model is None:
@@ -115,7 +115,7 @@ class PlannedAccelerator(Accelerator):
                 gradient.clamp_(-clip_value, clip_value)
 
     def gather(self, tensor: Any) -> Any:
-        """Join the rows of the data-parallel ranks; rows that several ranks share count once."""
+        """Return the rows of all data-parallel ranks; rows that several ranks share count once."""
         dp = self._dp()
         if dp is None or not has_only_tensors(tensor):
             return super().gather(tensor)
@@ -134,7 +134,7 @@ class PlannedAccelerator(Accelerator):
         return map_tensors(tensor, reduced)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join the rows of all ranks, each once, in the order of the dataset."""
+        """Return the rows of all data-parallel ranks, each once, in the order of the dataset."""
         loader, dp = self.gradient_state.active_dataloader, self._dp()
         if dp is None or (loader is not None and not isinstance(loader, PlannedLoader)):
             return super().gather_for_metrics(input_data, use_gather_object)
@@ -148,7 +148,7 @@ class PlannedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Do nothing for planned models, whose ranks take the same number of steps."""
+        """Do nothing for planned models, since their ranks always take the same number of steps."""
         if any(isinstance(model, nn.Module) and find_runtime(model) is not None for model in joinables):
             yield
         else:
@@ -156,13 +156,13 @@ class PlannedAccelerator(Accelerator):
                 yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the one-device weights on rank 0, and nothing elsewhere; every rank makes the call."""
+        """Return the one-device weights on rank 0 and an empty dict on other ranks; every rank makes the call."""
         if find_runtime(model) is None:
             return super().get_state_dict(model, unwrap)
         return state.Pending(model) if self._is_saving else mw.full_state_dict(model)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the model itself, since a plan wraps only its forward, for mixed precision."""
+        """Return the model itself, since only its forward is wrapped, for mixed precision."""
         if find_runtime(model) is None:
             return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         if not keep_fp32_wrapper and (forward := vars(model).pop("_original_forward", None)) is not None:
@@ -181,13 +181,14 @@ class PlannedAccelerator(Accelerator):
     ) -> Any:
         """Save everything that training needs to resume under any plan; every rank makes the call.
 
-        Planned models and optimizers are in folders ``meshwright_0``, ``meshwright_1``, ..., in one-device form.
+        Planned models and their optimizers are saved in one-device form in the folders ``meshwright_0``,
+        ``meshwright_1``, ...
         """
         if not state.planned_models(self):
             return super().save_state(output_dir, safe_serialization, **kwargs)
         if not safe_serialization:
             raise ValueError("safe_serialization=False would pickle the weights; a planned model's are safetensors")
-        # After the user's hooks, which may have taken models out.
+        # Runs after the user's hooks, which may have removed models from the list.
         hook = self.register_save_state_pre_hook(state.take_weights)
         self._is_saving = True
         try:
@@ -205,7 +206,7 @@ class PlannedAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Resume from what ``save_state`` saved, under this plan or another; every rank makes the call."""
+        """Resume from a folder of ``save_state``, under this plan or another; every rank makes the call."""
         if not state.planned_models(self):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
@@ -224,7 +225,7 @@ class PlannedAccelerator(Accelerator):
         state.load_progress(self, found[0])
 
     def _dp(self) -> Axis | None:
-        """Return the axis whose ranks have different rows: the active loader's, or that of the last prepared model."""
+        """Return the dp axis of the active loader or, without one, of the last prepared model; None without either."""
         loader = self.gradient_state.active_dataloader
         if isinstance(loader, PlannedLoader):
             return loader.dp
@@ -233,7 +234,7 @@ class PlannedAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def _counting_all(self) -> Iterator[None]:
-        """Make num_processes count all processes inside, by which accelerate's own loaders share out rows."""
+        """Make num_processes count all processes inside the context, as accelerate's own loaders need it."""
         before, self._counts_all = self._counts_all, True
         try:
             yield
@@ -241,10 +242,10 @@ class PlannedAccelerator(Accelerator):
             self._counts_all = before
 
     def _model_of(self, parameters: Iterable[Tensor]) -> nn.Module | None:
-        """Return the planned model whose parameters these are; None if they are of none.
+        """Return the planned model that has these parameters; None if no planned model has them.
 
         Raises:
-            ValueError: if they are only some of a model's, whose norm is not that of the whole gradient.
+            ValueError: if these are only some of a model's parameters, since the norm must include all of them.
         """
         given = {id(p) for p in parameters if p.requires_grad}
         for model in state.planned_models(self):
@@ -262,12 +263,12 @@ class PlannedAccelerator(Accelerator):
 def become_planned(
     accelerator: Accelerator, options: LoaderOptions | None = None, *, plan: ParallelPlan | None = None
 ) -> None:
-    """Give an Accelerator the methods above; it stays the user's object and an instance of its class.
+    """Change an Accelerator's class to a subclass of its class with the methods above; the object stays the same.
 
     Args:
         accelerator: the Accelerator, changed in place.
         options: the options of its loaders.
-        plan: the plan of the models to come, if it is known.
+        plan: the plan of models that are prepared later, if it is known.
     """
     if not isinstance(accelerator, PlannedAccelerator):
         kind = type(accelerator)

@@ -1,4 +1,4 @@
-"""For scripts that must not be changed: makes ``accelerator.prepare`` itself distribute by a plan."""
+"""Makes stock ``accelerator.prepare`` distribute by a plan, for scripts that cannot be changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PATCHED = ("__init__", "prepare")
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether a model has the causal-LM loss of transformers."""
+    """Return whether a model has the causal-LM loss of transformers."""
     return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
 
 
@@ -35,15 +35,16 @@ def activate(
     plan: PlanLike | None = None,
     models: Callable[[nn.Module], bool] = is_causal_lm,
 ) -> None:
-    """Have ``accelerator.prepare`` distribute models by a plan, until ``deactivate``.
+    """Make ``accelerator.prepare`` distribute models by a plan, until ``deactivate`` is called.
 
-    Calls with any other model, and with none, stay accelerate's own. This is for somebody else's script; in your own,
-    call ``prepare``, which is explicit. A second call replaces the config.
+    Calls of ``accelerator.prepare`` with any other model, or without a model, work as in accelerate. Use ``activate``
+    for scripts that you cannot change; in your own script, call ``prepare``. A second call replaces the config.
 
     Args:
         config: the options of every ``prepare``.
         plan: the plan of every ``prepare``, in any form that ``to_distributed`` takes.
-        models: which models to distribute; by default transformers' causal LMs. Any model can be data-parallel.
+        models: a function that returns whether to distribute a model; by default transformers' causal LMs. Any model
+            can be data-parallel.
 
     Example::
 
@@ -76,23 +77,24 @@ def activate(
 
 
 def deactivate() -> None:
-    """Restore ``accelerator.prepare``; what was prepared stays distributed."""
+    """Restore ``accelerator.prepare``; models that were prepared stay distributed."""
     for name in _PATCHED:
         patched = getattr(Accelerator, name)
         setattr(Accelerator, name, getattr(patched, _ORIGINAL, patched))
 
 
 def _check_left_to_accelerate(accelerator: PlannedAccelerator, objects: Sequence[Any]) -> None:
-    """Refuse the schedule of a model that stays accelerate's, if the script may have made it with the plan's dp.
+    """Raise if the plan does not distribute a model, but the script may have made its schedule with the plan's dp.
 
     Raises:
-        PlanError: if the two counts differ; the message names both.
+        PlanError: if dp and the number of processes differ; the message gives both.
     """
     count = int(accelerator.state.num_processes)
     wrong = accelerator.told_processes - {count}
     if wrong and any(isinstance(value, LRScheduler) for value in objects):
         raise PlanError(
-            f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this model is not "
-            f"distributed by it: accelerate steps its scheduler {count} times per optimizer step. Choose the models by "
-            "activate(..., models=...), or write accelerator.state.num_processes for this one's schedule"
+            f"accelerator.num_processes was {min(wrong)}, the dp of the plan of activate(), but this plan does not "
+            f"distribute this model: accelerate steps its scheduler {count} times per optimizer step. Choose the "
+            "models by activate(..., models=...), or write accelerator.state.num_processes for the schedule of this "
+            "model"
         )

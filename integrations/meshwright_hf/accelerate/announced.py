@@ -1,7 +1,7 @@
-"""Checks what ``accelerator.num_processes`` returned before ``prepare``, since schedules are made with it.
+"""Checks the values that ``accelerator.num_processes`` returned before ``prepare``, since schedules depend on them.
 
-A scheduler steps once for each of the loader's batches that a step takes: dp times. A script that multiplies the
-lengths of its schedule by a larger number stretches it, which only shows at the end of training.
+A scheduler steps once for each of the loader's batches in an optimizer step, so dp times. If a script multiplies the
+lengths of its schedule by a larger number, the schedule is too long, which only shows at the end of training.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NAME = "num_processes"
 
 
 def check_announced(told: Iterable[int], dp: int) -> None:
-    """Raise unless a schedule was made with the number of ranks by which it will be stepped.
+    """Raise if a schedule may have been made with a different number of ranks than dp.
 
     Args:
         told: the values that ``accelerator.num_processes`` has returned so far.
         dp: the number of scheduler steps per optimizer step.
 
     Raises:
-        PlanError: if a value differs from ``dp``; the message names both.
+        PlanError: if a value differs from ``dp``; the message gives both.
     """
     wrong = [count for count in told if count != dp]
     if not wrong:
@@ -42,11 +42,10 @@ def check_announced(told: Iterable[int], dp: int) -> None:
 
 
 def was_read_by_callers() -> bool:
-    """Whether the calling functions read ``num_processes`` before this call, or call a function that reads it.
+    """Return whether the calling functions read ``num_processes`` before this call, or call a function that does.
 
-    Functions that they call are looked up in their own modules.
-
-    An Accelerator that was made without a plan does not record reads, so the program's code is searched.
+    An Accelerator that was made without a plan does not record reads, so the code of the calling functions is searched,
+    and the functions that they call in their own modules.
     """
     return any(_reads_before(frame) for frame in _callers())
 
@@ -67,7 +66,7 @@ def _reads_before(frame: FrameType) -> bool:
 
 
 def _functions(scope: dict[str, Any]) -> Iterator[FunctionType]:
-    """Yield the functions and methods of a module."""
+    """Yield the functions and methods that a module defines."""
     own = [value for value in scope.values() if getattr(value, "__module__", None) == scope.get("__name__")]
     members = [member for value in own if isinstance(value, type) for member in vars(value).values()]
     yield from (value for value in [*own, *members] if isinstance(value, FunctionType))

@@ -1,4 +1,4 @@
-"""Refuses settings of an Accelerator, and objects to prepare, that contradict a plan."""
+"""Refuses settings of an Accelerator, and objects for ``prepare``, that contradict a plan."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raise unless the Accelerator's processes are those that were launched.
+    """Raise if the Accelerator's number of processes is not the number of launched processes.
 
     Raises:
-        PlanError: if their numbers differ; the message names both.
+        PlanError: if the numbers differ; the message gives both.
     """
     launched = world_size()
     if accelerator.state.num_processes == launched:
@@ -46,20 +46,20 @@ def check_launch(accelerator: Accelerator) -> None:
 
 
 def check_placement(device_placement: list[bool] | None) -> None:
-    """Refuse the argument of ``accelerator.prepare`` that a plan does not support.
+    """Raise if ``device_placement`` was passed to ``accelerator.prepare``, which a plan does not support.
 
     Raises:
-        PlanError: if it was passed.
+        PlanError: if ``device_placement`` is not None.
     """
     if device_placement is not None:
         raise PlanError("device_placement is not available under a plan; set Accelerator(device_placement=...)")
 
 
 def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
-    """Raise if a setting of the Accelerator asks for another distribution than the plan's, or for what it lacks.
+    """Raise if a setting of the Accelerator contradicts the plan or is not supported under a plan.
 
     Raises:
-        PlanError: if there is one; the message names the setting and the plan's field.
+        PlanError: if there is such a setting; the message names it and the plan's field.
     """
     _check_engines(accelerator, plan)
     _check_sizes(accelerator, plan)
@@ -73,7 +73,7 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise PlanError(
             f"Accelerator(dynamo_backend={accelerator.state.dynamo_plugin.backend.value!r}) would wrap the model in a "
-            "compiled one, which the plan's hooks do not know; leave it out"
+            "compiled module, with which the plan's hooks do not work; leave it out"
         )
     if accelerator.dispatch_batches:
         raise PlanError(
@@ -84,7 +84,7 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
 
 
 def _check_engines(accelerator: Accelerator, plan: ParallelPlan) -> None:
-    # Without a GPU, accelerate takes these plugins, sets the variable and ignores them silently.
+    # Without a GPU, accelerate accepts these plugins, sets the variable and silently ignores the plugins.
     state = accelerator.state
     fsdp = getattr(state, "fsdp_plugin", None)
     if fsdp is not None or _is_set("ACCELERATE_USE_FSDP"):
@@ -135,11 +135,11 @@ def _check_sizes(accelerator: Accelerator, plan: ParallelPlan) -> None:
 
 
 def check_model(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise if a model cannot be distributed as it is.
+    """Raise if a model cannot be distributed.
 
     Raises:
-        AlreadyDistributedError: if accelerate has prepared it.
-        PlanError: if it is quantised, or spread by a device map.
+        AlreadyDistributedError: if accelerate has prepared the model.
+        PlanError: if the model is quantised, or spread over devices by a device map.
     """
     if getattr(model, "_is_accelerate_prepared", False) or any(model is known for known in accelerator._models):
         raise _prepared("the model")
@@ -162,7 +162,7 @@ def check_not_prepared(name: str, value: Any) -> None:
     """Raise if accelerate has prepared an optimizer, a loader or a scheduler.
 
     Raises:
-        AlreadyDistributedError: if it has; the message names the object.
+        AlreadyDistributedError: if accelerate has prepared it; the message names the object.
     """
     wrappers = (AcceleratedOptimizer, AcceleratedScheduler, DataLoaderStateMixin)
     if isinstance(value, wrappers) and not isinstance(value, PlannedLoader):

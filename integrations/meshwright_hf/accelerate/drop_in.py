@@ -1,4 +1,4 @@
-"""accelerate's ``Accelerator`` with a plan from the start: a script only changes its import."""
+"""A drop-in for accelerate's ``Accelerator`` that knows the plan from the start: a script only changes its import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright_hf.accelerate.state import is_new_model, planned_models
 
 
 class Accelerator(PlannedAccelerator):
-    """accelerate's Accelerator, whose ``prepare`` distributes the model by a plan and whose ``num_processes`` is dp.
+    """An Accelerator whose ``prepare`` distributes the model by a plan, and whose ``num_processes`` is dp.
 
     The rest of the script stays as it is; see ``prepare`` in this package.
 
@@ -21,10 +21,10 @@ class Accelerator(PlannedAccelerator):
         args: the arguments of ``accelerate.Accelerator``.
         plan: a plan in any form that ``to_distributed`` takes; by default the launcher's, or the planner's choice.
         config: the options of ``to_distributed``.
-        kwargs: the arguments of ``accelerate.Accelerator``.
+        kwargs: the keyword arguments of ``accelerate.Accelerator``.
 
     Raises:
-        PlanError: if ``plan`` is not a plan, or not the launcher's.
+        PlanError: if ``plan`` is not a plan, or differs from the launcher's plan.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""A loader on the plan's mesh with what accelerate reads: when it ends, and how many rows a batch has."""
+"""A loader on the plan's mesh with the attributes that accelerate reads: the end and the rows of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.nested import tensors_of
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.collectives import Axis
@@ -22,16 +22,16 @@ from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
 
 
 class PlannedLoader:
-    """Yields this rank's batches, and has what accelerate reads from an active loader.
+    """Yields this rank's batches, and has the attributes that accelerate reads from an active loader.
 
-    Reads one batch ahead, to know the last one when it is yielded; ``state_dict`` is that of the yielded batch. It
-    passes on the other attributes of the user's loader, such as ``dataset`` or ``batch_size``.
+    The loader reads one batch ahead, to know whether the yielded batch is the last. ``state_dict`` is the state after
+    the yielded batch. Other attributes, such as ``dataset`` or ``batch_size``, are those of the user's loader.
 
     Args:
         loader: the loader as the user made it.
-        inner: a loader of this rank's rows of its (global) batches.
+        inner: a loader of this rank's rows of the global batches.
         dp: the axis whose ranks read different rows.
-        total_batch_size: the rows of a global batch; None if they are not known.
+        total_batch_size: the number of rows of a global batch; None if it is unknown.
     """
 
     _is_accelerate_prepared = True
@@ -78,12 +78,12 @@ class PlannedLoader:
         return len(self.user_loader.dataset)  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration reads; without it, epochs follow each other."""
+        """Set the epoch that the next iteration reads; by default each iteration reads the next epoch."""
         self.inner.set_epoch(epoch)
         self._state = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last yielded batch ends: a small state, the same on all ranks and valid for any mesh."""
+        """Return the position after the last yielded batch: a small state, equal on all ranks, for any mesh."""
         return {**self.inner.state_dict(), **self.place()}
 
     def place(self) -> dict[str, Any]:
@@ -96,19 +96,19 @@ class PlannedLoader:
         self._state = None
 
     def skip(self, num_batches: int) -> None:
-        """Make the next iteration begin after the first batches of its epoch.
+        """Make the next iteration begin after the first ``num_batches`` batches of its epoch.
 
-        They are counted from the start of the epoch. So after ``load_state``, which restores the place by itself, a
-        script that also skips the batches that it had seen is at the same place.
+        Batches are counted from the start of the epoch. ``load_state`` already restores the position; if the script
+        then also skips the batches of the saved run, the position stays the same.
         """
         place = self.inner.position
         if self.total_batch_size is not None and self.inner.skip(num_batches * self.total_batch_size):
             self._state = None
         elif not (place.is_fresh and place.samples):
-            self._to_drop = num_batches  # only reading them shows where they end
+            self._to_drop = num_batches  # their end is known only after reading them
 
     def _rows_of_last(self) -> int:
-        """Return the last batch's rows over all ranks if it is not full, 0 if it is; -1 (accelerate's) if not known."""
+        """Return the rows of the last batch over all ranks, 0 if it is full, or -1 as in accelerate if unknown."""
         if self.total_batch_size is None or getattr(self.user_loader, "drop_last", False):
             return -1
         try:
@@ -118,25 +118,26 @@ class PlannedLoader:
 
 
 def check_loader(loader: DataLoader[Any], dp: int, options: LoaderOptions, *, is_global: bool) -> None:
-    """Raise on all ranks if a loader cannot be put on a mesh, before anything is changed.
+    """Raise on all ranks if a loader cannot be put on a mesh; changes nothing.
 
     Raises:
-        ValueError: if it cannot; see ``global_batches`` and ``DistributedLoader``.
+        ValueError: see ``global_batches`` and ``DistributedLoader``.
     """
+    mesh = LoaderMesh(dp=Axis("dp"))
     succeed_together(
-        lambda: DistributedLoader(loader if is_global else global_batches(loader, dp), dp=Axis("dp"), options=options)
+        lambda: DistributedLoader(loader if is_global else global_batches(loader, dp), mesh, options=options)
     )
 
 
 def plan_loader(
     loader: Any, model: nn.Module, options: LoaderOptions, *, is_global: bool, accelerator: Accelerator
 ) -> PlannedLoader:
-    """Put a loader on the mesh of a distributed model; every rank makes the call.
+    """Return a loader on the mesh of a distributed model; every rank makes the call.
 
     Args:
-        loader: a loader of one data-parallel rank's batches, or with ``is_global`` of global batches.
+        loader: a loader of one data-parallel rank's batches or, with ``is_global``, of global batches.
         model: the model that ``to_distributed`` returned.
-        options: the options of reading.
+        options: the options of the loader.
         is_global: whether the loader's batches are global.
         accelerator: the Accelerator, which decides whether to shuffle by a seed and the epoch.
     """
@@ -145,13 +146,8 @@ def plan_loader(
     if accelerator.use_seedable_sampler:
         order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
-    def make() -> DistributedLoader:
-        peers, device = Peers((runtime.tp,)), device_of(model)
-        return DistributedLoader(
-            joined, dp=runtime.dp, peers=peers, device=device, options=options, may_hold_blanks=True
-        )
-
-    inner = made_together(make)
+    mesh = LoaderMesh(dp=runtime.dp, peers=Peers((runtime.tp,)), device=device_of(model))
+    inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either"))
     return PlannedLoader(loader, inner, runtime.dp, _batch_size(joined))
 
 
@@ -161,5 +157,5 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _rows(batch: Any) -> int:
-    """Return the rows of a batch: those of its first tensor with dims."""
+    """Return the number of rows of a batch: the first size of its first tensor with dims."""
     return next((x.shape[0] for x in tensors_of(batch) if isinstance(x, Tensor) and x.ndim), 0)

@@ -1,4 +1,4 @@
-"""``prepare`` distributes the objects of an Accelerator's script by a plan."""
+"""``prepare`` distributes the objects of an accelerate script by a plan."""
 
 from __future__ import annotations
 
@@ -41,26 +41,28 @@ def prepare(
 ) -> Any:
     """Distribute a script's objects by a plan, in place of ``accelerator.prepare``; the loop stays as it is.
 
-    The plan is the config's, the launcher's or the model's own, or the planner picks one. As in accelerate, a loader's
-    batch is that of one data-parallel rank (of all with ``split_batches=True``), so the loss is the mean over ``dp``
-    batches; ranks of the other axes share a batch. Loaders and schedulers may also be prepared later.
+    The plan is the config's, the launcher's or the model's own; otherwise the planner picks a plan. As in accelerate, a
+    loader's batch is for one data-parallel rank (for all ranks with ``split_batches=True``), so the loss is the mean
+    over ``dp`` batches. Ranks along the other axes share a batch. Loaders and schedulers may also be prepared later.
 
-    ``accelerator`` follows the plan: backward, accumulate, clip_grad_norm_, clip_grad_value_, gather_for_metrics,
-    save_state, load_state, get_state_dict, unwrap_model and skip_first_batches are right under it.
+    After the call these methods of ``accelerator`` follow the plan: backward, accumulate, clip_grad_norm_,
+    clip_grad_value_, gather_for_metrics, save_state, load_state, get_state_dict, unwrap_model and skip_first_batches.
 
     Args:
         accelerator: the script's Accelerator, changed in place.
-        objects: one model, its optimizer, any number of loaders and schedulers, in any order; others, such as None,
-            come back as they are.
+        objects: one model, its optimizer, any number of loaders and schedulers, in any order; other values, such as
+            None, are returned unchanged.
         config: the options of ``to_distributed``.
-        plan: the plan, as in ``to_distributed``: a ParallelPlan, its words ("dp2 tp2+sp zero1"), a dict or a path.
+        plan: the plan, as in ``to_distributed``: a ParallelPlan, a plan in words ("dp2 tp2+sp zero1"), a dict or a
+            path.
 
     Returns:
-        The objects in the same order; one alone as itself. The model is the user's own.
+        The objects as a tuple in the same order, or the object itself if there is only one. The model is the user's
+        object.
 
     Raises:
-        PlanError: if the launch, the Accelerator's settings or the model do not fit the plan; see also
-            ``to_distributed``. Nothing was changed then.
+        PlanError: if the launch, the Accelerator's settings or the model contradict the plan, before anything is
+            changed; see also ``to_distributed``.
         AlreadyDistributedError: if accelerate has prepared one of the objects.
         ValueError: if a loader cannot be put on a mesh.
 
@@ -129,8 +131,8 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     check_model(accelerator, model)
     loaders = [loader for loader in given.loaders if not isinstance(loader, PlannedLoader)]
     if config.num_items_in_batch == "auto":
-        # accelerate's recipe passes the global count and multiplies the loss by num_processes, as DDP needs it. Read
-        # as counts of each rank, dp global ones add up to the divisor that undoes this.
+        # accelerate's recipe passes the global count and multiplies the loss by num_processes, as DDP needs it. With
+        # "local", the sum of dp global counts is the divisor, which cancels this factor.
         config = dataclasses.replace(config, num_items_in_batch="local")
     runtime = find_runtime(model)  # not None if from_pretrained has distributed the model
     plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
@@ -157,12 +159,12 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
 def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
     assert isinstance(accelerator, PlannedAccelerator)
     done: dict[int, Any] = {}
-    # Schedulers last, since they look for the optimizer's wrapper.
+    # Schedulers are prepared last, since they need the optimizer's wrapper.
     for value in sorted(objects, key=lambda value: isinstance(value, LRScheduler)):
         if isinstance(value, DataLoader | PlannedLoader):
             done[id(value)] = accelerator.prepare_data_loader(value)
         elif isinstance(value, Optimizer):
-            # to_distributed has placed the state; accelerate would move it through a state dict.
+            # to_distributed has moved the optimizer's state; accelerate would move it by a state dict.
             done[id(value)] = _mark(accelerator.prepare_optimizer(value, device_placement=False))
         elif isinstance(value, LRScheduler):
             done[id(value)] = _mark(accelerator.prepare_scheduler(value))
@@ -171,7 +173,7 @@ def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
 
 
 class _InAutocast(MethodOverride):
-    """A model's ``forward`` in mixed precision."""
+    """Runs a model's ``forward`` in mixed precision."""
 
     def __init__(self, forward: Callable[..., Any], context: Any):
         super().__init__(forward)
@@ -182,13 +184,13 @@ class _InAutocast(MethodOverride):
 
 
 def _mark(value: Any) -> Any:
-    """Mark an object, so that ``accelerator.prepare`` leaves it as it is."""
+    """Mark an object so that ``accelerator.prepare`` returns it unchanged; return the object."""
     value._is_accelerate_prepared = True
     return value
 
 
 def _equip(accelerator: Accelerator, model: Any) -> None:
-    """Give the model what accelerate expects or adds: no_sync, and mixed precision around forward."""
+    """Add to the model what accelerate expects: a no_sync method, and mixed precision around forward."""
     _mark(model)
     model.no_sync = functools.partial(_no_sync, model)
     if accelerator.native_amp:
@@ -198,22 +200,22 @@ def _equip(accelerator: Accelerator, model: Any) -> None:
 
 
 def _no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return the ``no_sync`` of a window, which accelerate and its scripts call; LocalSGD holds it over steps.
+    """Return a context in which gradients are not synchronised; LocalSGD would keep it open over several steps.
 
     Raises:
         PlanError: if LocalSGD calls it.
     """
     if sys._getframe(1).f_globals.get("__name__") == LocalSGD.__module__:
         raise PlanError(
-            "LocalSGD lets each process step its own replica and averages the weights now and then, which no single "
-            "device does, but a plan shares each step over its ranks; write LocalSGD(..., enabled=False), or leave it "
-            "out, and reduce communication by Accelerator(gradient_accumulation_steps=...)"
+            "LocalSGD lets each process step its own replica and averages the weights from time to time, which one "
+            "device does not do. Under a plan all ranks compute each step together; write LocalSGD(..., "
+            "enabled=False), or leave it out, and reduce communication by Accelerator(gradient_accumulation_steps=...)"
         )
     return no_sync(model)
 
 
 def _told(accelerator: Accelerator) -> frozenset[int]:
-    """Return the values that num_processes has returned so far."""
+    """Return the values of num_processes that the script may have read so far."""
     if isinstance(accelerator, PlannedAccelerator):
         return accelerator.told_processes
     return frozenset({accelerator.num_processes}) if was_read_by_callers() else frozenset()
@@ -226,7 +228,7 @@ def _pick_plan(
     loaders: Sequence[DataLoader[Any]],
     config: ToDistributedConfig,
 ) -> ParallelPlan:
-    """Return the planner's choice for a global batch that its own dp sets: a rank's batch times dp."""
+    """Return the plan that the planner picks for a global batch of one rank's batch times the plan's own dp."""
     dp, tried = accelerator.state.num_processes, set()
     while True:
         loader = loaders[0] if loaders else None

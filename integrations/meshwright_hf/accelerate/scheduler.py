@@ -1,4 +1,4 @@
-"""The learning-rate scheduler of a model on a plan."""
+"""The learning-rate scheduler of a model under a plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.errors import CheckpointError
 
 
 class PlannedScheduler(AcceleratedScheduler):
-    """Steps once for every one-device batch that an optimizer step stands for.
+    """A scheduler that steps once for each of the loader's batches in an optimizer step.
 
-    A script's scheduler counts batches of its loader. If the loader's batch is one rank's, a step takes as many of them
-    as there are data-parallel ranks. accelerate counts processes instead, of which tp share a batch.
+    A script's scheduler counts batches of the script's loader. If such a batch is for one rank, an optimizer step uses
+    one batch per data-parallel rank. accelerate counts processes instead, but tp processes share a batch.
 
     Args:
         scheduler: the user's scheduler.
@@ -42,7 +42,7 @@ class PlannedScheduler(AcceleratedScheduler):
                 self.scheduler.step(*args, **kwargs)
 
     def count_in(self, rows: int, saved_rows: int, saved_batches: int) -> None:
-        """Convert a saved count of batches with another number of rows, so that the number of samples is the same.
+        """Convert a saved count of batches with another number of rows, so that it is the same number of samples.
 
         Args:
             rows: the rows of an optimizer step of this run, on all ranks.
@@ -52,7 +52,7 @@ class PlannedScheduler(AcceleratedScheduler):
             CheckpointError: if the scheduler keeps more than the count, or the new count is not a whole number.
         """
         ratio = Fraction(saved_rows, saved_batches) / Fraction(rows, self.batches)
-        if ratio == 1 or not self.step_with_optimizer:  # otherwise the program's own calls count
+        if ratio == 1 or not self.step_with_optimizer:  # without step_with_optimizer the program's calls count
             return
         counted = self.scheduler.last_epoch * ratio
         if not isinstance(self.scheduler, LambdaLR) or counted.denominator > 1:

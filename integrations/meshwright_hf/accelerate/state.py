@@ -1,4 +1,4 @@
-"""``save_state`` and ``load_state`` of a model on a plan, in one-device files that any plan reads."""
+"""``save_state`` and ``load_state`` under a plan, in one-device files that any plan reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROGRESS = "meshwright.json"
 
 
 class Pending(dict[str, Tensor]):
-    """Stands for the weights of a planned model in accelerate's list of what to save."""
+    """A placeholder for the weights of a planned model in accelerate's list of weights to save."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -34,7 +34,7 @@ class Pending(dict[str, Tensor]):
 
 @contextlib.contextmanager
 def without_planned_optimizers(accelerator: Accelerator) -> Iterator[None]:
-    """Hide from accelerate the optimizers whose state is one rank's part."""
+    """Hide planned optimizers from accelerate inside the context, since each rank has only a part of their state."""
     kept = accelerator._optimizers
     accelerator._optimizers = [optimizer for optimizer in kept if find_runtime(optimizer.optimizer) is None]
     try:
@@ -44,21 +44,21 @@ def without_planned_optimizers(accelerator: Accelerator) -> Iterator[None]:
 
 
 def take_weights(models: list[nn.Module], weights: list[dict[str, Tensor]], directory: str) -> None:
-    """Write the weights of the planned models that no earlier hook took from the list."""
+    """Write the weights of the planned models that earlier hooks left in the list, and remove them from the list."""
     for weight in [weight for weight in weights if isinstance(weight, Pending)]:
         weights[:] = [other for other in weights if other is not weight]
         mw.save_weights(weight.model, _folder(models, weight.model, directory))
 
 
 def give_weights(all_models: list[nn.Module], models: list[nn.Module], directory: str) -> None:
-    """Read the weights of the planned models that no earlier hook took from the list."""
+    """Read the weights of the planned models that earlier hooks left in the list, and remove them from the list."""
     for model in [model for model in models if find_runtime(model) is not None]:
         models[:] = [other for other in models if other is not model]
         mw.load_weights(model, _folder(all_models, model, directory))
 
 
 def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
-    """Write optimizer state, the place of each loader, and the place in the stream of dropout masks."""
+    """Write the optimizers' states, and the positions of the loaders and of the dropout streams."""
     for model, optimizer in _pairs(accelerator):
         mw.save_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
     said = {
@@ -72,7 +72,7 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
 
 
 def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
-    """Read what ``save_progress`` wrote, on any number of ranks."""
+    """Restore the state that ``save_progress`` wrote, on any number of ranks."""
     said = succeed_together(lambda: _read(accelerator, directory))
     for model, optimizer in _pairs(accelerator):
         mw.load_optimizer(model, optimizer, os.path.join(_folder(accelerator._models, model, directory), "optimizer"))
@@ -80,7 +80,7 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         loader.load_state_dict(state)
     for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
         _streams(model).load_state_dict(state)
-    accelerator.step = said["step"]  # accelerate's own is in one file per rank of the run that saved
+    accelerator.step = said["step"]  # accelerate saves it in one file per rank, but the number of ranks may differ
     rows, saved_rows = _rows_of_step(accelerator), said.get("rows")
     for scheduler, batches in zip(_schedulers(accelerator), said.get("batches", ()), strict=False):
         if rows is not None and saved_rows is not None:
@@ -88,12 +88,12 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
 
 
 def planned_models(accelerator: Accelerator) -> list[nn.Module]:
-    """Return the models of an Accelerator that a plan distributes."""
+    """Return those models of an Accelerator that a plan distributes."""
     return [model for model in accelerator._models if find_runtime(model) is not None]
 
 
 def is_new_model(value: Any) -> bool:
-    """Whether this is a model that no Accelerator has prepared."""
+    """Return whether this is a model that no Accelerator has prepared."""
     return isinstance(value, nn.Module) and not getattr(value, "_is_accelerate_prepared", False)
 
 
@@ -109,8 +109,8 @@ def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[s
         if len(said[name]) != len(here):
             what = "loader(s)" if name == "loaders" else "model(s)"
             raise CheckpointError(
-                f"{directory} is of {len(said[name])} {what}, but this Accelerator has {len(here)}; prepare the same "
-                "objects in the same order"
+                f"{directory} has the state of {len(said[name])} {what}, but this Accelerator has {len(here)}; "
+                "prepare the same objects in the same order"
             )
     return said
 
@@ -122,7 +122,7 @@ def _folder(models: list[nn.Module], model: nn.Module, directory: str | os.PathL
 
 
 def _pairs(accelerator: Accelerator) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
-    """Return each planned model that has an optimizer, with the optimizer."""
+    """Return (model, optimizer) for each planned model that has an optimizer."""
     models = {id(find_runtime(model)): model for model in planned_models(accelerator)}
     inner = [optimizer.optimizer for optimizer in accelerator._optimizers]
     return [(models[id(runtime)], optimizer) for optimizer in inner if (runtime := find_runtime(optimizer)) is not None]
@@ -139,7 +139,7 @@ def _schedulers(accelerator: Accelerator) -> list[PlannedScheduler]:
 
 
 def _rows_of_step(accelerator: Accelerator) -> int | None:
-    """Return the rows of an optimizer step, by the loader that was prepared first; None if it does not know them."""
+    """Return the rows of an optimizer step with the loader that was prepared first; None if they are unknown."""
     rows = next((loader.total_batch_size for loader in _loaders(accelerator)), None)
     return None if rows is None else rows * accelerator.gradient_accumulation_steps
 

@@ -1,7 +1,7 @@
 """DeepSpeed as the engine under Meshwright's tensor and sequence parallelism.
 
-DeepSpeed averages gradients over the data-parallel axis, shards (ZeRO 1, 2, 3) or offloads, steps, clips and
-writes checkpoints; the plan's tensor and sequence parallelism is applied to the model first.
+First the plan's tensor and sequence parallelism is applied to the model. DeepSpeed then averages gradients over the
+data-parallel axis, shards (ZeRO 1, 2, 3) or offloads, clips, steps and writes checkpoints.
 """
 
 from meshwright_hf.deepspeed.engine import initialize

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON: Meshwright reads it, fills in "auto" values, and refuses keys by name."""
+"""Reads a DeepSpeed JSON, fills in its "auto" values, and refuses keys that contradict a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 
 ADVICE_PLAN = "the plan shards the model: remove it, and set ParallelPlan"
-# Key -> why it is refused, and what to do. A value that switches the key off (see _is_on) passes.
+# Key -> why it is refused, and what to do. A value that switches the key off (see _is_on) is accepted.
 REFUSED = {
     "tensor_parallel": f"DeepSpeed's own tensor parallelism; {ADVICE_PLAN}.tp",
     "autotp_size": f"DeepSpeed's own tensor parallelism; {ADVICE_PLAN}.tp",
@@ -24,7 +24,7 @@ REFUSED = {
     "expert_parallel": f"expert parallelism is not available; {ADVICE_PLAN}.tp and dp",
     "hybrid_engine": "it replaces the model's layers with its own; remove it",
     "compression_training": "it replaces the model's layers with its own; remove it",
-    "elasticity": "it changes the batch with the number of processes, and so the numbers; remove it",
+    "elasticity": "it changes the batch with the number of processes, and so the results; remove it",
     "autotuning": "it launches runs of its own; remove it (meshwright plan finds sizes)",
     "sparse_attention": "it replaces the model's attention; remove it",
     "amp": "apex patches the model's layers; use bf16",
@@ -36,7 +36,7 @@ REFUSED_IN_ZERO = {
     "zero_quantized_gradients": "quantised communication changes losses and gradients",
     "zero_quantized_nontrainable_weights": "quantised communication changes losses and gradients",
 }
-# Optimizers of the JSON that update each element from that element alone, so that they are exact on shards.
+# Optimizers of the JSON that update each element independently, so that they are exact on shards.
 ELEMENTWISE = frozenset({"adam", "adamw", "sgd", "adagrad", "lion", "rmsprop", "adadelta", "adamax", "nadam", "radam"})
 BATCH = "train_micro_batch_size_per_gpu"
 STEPS = "gradient_accumulation_steps"
@@ -66,7 +66,7 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     if doubles := sorted({key for key in keys if keys.count(key) > 1}):
-        raise ValueError(f"{', '.join(doubles)} is there twice")
+        raise ValueError(f"{', '.join(doubles)} is given twice")
     return dict(pairs)
 
 
@@ -79,18 +79,19 @@ def complete_config(
     rows: int | None = None,
     has_optimizer: bool,
 ) -> dict[str, Any]:
-    """Check a configuration against the plan, and fill its "auto" values as transformers' integration does.
+    """Return the configuration, checked against the plan and with "auto" values filled in as transformers does.
 
     Args:
         config: the configuration from :func:`read_config`, changed in place.
-        plan: the plan, with dp and tp; its other fields fill what the configuration leaves open.
+        plan: the plan, with dp and tp; its other fields set keys that the configuration leaves open.
         model: the model, which gives the hidden size and the dtype.
         device: the device that DeepSpeed runs on.
-        rows: a dp rank's rows of the loader's batch, if known.
-        has_optimizer: whether an optimizer object comes with the model.
+        rows: the number of rows of the loader's batch that a dp rank gets, if known.
+        has_optimizer: whether an optimizer object is passed with the model.
 
     Raises:
-        PlanError: if the two do not fit; the message names the key, the field of the plan, and their values.
+        PlanError: if configuration and plan contradict each other; the message gives the key, the plan's field and both
+            values.
     """
     _refuse(config, plan, device, has_optimizer)
     zero = config.setdefault("zero_optimization", {})
@@ -114,12 +115,12 @@ def complete_config(
     _fill_from_hidden_size(config, model)
     optimizer = config.get("optimizer", {})
     if device.type == "cpu" and str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        # DeepSpeed would first compile its own, whose step is no faster than torch's on a CPU.
+        # DeepSpeed would first compile its own Adam, whose step is no faster than torch's on a CPU.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
-    if has_optimizer:  # as accelerate does: an object is a choice
+    if has_optimizer:  # as accelerate does, since the user chose this optimizer
         config.setdefault("zero_allow_untested_optimizer", True)
     if plan.tp > 1:
-        config.pop("train_batch_size", None)  # checked above; DeepSpeed derives it
+        config.pop("train_batch_size", None)  # checked above; DeepSpeed computes it
     if left := list(_autos(config)):
         raise PlanError(
             f"{', '.join(left)} of the DeepSpeed configuration say(s) 'auto', but no value is known; write the "
@@ -154,9 +155,9 @@ def _refuse(config: dict[str, Any], plan: ParallelPlan, device: torch.device, ha
         )
     if optimizer is not None and plan.tp > 1 and str(optimizer).lower() not in ELEMENTWISE:
         raise PlanError(
-            f"optimizer.type={optimizer!r} of the DeepSpeed configuration is not known to update each element from "
-            f"that element alone, so with tp={plan.tp} its step on a shard may differ from its step on the whole "
-            "tensor; use AdamW, or ParallelPlan.tp=1"
+            f"optimizer.type={optimizer!r} of the DeepSpeed configuration is not known to be elementwise, so with "
+            f"tp={plan.tp} its step on a shard may differ from its step on the whole tensor; use AdamW, or "
+            "ParallelPlan.tp=1"
         )
 
 
@@ -172,7 +173,7 @@ def _is_on(key: str, value: Any) -> bool:
 
 
 def _complete_batch(config: dict[str, Any], plan: ParallelPlan, rows: int | None) -> None:
-    """Set rows per micro-batch, micro-batches per step, and rows per step; any two give the third."""
+    """Set rows per micro-batch, micro-batches per step and rows per step; any two give the third."""
     micro = _agreed(config, BATCH, plan.micro_batch_size, "ParallelPlan.micro_batch_size")
     if rows is not None and micro not in (None, rows):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""``initialize``: ``deepspeed.initialize`` for a model that a plan shards over tp first."""
+"""``initialize`` shards a model over tp by a plan, and then calls ``deepspeed.initialize``."""
 
 from __future__ import annotations
 
@@ -55,32 +55,34 @@ def initialize(
     plan: ParallelPlan | None = None,
     options: ToDistributedConfig | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Make a DeepSpeed engine of a model that the plan's tensor and sequence parallelism shards first.
+    """Shard a model by the plan's tensor and sequence parallelism, and return a DeepSpeed engine for it.
 
-    It takes and returns what ``deepspeed.initialize`` does. Every launched process calls it with the same
-    arguments. Wrong arguments raise before the model is changed.
+    The arguments and results are those of ``deepspeed.initialize``. Every launched process makes the call with the same
+    arguments. Wrong arguments raise an error before the model is changed.
 
     Args:
         args: an object whose ``deepspeed_config`` is read if ``config`` is not given.
-        model: a causal LM of transformers, plain: not built under ``deepspeed.zero.Init``.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one; None for the configuration's.
+        model: a causal LM of transformers that was not built under ``deepspeed.zero.Init``.
+        optimizer: an optimizer over the model's parameters, or a callable that returns one; by default the
+            configuration's optimizer.
         model_parameters: parameters, or groups of them, for the configuration's optimizer; all by default.
         training_data: a dataset, from which DeepSpeed makes a loader of ``train_micro_batch_size_per_gpu`` rows.
         lr_scheduler: the scheduler, as in ``deepspeed.initialize``.
-        dataloader: a loader instead of ``training_data``, with global batches of ``train_micro_batch_size_per_gpu``
-            x dp rows; the loader that is returned gives each dp rank its rows, resumably.
+        dataloader: a loader instead of ``training_data``, with global batches of ``train_micro_batch_size_per_gpu`` x
+            dp rows; the returned loader yields each dp rank's rows, and can be resumed.
         collate_fn: the collate function for ``training_data``.
         config: a DeepSpeed configuration, or the path of its JSON file; "auto" values are filled in.
             ``train_micro_batch_size_per_gpu`` counts the rows of a dp rank, which the ranks of tp share.
         config_params: another name for ``config``.
-        plan: the plan, with dp and tp; None for tp=1. Its other fields may be left out; if given, they must agree.
-        options: further options of the sharding; its plan is not read.
+        plan: the plan, with dp and tp; None for tp=1. Its other fields are optional, but must agree with the
+            configuration.
+        options: further options of ``to_distributed``; their plan is ignored.
 
     Returns:
         The engine, its optimizer, the loader (None without data) and the scheduler.
 
     Raises:
-        PlanError: if the plan, the configuration or their combination cannot run; the message names the settings.
+        PlanError: if the plan, the configuration or their combination is not supported; the message names the settings.
         AlreadyDistributedError: if ``zero.Init``, DDP or another call has distributed the model.
         OptimizerMismatchError: if the optimizer belongs to another model, or its step on a shard may differ from
             its step on the whole tensor.
@@ -129,7 +131,7 @@ def initialize(
         model_parameters=_follow(model_parameters, model, places),
         training_data=training_data,
         lr_scheduler=lr_scheduler,
-        mpu=ModelParallelUnit(runtime.tp, runtime.dp),  # for tp=1 too: without one it keeps an earlier engine's
+        mpu=ModelParallelUnit(runtime.tp, runtime.dp),  # for tp=1 too: otherwise an earlier engine's mpu is used
         collate_fn=collate_fn,
         config=settings,
     )
@@ -150,7 +152,7 @@ def _given_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 
 def device_of_engine() -> torch.device:
-    """Return the device that DeepSpeed moves the model to."""
+    """Return the device to which DeepSpeed moves the model."""
     kind = get_accelerator().device_name()
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
 
@@ -159,7 +161,9 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"initialize takes model=a torch.nn.Module, not {type(model).__name__}")
     if find_runtime(model) is not None:
-        raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew for DeepSpeed")
+        raise AlreadyDistributedError(
+            "this model was distributed by an earlier call; build the model again for DeepSpeed"
+        )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise AlreadyDistributedError(
@@ -175,7 +179,7 @@ def _check_data(training_data: Any, dataloader: Any) -> None:
 
 
 def _rows(dataloader: Any, plan: ParallelPlan) -> int | None:
-    """Return a dp rank's rows of the loader's batch; None if the loader has no batch size."""
+    """Return the number of rows of the loader's batch that a dp rank gets; None if the loader has no batch size."""
     size = getattr(dataloader, "batch_size", None)
     if size is None:
         return None
@@ -188,7 +192,7 @@ def _rows(dataloader: Any, plan: ParallelPlan) -> int | None:
 
 
 def _is_trusted(optimizer: Optimizer, options: ToDistributedConfig | None) -> bool:
-    """Whether an optimizer is elementwise: of DeepSpeed's own, Adam, Adagrad and Lion are, the others are not."""
+    """Return whether an optimizer is known to be elementwise: of DeepSpeed's own, only Adam, Adagrad and Lion are."""
     of_deepspeed = type(optimizer).__module__.startswith(
         ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")
     )
@@ -196,14 +200,14 @@ def _is_trusted(optimizer: Optimizer, options: ToDistributedConfig | None) -> bo
 
 
 def _join(device: torch.device, timeout_s: float) -> None:
-    """Join the process group, or make one if nothing launched this process; keep DeepSpeed from compiling."""
+    """Start the process group, with one rank if this process was not launched; keep DeepSpeed from compiling."""
     start_process_group(device, timeout_s)
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
         atexit.register(_leave)
     if device.type == "cpu":
-        # A shared-memory collective for inference, which DeepSpeed would compile for a minute at its start.
+        # This shared-memory collective is for inference, and DeepSpeed would compile it for a minute at its start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -213,7 +217,7 @@ def _leave() -> None:
 
 
 def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str]) -> list[Any]:
-    """Return the parameters, or groups of them, that replaced those given."""
+    """Return the distributed model's parameters, or groups of them, that have the names of the given ones."""
     now = dict(model.named_parameters())
     if given is None:
         return [p for p in now.values() if p.requires_grad]
@@ -226,7 +230,7 @@ def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str
 
 
 def _adapt(engine: Any, runtime: Runtime) -> None:
-    """Adapt an engine to a sharded model: the guard expects its collectives, and its exports are whole."""
+    """Adapt an engine to a sharded model: the guard accepts its collectives, and its exports gather over tp."""
     if engine.zero_optimization_partition_weights():
         runtime.materialise = _gathered
     for name in ("forward", "backward", "step"):
@@ -235,7 +239,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
         adapt_universal_loading(engine.optimizer, runtime)
     if runtime.tp.size > 1:
         engine.save_16bit_model = functools.partial(_refuse_16bit, engine)
-        # accelerate's get_state_dict, and so the Trainer, calls it under stage 3.
+        # accelerate's get_state_dict, and so the Trainer, calls this method under stage 3.
         engine._zero3_consolidated_16bit_state_dict = lambda *_, **__: full_state_dict(engine)
 
 

@@ -1,4 +1,4 @@
-"""One-device weights out of an engine, joined over tp, and over dp if ZeRO-3 shards them further."""
+"""Exports one-device weights from an engine: gathered over tp, and over dp under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.checkpoint.whole_tensors import full_state_dict as state_dict_of
 
 
 def full_state_dict(engine: Any) -> dict[str, Tensor]:
-    """Return the one-device state dict of an engine's model, on the CPU of rank 0; empty elsewhere.
+    """Return the one-device state dict of an engine's model on the CPU of rank 0, and an empty dict on other ranks.
 
-    Every rank makes the call. The weights have the dtype that the model computes in.
+    Every rank makes the call. The weights have the dtype in which the model computes.
 
     Args:
         engine: an engine from :func:`meshwright_hf.deepspeed.initialize`.

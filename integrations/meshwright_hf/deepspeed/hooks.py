@@ -1,4 +1,4 @@
-"""Replaces ``deepspeed.initialize``, which accelerate and the Trainer call themselves, for a while."""
+"""Replaces ``deepspeed.initialize`` temporarily, for accelerate and the Trainer, which call it themselves."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from meshwright_hf.deepspeed.export import save_pretrained
 
 @contextlib.contextmanager
 def deepspeed_mpu(plan: ParallelPlan, options: ToDistributedConfig | None = None) -> Iterator[None]:
-    """Make accelerate and the Trainer build their engine by the plan, and give the ranks of tp equal rows.
+    """Make accelerate and the Trainer build their engine by the plan, with equal rows on the ranks of tp.
 
-    They have no argument for an ``mpu``, but look ``deepspeed.initialize`` up when they call it, so ours replaces it
-    until the block ends. Prepare everything inside, loaders too.
+    accelerate and the Trainer have no argument for an ``mpu``, but call ``deepspeed.initialize`` through the module, so
+    Meshwright's ``initialize`` replaces it until the block ends. Prepare all objects inside the block, including
+    loaders.
 
     Args:
         plan: the plan, as for :func:`initialize`; accelerate or TrainingArguments set the sizes of a batch.
         options: the options, as for :func:`initialize`.
 
     Raises:
-        PlanError: if there is no Accelerator yet, or one that does not use DeepSpeed (as on CPU, unless
-            ``PartialState(cpu=True)`` came first) and would ignore the plan.
+        PlanError: if there is no Accelerator yet, or if it does not use DeepSpeed and would ignore the plan. On CPU, an
+            Accelerator uses DeepSpeed only if ``PartialState(cpu=True)`` was called first.
 
     Example::
 
@@ -76,7 +77,7 @@ def _initialize_by(
         raise PlanError("ParallelismConfig.sp_size shards sequences in its own way; leave it out under deepspeed_mpu")
     key = "config" if kwargs.get("config") is not None else "config_params"
     config = read_config(kwargs[key])
-    # Their total counts every process as one with rows of its own.
+    # accelerate and the Trainer compute the total as if every process had its own rows.
     rows, steps = config.get(BATCH), config.get(STEPS)
     total = config.get("train_batch_size")
     if isinstance(rows, int) and isinstance(steps, int) and total == rows * steps * dist.get_world_size():
@@ -85,17 +86,18 @@ def _initialize_by(
 
 
 class DeepSpeedTrainerMixin:
-    """Makes a subclass of transformers' Trainer, with ``TrainingArguments(deepspeed=...)``, train by a plan.
+    """Mixin that makes a subclass of transformers' Trainer with ``TrainingArguments(deepspeed=...)`` train by a plan.
 
-    Put it first among the bases. ``per_device_train_batch_size`` counts the rows of a dp rank. Build the model
-    before the TrainingArguments: with stage 3 transformers would split it otherwise, before the plan can shard it.
+    Put the mixin first among the base classes. ``per_device_train_batch_size`` counts the rows of a dp rank. Build the
+    model before the TrainingArguments: otherwise, with stage 3, transformers splits the model before the plan can shard
+    it.
 
     Args:
         plan: the plan, as for :func:`initialize`.
         options: the options, as for :func:`initialize`.
 
     Raises:
-        PlanError: if TrainingArguments lack ``deepspeed``.
+        PlanError: if ``TrainingArguments.deepspeed`` is not set.
 
     Example::
 
@@ -115,15 +117,15 @@ class DeepSpeedTrainerMixin:
         self, *args: Any, plan: ParallelPlan, options: ToDistributedConfig | None = None, **kwargs: Any
     ) -> None:
         self._plan = plan
-        # The Trainer divides a loss by the global count and multiplies it by dp, since engines average gradients. Read
-        # as counts of each rank, dp global ones add up to the divisor that undoes this.
+        # The Trainer divides a loss by the global count and multiplies it by dp, since engines average gradients. With
+        # "local", the sum of dp global counts is the divisor, which cancels this factor.
         self._options = dataclasses.replace(options or ToDistributedConfig(), num_items_in_batch="local")
         super().__init__(*args, **kwargs)
         if not self.is_deepspeed_enabled:
             raise PlanError("this Trainer is for DeepSpeed; set TrainingArguments.deepspeed, or use MeshwrightTrainer")
 
     def get_tp_size(self) -> int:
-        """Return the number of ranks with the same rows, which sets batch sizes, step counts and the loss's scale."""
+        """Return the number of ranks with the same rows; batch sizes, step counts and the loss scale depend on it."""
         return self._plan.tp
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tells DeepSpeed about the model's own parallelism, by an ``mpu`` object and a mark on parameters."""
+"""Describes the model's tensor parallelism to DeepSpeed, by an ``mpu`` object and a mark on parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.parallel.row_layout import RowLayout, record_of
 
 
 class ModelParallelUnit:
-    """DeepSpeed's view of the mesh, under the method names of Megatron's ``mpu``.
+    """Describes the mesh to DeepSpeed, by the methods of Megatron's ``mpu``.
 
     Args:
         tp: the axis over which layers are sharded; DeepSpeed calls it model parallel.
@@ -47,16 +47,16 @@ class ModelParallelUnit:
 
 
 def _group_of(axis: Axis) -> ProcessGroup | None:
-    """Return the group of an axis; in a run of one process that of the world."""
+    """Return the process group of an axis; the world's group if there is only one process."""
     return axis.group if axis.group is not None else dist.group.WORLD
 
 
 def mark_parameters(model: nn.Module) -> None:
     """Mark on each parameter whether this rank's gradient counts in DeepSpeed's norm.
 
-    For parameters with ``tensor_model_parallel`` DeepSpeed adds up the norms of all model-parallel ranks; for the
-    others it takes that of rank 0. A key/value head that several ranks hold is marked on the first
-    of them only, so that it counts once.
+    For parameters with ``tensor_model_parallel``, DeepSpeed adds the norms of all model-parallel ranks. For other
+    parameters it uses only the norm of rank 0. A key/value head that several ranks hold is marked only on the first of
+    these ranks, so that it counts once.
     """
     for parameter in model.parameters():
         record = record_of(parameter)
@@ -65,7 +65,7 @@ def mark_parameters(model: nn.Module) -> None:
 
 
 def holds_first(layout: RowLayout, rank: int) -> bool | None:
-    """Whether the rank is the first to hold its rows; None if that is true of only some of them.
+    """Return whether the rank is the first to hold its rows; None if this is true for only some of the rows.
 
     Example:
         >>> one_kv_head = RowLayout(0, 8, (((0, 8),), ((0, 8),)))
@@ -86,7 +86,7 @@ def holds_first(layout: RowLayout, rank: int) -> bool | None:
 
 
 def check_norms(layouts: dict[str, RowLayout]) -> None:
-    """Refuse a sharding under which DeepSpeed cannot count each row once in its gradient norm.
+    """Raise if DeepSpeed cannot count each row of the sharded parameters once in its gradient norm.
 
     Raises:
         PlanError: if there is such a parameter; the message names it.

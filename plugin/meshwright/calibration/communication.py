@@ -12,8 +12,8 @@ from meshwright.calibration.timing import Probe, Run
 from meshwright.parallel.collectives import Axis, all_gather, all_reduce, reduce_scatter, start_all_reduce
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24, 26))  # 1 KiB to 64 MiB
-_ALWAYS, _SLOW = 2**20, 2**28  # bytes that are always measured; bytes per second of a slow link
-_BESIDE = 2**24  # bytes of the gradient bucket that is reduced beside compute
+_ALWAYS, _SLOW = 2**20, 2**28  # largest size in bytes that is always measured; bytes per second of a slow link
+_BESIDE = 2**24  # bytes of the gradient bucket that is reduced during compute
 _OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
@@ -22,9 +22,9 @@ _OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
 
 
 def axes(per_node: int) -> list[tuple[int, Axis]]:
-    """Return (stride, axis) for every group size: neighbours of one node first, then one rank of each node, then all.
+    """Return (stride, axis) for every group size: neighbours in a node first, then one rank per node, then all ranks.
 
-    Every rank is in one group of each kind, and all groups of a kind run at once, as in a mesh.
+    For each stride and size, every rank is in one group, and all groups communicate at once, as in a mesh.
 
     Args:
         per_node: processes per node.
@@ -50,7 +50,7 @@ def _axis(stride: int, size: int) -> Axis:
 
 
 def communication_probes(device: torch.device, per_node: int, *, longest: float, rate: float) -> Iterator[Probe]:
-    """Yield the probes of collectives; their bytes are those of the whole buffer.
+    """Yield the probes of collectives, whose "bytes" are the size of the whole buffer.
 
     Args:
         device: the device whose memory is sent.
@@ -84,7 +84,7 @@ def _collective(
 
 
 def _beside(kind: str, axis: Axis, device: torch.device, flops: float) -> Callable[[], Run]:
-    """Return a gradient bucket's reduction, a matmul, or both at the same time, as in backward."""
+    """Return a function that makes a bucket's reduction, a matmul, or both at the same time, as in backward."""
 
     def make() -> Run:
         bucket = torch.zeros(_BESIDE // 4, device=device)

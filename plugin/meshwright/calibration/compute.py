@@ -20,7 +20,7 @@ _WEIGHTS = (
     (256, 256), (512, 512), (512, 2048), (2048, 512), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096),
     (4096, 16384), (16384, 4096),
 )  # fmt: skip
-_MATMULS = 16  # sizes of the table to measure, spread over those that do not take too long
+_MATMULS = 16  # number of matmul sizes to measure, spread over the sizes that do not take too long
 _HEADS, _HEAD_DIM = 8, 64
 _TINY = 16
 
@@ -62,7 +62,7 @@ def compute_probes(device: torch.device, dtype: torch.dtype, *, rate: float, lon
             for kind, make in _ELEMENTWISE.items():
                 yield Probe(kind=kind, make=partial(make, new, rows, width), sizes=sizes)
     for length, hidden in ((256, 256), (256, 512), (512, 512), (512, 1024), (2048, 1024), (2048, 4096)):
-        if hidden == 256 or _layer_flops(length, hidden) <= most:  # at least one layer, to compare the fit with
+        if hidden == 256 or _layer_flops(length, hidden) <= most:  # at least one layer, to check the fit
             sizes = {"length": length, "hidden": hidden, "ffn": 4 * hidden}
             yield Probe(kind="layer", make=partial(_layer, device, dtype, length, hidden), sizes=sizes)
     yield Probe(kind="launch", make=partial(_layer, device, dtype, 4, 64))
@@ -124,7 +124,7 @@ def _gate(new: New, rows: int, width: int) -> Run:
 
 
 def _residual(new: New, rows: int, width: int) -> Run:
-    # The second sum is backward's: in a network both addends have more consumers, so their gradients are summed.
+    # The second sum is that of backward: both addends have other consumers in a network, so gradients are summed.
     x, y = new(rows, width), new(rows, width)
     return lambda: (x + y, x + y)
 

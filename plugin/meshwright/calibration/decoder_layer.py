@@ -1,4 +1,4 @@
-"""A decoder layer like those of transformers, without that library."""
+"""A decoder layer like those of transformers, without a dependency on transformers."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from meshwright.planner.time import StepModel
 
 Array = NDArray[np.float64]
 
-_TILE, _REMOTE = 128, 5.0  # StepModel's tile, and its ratio of the latency between nodes to that inside a node
+_TILE, _REMOTE = 128, 5.0  # StepModel's tile size, and its ratio of latency between nodes to latency inside a node
 _LEAST = 1e-3
 _REWEIGHTED = 10
-_SMALL = 2**13  # bytes up to which a collective is all latency: its fastest time is the one without waiting
-_NARROWEST = 0.10  # the least band, since a training step holds more than was measured
+_SMALL = 2**13  # bytes up to which a collective is all latency; its fastest time is used, which includes no waiting
+_NARROWEST = 0.10  # the smallest band, since a training step contains more than was measured
 _NINE_OF_TEN = 1.645
 _LARGE = 2**18  # bytes from which a collective's time depends on the link's rate
 # Elements that forward and backward move for each element of the residual stream, of q and k, or of the MLP's width.
@@ -37,9 +37,9 @@ class Fitted:
 
     Args:
         device: the machine, with its best measured rates.
-        coefficients: the shares of these rates that are reached.
-        band: relative error that nine of ten steps should stay within, from the errors of layers and of large
-            collectives; at least 10 %.
+        coefficients: the fractions of these rates that operations reach.
+        band: relative error that nine of ten steps should stay within, computed from the errors of layers and of
+            large collectives; at least 10 %.
         residuals: kind -> root mean square of log(estimated / measured).
     """
 
@@ -89,7 +89,7 @@ def fit(
         elementwise=elementwise,
         launch=launch,
         latency=latency or Coefficients().latency,
-        # The fitted link rates are those that collectives reach, so no share of them is lost.
+        # The fitted link rates are the rates that collectives reach, so the fractions are 1.
         fast_link=1.0,
         slow_link=1.0,
         overlap=_overlap(by_kind),
@@ -120,10 +120,10 @@ def fit(
 
 
 def nonnegative(columns: Array, seconds: Array) -> Array:
-    """Return the nonnegative weights of the columns that reproduce the seconds with the least relative errors.
+    """Return the nonnegative weights of the columns that reproduce the seconds with the smallest relative errors.
 
     Args:
-        columns: array [points, columns]; every subset of the columns is tried, so there should be few.
+        columns: array [points, columns]; every subset of the columns is tried, so keep their number small.
         seconds: array [points].
 
     Example:
@@ -133,7 +133,7 @@ def nonnegative(columns: Array, seconds: Array) -> Array:
     scale = seconds
     weights = _least_squares(columns / scale[:, None], seconds / scale)
     for _ in range(_REWEIGHTED):
-        # (a - b)^2 / (a b) is nearly log(a / b)^2, so that half as much counts like twice as much.
+        # (a - b)^2 / (a b) is nearly log(a / b)^2, so an estimate of half counts like an estimate of twice.
         scale = np.sqrt(np.maximum(columns @ weights, seconds * 1e-3) * seconds)
         weights = _least_squares(columns / scale[:, None], seconds / scale)
     return weights
@@ -169,7 +169,7 @@ def _matmul(points: Sequence[Measurement], flops: float) -> tuple[float, float]:
     ideal = np.array([_flops(point) / flops for point in points])
     columns = np.stack([ideal, ideal * np.array([_tail(point) for point in points])], axis=1)
     full, tail = nonnegative(columns, _seconds(points))
-    if not full:  # all sizes are small, so the best one is taken for a large one
+    if not full:  # all sizes are small, so the best of them counts as large
         return 1.0, max(_LEAST, float(tail))
     return 1 / float(full), max(_LEAST, float(tail / full))
 
@@ -182,8 +182,8 @@ def _attention_flops(point: Measurement) -> float:
 def _traffic(by_kind: dict[str, list[Measurement]], itemsize: int) -> Iterator[tuple[float, float]]:
     """Yield (expected bytes, measured seconds) of the elementwise work of a layer and of a loss, for each size.
 
-    A layer has two norms and two residual sums over its hidden width, a rotation of q and k, and a gate four times as
-    wide.
+    A layer has two norms and two residual sums over its hidden width, a rotation of q and k, and a gate of four times
+    that width.
     """
     weights = {"norm": 2, "residual": 2, "rotary": 2, "gate": 4}
     for sizes in {tuple(point.sizes.items()): point.sizes for point in by_kind["norm"]}.values():
@@ -201,7 +201,7 @@ def _at(points: Sequence[Measurement], sizes: object) -> float | None:
 
 
 def _optimizer(points: Sequence[Measurement], itemsize: int, bandwidth: float) -> tuple[float, float]:
-    """Return the fixed seconds of an optimizer step, and the time of its traffic over that at full bandwidth.
+    """Return the fixed seconds of an optimizer step, and its time for traffic relative to that at full bandwidth.
 
     The traffic counts Adam's two moments twice, since they are read and written.
     """
@@ -213,7 +213,7 @@ def _optimizer(points: Sequence[Measurement], itemsize: int, bandwidth: float) -
 
 
 def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, float | None]:
-    """Return the latency of one hop and the rates inside a node and between nodes; None for those not measured."""
+    """Return the latency of one hop, the rate inside a node and the rate between nodes; None if not measured."""
     if not points:
         return None, None, None
     columns = np.zeros((len(points), 3))
@@ -231,9 +231,9 @@ def _links(points: Sequence[Measurement]) -> tuple[float | None, float | None, f
 
 
 def _overlap(by_kind: dict[str, list[Measurement]]) -> float:
-    """Return the share of a transfer that compute hides, of the share that it could hide.
+    """Return the time that running a transfer during compute saves, relative to the most that this could save.
 
-    The fastest times are used, since they are comparable.
+    The fastest times of the probes are used, since they are comparable.
     """
     try:
         transfer, compute, both = (by_kind[kind][0].fastest for kind in ("transfer alone", "compute alone", "both"))
@@ -249,9 +249,9 @@ def _errors(
     coefficients: Coefficients,
     itemsize: int,
 ) -> tuple[dict[str, list[float]], float]:
-    """Return log(estimated / measured) by kind, with estimates of the planner's model, and communication's share.
+    """Return log(estimated / measured) of the planner's step model by kind, and communication's share of a layer.
 
-    The fit does not use the layers. The share is that of the largest measured layer if two ranks of tp divided it.
+    The fit does not use the measured layers. The share is that of the largest measured layer under tp=2.
     """
     model = StepModel(_layer_shape(256, 1024), Cluster(device=device, gpus=1, gpus_per_node=1), coefficients)
 

@@ -35,15 +35,15 @@ WIDTHS: Mapping[str, float] = {
     "straggler": 0.6,
 }
 _AT_MOST = {"overlap": 0.98, "matmul": 1.1, "matmul_8bit": 1.2, "attention": 0.95}
-NOISE = 0.04  # relative scatter of a run around any model of this kind
-# Relative scatter of the time that launches and latency bound. The time of a kernel or message too short to saturate
-# the hardware depends not only on its size, but also on which kernel or protocol the library picks.
+NOISE = 0.04  # relative scatter of a measured run around any step model of this kind
+# Relative scatter of times that are bound by launches or latency. If a kernel or message is too short to saturate the
+# hardware, its time depends both on its size and on which kernel or protocol the library picks.
 _SMALL = 0.15
 _BOUND = [NAMES.index("launch"), NAMES.index("latency")]
 _BELIEF = 4  # number of runs that the prior value of the scatter counts as
 _STEP = 1e-3
 _TOLERANCE = 1e-4
-_POOL = 120  # most runs from which calibration runs are chosen
+_POOL = 120  # largest number of runs from which calibration runs are chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ def fit(
 
     Args:
         runs: measured runs; those without a step time are ignored.
-        prior: the coefficients without any run.
-        widths: name -> standard deviation of the coefficient's logarithm; coefficients not named are not fitted.
+        prior: the expected coefficients before any run.
+        widths: name -> standard deviation of the coefficient's logarithm; a missing coefficient is not fitted.
         noise: relative scatter of a run around the model.
         iterations: largest number of Gauss-Newton steps.
 
@@ -156,7 +156,7 @@ def fit(
 
 
 def choose(runs: Sequence[Run], count: int, prior: Coefficients | None = None, *, seed: int = 0) -> list[Run]:
-    """Return the runs worth measuring: those that make the estimates of all runs least uncertain.
+    """Return the runs whose measurement makes the estimates of all runs least uncertain.
 
     The choice depends on the configurations of the runs, never on their times. Each chosen run is the one that most
     lowers the mean variance of all estimates, given the runs already chosen (a greedy I-optimal design).
@@ -185,9 +185,9 @@ def choose(runs: Sequence[Run], count: int, prior: Coefficients | None = None, *
     return [pool[index] for index in chosen]
 
 
-@lru_cache(maxsize=4096)  # folds and seeds use the same runs again
+@lru_cache(maxsize=4096)  # different folds and seeds use the same runs
 def _slope(run: Run, coefficients: Coefficients) -> Array:
-    """Return how the logarithm of a run's time changes with the logarithm of each coefficient."""
+    """Return the derivatives of the logarithm of a run's time with respect to the logarithms of the coefficients."""
     base = {name: getattr(coefficients, name) for name in NAMES}
     seconds = estimate(run, coefficients)
     nudged = (Coefficients(**{**base, name: base[name] * (1 + _STEP)}) for name in NAMES)

@@ -1,4 +1,4 @@
-"""Measure this machine: start the processes, share out the time, and make the profile."""
+"""Measure this machine: start the processes, divide the time between the probes, and make the profile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.planner.hardware import HardwareProfile, Measurement
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _TIMEOUT = 300.0  # seconds that a process waits for another
-_SHARE = 0.01  # share of the time that one run of one probe may take: each runs at least ten times
+_SHARE = 0.01  # share of the time that one run of a probe may take, since each probe runs at least ten times
 _COMPUTE = 0.65  # share of the time for compute and copies; the rest is for the collectives
 
 
@@ -36,8 +36,8 @@ def calibrate(
 ) -> HardwareProfile | None:
     """Measure this machine and return its profile.
 
-    Under torchrun the launched processes measure together, and only rank 0 gets the profile. Otherwise this function
-    starts the processes. All of them compute at the same time, as in training.
+    Under torchrun, the launched processes measure together, rank 0 returns the profile, and other ranks return None.
+    Otherwise this function starts the processes. All processes compute at the same time, as in training.
 
     Args:
         processes: number of processes to start (default: one per GPU, or 2 on CPU).
@@ -61,7 +61,7 @@ def calibrate(
     if "WORLD_SIZE" in os.environ:
         if processes is not None and processes != world_size():
             raise PlanError(
-                f"--processes={processes}, but torchrun launched {world_size()}; leave out --processes, or torchrun"
+                f"--processes={processes}, but torchrun launched {world_size()}; leave out --processes or torchrun"
             )
         return _measured(dtype, seconds)
     count = (torch.cuda.device_count() if is_cuda else 2) if processes is None else processes
@@ -69,7 +69,7 @@ def calibrate(
         raise PlanError(f"--processes={count} must be at least 1")
     if is_cuda and count > torch.cuda.device_count():
         raise PlanError(f"--processes={count}, but this machine has {torch.cuda.device_count()} GPU(s)")
-    # As under torchrun, since processes with one thread per core each would slow each other down.
+    # torchrun also sets one thread: processes with one thread per core each would slow each other down.
     threads = os.environ.get("OMP_NUM_THREADS") or ("1" if count > 1 else str(torch.get_num_threads()))
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, OMP_NUM_THREADS=threads):
         mp.start_processes(_process, (count, dtype, seconds, folder), count, daemon=True, start_method="spawn")
@@ -101,7 +101,7 @@ def _measured(dtype: str, seconds: float) -> HardwareProfile | None:
     world = world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % per_node:
-        raise PlanError(f"{world} processes do not fill nodes of {per_node}; launch equally many on each node")
+        raise PlanError(f"{world} processes do not fill nodes of {per_node}; launch the same number on each node")
     rate = _slowest(rough_rate(device, DTYPES[dtype]))
     points: list[Measurement] = []
     with _bar() as tick:

@@ -14,7 +14,7 @@ def report(profile: HardwareProfile, path: Path) -> str:
 
     Args:
         profile: the measured profile, which has a device.
-        path: the file that holds it.
+        path: the file with the profile.
     """
     device, k = profile.device, profile.coefficients
     assert device is not None

@@ -27,7 +27,8 @@ _DEVICES = (
 )  # fmt: skip
 # Frameworks that one publisher's table may contain; each is calibrated separately, since their kernels differ.
 _FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")
-# "4x100Gb/node", "800Gbps inter-node", "1600 Gbps node-node": all cards of a node; "per GPU": one device.
+# Notes such as "4x100Gb/node", "800Gbps inter-node" and "1600 Gbps node-node" give the rate of all cards of a node.
+# Notes with "per GPU" give the rate of one device.
 _PER_NODE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)?\s*(?:/node|inter-node|node-node)", re.IGNORECASE)
 _PER_GPU = re.compile(r"(\d+)\s*Gb/?p?s\s*\w*\s*per GPU", re.IGNORECASE)
 
@@ -37,7 +38,7 @@ class Run:
     """One measured run.
 
     Args:
-        line: its line in the table.
+        line: number of the run's line in the table.
         group: name of the runs that are calibrated together: a publisher's framework on one device and precision.
         shape: the model.
         cluster: the devices, with the network that the notes state.
@@ -45,7 +46,7 @@ class Run:
         job: the sequence length and the batch.
         seconds: the measured time of a step; None if not stated.
         memory: the measured peak memory of a device in bytes; None if not stated.
-        oom: whether it ran out of memory.
+        oom: whether the run ran out of memory.
     """
 
     line: int
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """The model, cluster and job; runs with the same ones compete as plans for them."""
+        """The model, cluster and job; runs that agree in all three are competing plans."""
         shape = self.shape
         model = (shape.name, shape.hidden, shape.layers, shape.heads, shape.ffn)
         return (self.group, *model, self.cluster.gpus, self.job.seq_len, self.job.global_batch)
@@ -73,7 +74,7 @@ def read_runs(path: str | Path) -> list[Run]:
         path: a CSV file with at least the columns of ``COLUMNS``.
 
     Raises:
-        PlanError: the file does not exist, a column is missing, or a row is malformed; the message has its line.
+        PlanError: the file does not exist, a column is missing, or a row is malformed; the message gives the line.
     """
     try:
         with open(path, newline="") as file:
@@ -106,7 +107,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
     try:
         tp, cp, pp, dp = (number(name, int) for name in ("tp", "cp", "pp", "dp"))
         gpus, batch = (number(name, int) for name in ("n_gpus", "global_batch"))
-        # If not stated, all of a rank's sequences run at once, or one at a time through a pipeline.
+        # Without a stated micro-batch, all of a rank's sequences run at once, or one at a time through a pipeline.
         micro = number("micro_batch", int, max(1, batch // max(1, dp)) if pp == 1 else 1)
         if tp * cp * pp * dp != gpus:
             raise PlanError(f"{path}: line {line}: tp x cp x pp x dp = {tp * cp * pp * dp} is not n_gpus={gpus}")
@@ -180,7 +181,7 @@ def _shape(row: Mapping[str, str], number: Callable[..., Any]) -> ModelShape:
 def _group(row: Mapping[str, str]) -> str:
     words = f"{row['source']} {row['notes']}".lower()
     publisher = row["source"].split()[0]
-    if ":" in publisher:  # an address without a name
+    if ":" in publisher:  # a URL without a name
         publisher = "BigScience" if "bigscience" in publisher else publisher.split(":")[-1]
     framework = next((f"/{name}" for name in _FRAMEWORKS if name in words), "")
     kind = "8-bit" if "8" in row["precision"].split("(")[0] else "16-bit"
@@ -197,5 +198,5 @@ def _cluster(row: Mapping[str, str], gpus: int, per_node: int) -> Cluster:
     elif found := _PER_NODE.search(row["notes"]):
         slow = int(found[1] or 1) * int(found[2]) / 8 / per_node * 1e9
     if gpus > per_node and gpus % per_node:
-        per_node = gpus  # the table does not say how a number that does not fill whole nodes is spread
+        per_node = gpus  # the table does not say how GPUs that do not fill whole nodes are spread
     return Cluster(device=kind, gpus=gpus, gpus_per_node=per_node, slow_link=slow)

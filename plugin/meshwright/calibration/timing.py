@@ -15,9 +15,9 @@ from meshwright.planner.hardware import Measurement
 
 Run = Callable[[], object]
 
-_SAMPLE = 0.01  # least seconds of one sample: shorter ones measure the clock and the scheduler
+_SAMPLE = 0.01  # shortest sample in seconds; shorter samples measure the clock and the scheduler
 _REPEATS = 200
-_ROUNDS = 3  # least number of rounds, however little time there is
+_ROUNDS = 3  # least number of rounds, even if the time is up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ def measure(
 ) -> list[Measurement]:
     """Time every probe on all processes at once and return the medians, the same on every process.
 
-    The probes take turns, round after round, so that a busy spell of the machine affects all of them a little and not
-    one of them fully.
+    The probes take turns, round after round, so that a busy period of the machine affects all probes a little instead
+    of one probe fully.
 
     Args:
         probes: the probes, the same on every process.
@@ -101,7 +101,7 @@ def _is_time_left(start: float, seconds: float, rounds: int) -> bool:
 
 
 def _agreed(value: float) -> float:
-    """Return the largest value of all processes, so that all of them run the same rounds."""
+    """Return the largest value of all processes, so that all processes run the same number of rounds."""
     if not dist.is_initialized():
         return value
     largest = torch.tensor([value], dtype=torch.float64)

@@ -28,9 +28,9 @@ class Score:
 
     Args:
         group: name of the group.
-        rows: number of predicted step times; ``memory_rows`` of predicted peak memories.
+        rows: number of predicted step times. ``memory_rows``: number of predicted peak memories.
         median: median absolute relative error of the step time; ``mean`` and ``bias`` (signed mean) likewise.
-        covered: share of the rows inside the printed band.
+        covered: share of the rows whose measured time is inside the printed band.
         memory_mean: mean absolute relative error of the peak memory; ``memory_bias`` is the signed mean.
         choices: number of sets of three or more competing runs.
         regret: mean of (time of the pick / best time - 1) over these sets.
@@ -71,11 +71,11 @@ def validate(
 
     Args:
         runs: measured runs.
-        calibrate_rows: number of runs of the same group to fit the coefficients to; they are never scored.
+        calibrate_rows: number of runs of the same group to fit the coefficients to; these are never scored.
         seed: seed of the draw of those runs.
-        leave: the runs to score: all others ("rows"); those of one model at a time, calibrated on other models
-            ("model"); those above the group's median GPU count, calibrated on the rest ("gpus"); or the test split,
-            calibrated on the rest ("test").
+        leave: the runs to score: "rows" for all others; "model" for those of one model at a time, calibrated on other
+            models; "gpus" for those above the group's median GPU count, calibrated on the rest; or "test" for the test
+            split, calibrated on the rest.
         draw: the calibration runs: "chosen" for those of a random half whose configurations determine the coefficients
             best, or "random".
         profile: coefficients before calibration (default: the catalogue's).
@@ -97,7 +97,7 @@ def validate(
 def splits(
     runs: Sequence[Run], rows: int, seed: int, leave: LeaveOut, prior: Coefficients, draw: Draw = "chosen"
 ) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Yield (calibration runs, runs to score), disjoint and, depending on ``leave``, of different models or sizes."""
+    """Yield (calibration runs, runs to score), disjoint and, as ``leave`` says, of different models or GPU counts."""
     timed = [run for run in runs if run.seconds]
     dice = random.Random(seed)
 
@@ -131,7 +131,7 @@ def held_out(run: Run) -> bool:
     """Return whether a run belongs to the test split: two whole sources, and a quarter of the models by a hash.
 
     The split was set aside after the form of the step model was settled. docs/planner.md says which choices were made
-    with it in sight.
+    with the test split in sight.
     """
     digest = hashlib.sha256("x".join(map(str, _model(run))).encode()).digest()
     return run.group.split()[0] in _TEST_SOURCES or digest[0] % 4 == 0
@@ -153,7 +153,7 @@ def _predictions(
 
 def band(found: Fit, run: Run) -> float:
     """Return the relative error that nine of ten runs like this one should stay within."""
-    # The quantile of Student's t (Cornish and Fisher), since the scatter itself is estimated from few runs.
+    # An approximate quantile of Student's t (Cornish and Fisher), since the scatter is estimated from few runs.
     return (1.645 + 1.52 / found.freedom) * found.deviation(run)
 
 
@@ -184,7 +184,10 @@ def _score(group: str, members: Sequence[Run], predictions: Sequence[_Prediction
 
 
 def choices(predictions: Sequence[_Prediction]) -> tuple[list[float], list[bool]]:
-    """Return the regret of the pick and whether the best is in the top 3, per set of three or more competing runs."""
+    """Return two lists: the regret of the pick, and whether the best run is among the first three picks.
+
+    Each list has one value for each set of three or more competing runs.
+    """
     sets: dict[object, list[_Prediction]] = {}
     for prediction in predictions:
         sets.setdefault(prediction.run.choice, []).append(prediction)

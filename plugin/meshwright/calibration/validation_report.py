@@ -11,7 +11,7 @@ from meshwright.planner.explain import grid
 
 
 def validation_table(scores: Sequence[Score]) -> str:
-    """Return a table with one line per group, and their mean."""
+    """Return a table with one line per group, and the means over the groups."""
     rows: list[tuple[str, ...]] = [
         (
             "source",

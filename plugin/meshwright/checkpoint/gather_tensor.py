@@ -22,14 +22,14 @@ _CHUNK = 4 * 2**20  # bytes in flight, which the first rank holds beside the ful
 
 
 def is_first(runtime: Runtime) -> bool:
-    """Whether this is the rank that gets whole tensors."""
+    """Return whether this is the rank that gets whole tensors."""
     return runtime.tp.rank == 0 and runtime.dp.rank == 0
 
 
 def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
     """Return the whole tensor on the first rank, None elsewhere; every rank must make the call.
 
-    The tensor is on the CPU in its own memory, unless this rank's part is all of it.
+    The tensor is in new memory on the CPU, unless this rank's part is the whole tensor.
 
     Args:
         part: this rank's elements of its flattened shard, ``cut.spans[dp rank]``.
@@ -59,7 +59,7 @@ def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime
 def _pieces(layout: RowLayout, cut: RowLayout, most: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp rank, dp rank, start, stop) of pieces of at most ``most`` elements of the tp rank's flattened shard.
 
-    Elements that several ranks hold come from the first of them.
+    Elements that several ranks hold come from the first of these ranks.
     """
     covered: set[Span] = set()
     for column, rows in enumerate(layout.spans):
@@ -76,7 +76,7 @@ def _pieces(layout: RowLayout, cut: RowLayout, most: int) -> Iterator[tuple[int,
 
 @own_collectives()
 def _hop(piece: Tensor, source: int, axis: Axis) -> None:
-    """Send a piece from one rank of an axis to the first."""
+    """Send a piece from one rank of an axis to the first rank."""
     if source == 0 or axis.rank not in (0, source):
         return
     assert axis.group is not None
@@ -87,7 +87,7 @@ def _hop(piece: Tensor, source: int, axis: Axis) -> None:
 
 
 def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int) -> None:
-    """Write the elements of a rank's flattened shard from ``start`` on into the full tensor, without padding."""
+    """Write a piece of a rank's flattened shard, which begins at ``start``, into the full tensor, without padding."""
     shape = full.shape or torch.Size([1])
     inner = shape[layout.dim + 1 :].numel()
     table = full.view(-1, shape[layout.dim] * inner)

@@ -1,4 +1,4 @@
-"""The manifest of a saved optimizer, ``optimizer.json``: all of it but the tensors."""
+"""The manifest of a saved optimizer, ``optimizer.json``, which holds everything except the tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FORMAT = "meshwright-optimizer-1"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A saved optimizer, by the one-device names of its parameters.
+    """A saved optimizer, whose parameters have their one-device names.
 
     Args:
-        optimizer: the name of its class.
+        optimizer: the name of the optimizer's class.
         shapes: the one-device shape of each parameter.
         groups: the parameter names and the (encoded) options of each group.
         tensors: the keys of each parameter's state that is a tensor.
@@ -42,7 +42,7 @@ class Manifest:
     format: str = _FORMAT
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of a folder in one step; the files that it names are on disk already."""
+        """Replace the manifest of a folder in one step; the files that it lists must already be on disk."""
         staged = folder / f".{NAME}.saving"
         with staged.open("w", encoding="utf-8") as file:
             json.dump(asdict(self), file, indent=1)
@@ -56,7 +56,7 @@ class Manifest:
         """Read the manifest of a folder.
 
         Raises:
-            CheckpointError: if there is none, or it is damaged.
+            CheckpointError: if the manifest is missing or damaged.
         """
         path = folder / NAME
         try:
@@ -77,12 +77,12 @@ class Manifest:
 
 
 def state_key(name: str, key: str) -> str:
-    """A state tensor's name in the files."""
+    """Return a state tensor's name in the files."""
     return f"state/{name}/{key}"
 
 
 def master_key(name: str) -> str:
-    """A master weight's name in the files."""
+    """Return a master weight's name in the files."""
     return f"master/{name}"
 
 
@@ -96,10 +96,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def encode(value: Any, what: str) -> Any:
-    """Encode a number, text, tuple or the like as JSON.
+    """Return a number, string, list, tuple, None or one-element tensor in a form that JSON can hold.
 
     Raises:
-        CheckpointError: if the value cannot be saved; it names ``what``.
+        CheckpointError: if the value cannot be saved; the message begins with ``what``.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
@@ -111,7 +111,7 @@ def encode(value: Any, what: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of :func:`encode`."""
+    """Return the value that :func:`encode` was given."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:

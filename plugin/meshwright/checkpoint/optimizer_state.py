@@ -1,8 +1,8 @@
-"""Write the optimizer's state in one-device form, which restore.py reads under any plan.
+"""Writes the optimizer's state in one-device form, which restore.py reads under any plan.
 
-The folder has safetensors files with whole tensors, and ``optimizer.json`` with all else. The files get new names in
-each save, and then the manifest, which names them, is replaced in one step: a crash at any time leaves the last
-complete save.
+The folder has safetensors files with whole tensors, and the manifest ``optimizer.json`` with all else. Each save writes
+files with new names, and then replaces the manifest, which lists them, in one step. A crash at any time therefore
+leaves the last complete save.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def save_optimizer(
 ) -> None:
     """Write an optimizer's state in one-device form; every rank must make the call.
 
-    It saves the state of each parameter by its one-device name, the options of the groups and, if ZeRO keeps them,
-    float32 master weights. Rank 0 writes, and never holds more than one full tensor beside its own shard. To save the
-    model's weights, call ``model.save_pretrained``.
+    The save has the state of each parameter under its one-device name, the options of the parameter groups and, if ZeRO
+    keeps them, float32 master weights. Rank 0 writes, and never holds more than one full tensor beside its own shard.
+    To save the model's weights, call ``model.save_pretrained``.
 
     Args:
         model: the optimizer's model, distributed or not.
@@ -50,7 +50,7 @@ def save_optimizer(
 
     Raises:
         OptimizerMismatchError: if the optimizer belongs to another model.
-        CheckpointError: if state is neither a tensor nor a number.
+        CheckpointError: if a state value is neither a tensor nor a number.
         OSError: on every rank, if rank 0 cannot write; the folder then holds what it held before.
 
     Example::
@@ -85,7 +85,7 @@ def _parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
 
 
 def _own_state(found: OptimizerParts) -> State:
-    """Describe this rank's part of the state, without its tensors."""
+    """Return a description of this rank's part of the state, without tensors."""
     return {
         name: {key: _described(name, key, value, part) for key, value in found.optimizer.state[part.key].items()}
         for name, part in found.parts.items()
@@ -110,7 +110,7 @@ def _described(name: str, key: str, value: Any, part: Part) -> Any:
 
 
 def _merged(own: State) -> State:
-    """Merge the state of all ranks: under ZeRO, a rank has the state of its slices only."""
+    """Merge the states of all ranks, since under ZeRO each rank has the state of its slices only."""
     everyone: list[State] = [own]
     if dist.is_initialized():
         everyone = [{} for _ in range(dist.get_world_size())]
@@ -120,7 +120,7 @@ def _merged(own: State) -> State:
         for name, values in state.items():
             known = merged.setdefault(name, {})
             for key, value in values.items():
-                # A slice that had no gradient at first counts fewer steps than one device would.
+                # The largest step count is right: a slice without a gradient in early steps counts too few.
                 known[key] = max(known.get(key, value), value, key=_count)
     return merged
 
@@ -131,7 +131,7 @@ def _count(value: Any) -> float:
 
 
 def _tensors(found: OptimizerParts, state: State) -> dict[str, tuple[str, str | None]]:
-    """The parameter and the state key of each tensor to save; the key of a master weight is None."""
+    """Return the parameter and the state key of each tensor to save; the key of a master weight is None."""
     masters = {master_key(name): (name, None) for name, part in found.parts.items() if part.has_master}
     return masters | {
         state_key(name, key): (name, key)
@@ -146,7 +146,7 @@ def _forms(found: OptimizerParts, state: State) -> dict[str, Form]:
     for tensor, (name, key) in _tensors(found, state).items():
         shape = tuple(found.parts[name].record.global_shape)
         forms[tensor] = (torch.float32, shape) if key is None else state[name][key][1:]
-    # Wide dtypes first, so that every tensor lies aligned in its file.
+    # Wide dtypes first, so that every tensor is aligned in its file.
     return dict(sorted(forms.items(), key=lambda item: -item[1][0].itemsize))
 
 

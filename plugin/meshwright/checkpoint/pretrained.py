@@ -17,29 +17,29 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.gather_tensor import is_first
-from meshwright.checkpoint.safetensors_file import read_header, read_rows
+from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.checkpoint.whole_tensors import gather_full, gather_state
 from meshwright.faults.together import on_first_rank
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.method_override import MethodOverride
-from meshwright.parallel.row_layout import RowLayout, global_shape
+from meshwright.parallel.row_layout import global_shape
 from meshwright.roles.adapters import wrapped
 
 
 def export_with_full_weights(model: nn.Module) -> None:
     """Make ``model.save_pretrained`` write one-device weights from rank 0; every rank must then call it.
 
-    A plain save of a transformers model streams: rank 0 never holds more than one full tensor beside
-    its own shard. If ``state_dict`` is passed, that is written. With ``push_to_hub``, or for a model whose
-    names on disk are not its own, rank 0 gathers the whole model first; for PEFT's, only the adapters.
+    A plain save of a transformers model is streamed: rank 0 never holds more than one full tensor beside its own
+    shard. If ``state_dict`` is passed, it is written instead. With ``push_to_hub``, or for a model whose names on disk
+    differ from its own, rank 0 gathers the whole model first. For a PEFT model it gathers only the adapters.
     """
     if (save_pretrained := getattr(model, "save_pretrained", None)) is not None:
         object.__setattr__(model, "save_pretrained", _FullSave(save_pretrained, model))
 
 
 class _FullSave(MethodOverride):
-    """A model's ``save_pretrained``, which writes whole weights."""
+    """The method that replaces a model's ``save_pretrained`` and writes whole weights."""
 
     def __init__(self, method: Callable[..., Any], model: nn.Module):
         super().__init__(method)
@@ -63,13 +63,13 @@ class _FullSave(MethodOverride):
 
 
 def _save_given(runtime: Runtime, save: Callable[[], object]) -> None:
-    """Run a stock save that was given the weights on rank 0; it may still read names from the modules' state dicts."""
+    """Run transformers' own save on rank 0 with given weights; it may still read names from modules' state dicts."""
     with runtime.reading_names():
         on_first_rank(save)
 
 
 def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, including defaults."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     rest = bound.arguments.pop("kwargs", {})
@@ -77,7 +77,7 @@ def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, 
 
 
 def _saved_by(model: Any) -> dict[str, Tensor]:
-    """The tensors that ``save_pretrained`` may write; for a model with adapters, only those and the vocabulary's."""
+    """Return the tensors that ``save_pretrained`` may write; with adapters, only adapters, embedding and head."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if wrapped(model) is None:
         return state
@@ -91,7 +91,7 @@ def _saved_by(model: Any) -> dict[str, Tensor]:
 
 
 def _can_stream(model: nn.Module) -> bool:
-    """Whether this is a plain transformers model, whose files are known."""
+    """Return whether this is a plain transformers model, whose files are known."""
     kinds = {kind.__name__: kind for kind in type(model).__mro__}
     stock = getattr(kinds.get("PreTrainedModel"), "save_pretrained", None)
     if stock is None or type(model).save_pretrained is not stock:  # type: ignore[attr-defined]
@@ -106,11 +106,12 @@ class _Save:
 
     Args:
         target: the user's folder.
-        staging: a folder in it, with everything but the weights; its files are moved out when all is written.
+        staging: a temporary folder in ``target``, which holds all files except the weights. The weights are written
+            to it too, and then all its files are moved to ``target``.
         stem: the start of the weight files' names, e.g. "model".
         index_name: the file name of the index, which is written if there are several files.
         files: the names of each file's tensors, in order.
-        index: the content of the index, if there is to be one.
+        index: the content of the index; None if there is one file.
     """
 
     target: Path
@@ -122,7 +123,7 @@ class _Save:
 
 
 def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> _Save | None:
-    """Let the stock method write all else, and see which names it saves; None if the save cannot be streamed."""
+    """Let transformers' own method write all files but the weights; return how to stream these, None if impossible."""
     if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
         return None
     most = parse_bytes(call["max_shard_size"])
@@ -139,7 +140,7 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any])
         shutil.rmtree(staging)
         return None
     stem, kept = written
-    # Wide dtypes first, so that every tensor lies aligned in its file.
+    # Wide dtypes first, so that every tensor is aligned in its file.
     ordered = sorted((name for name in state if name in kept), key=lambda name: -state[name].element_size())
     sizes = {name: _num_bytes(state[name]) for name in ordered}
     files = split(stem, sizes, most)
@@ -155,12 +156,12 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any])
 def _save_stand_ins(
     state: dict[str, Tensor], save_pretrained: Callable[..., Any], call: dict[str, Any]
 ) -> tuple[str, set[str]] | None:
-    """Let the stock method save a few numbers for each tensor; return its file's stem and the names in it.
+    """Let transformers' own method save a few numbers for each tensor; return its file's stem and the names in it.
 
-    It drops ties and what the model keeps out of its files, as ``from_pretrained`` expects. Returns None if it
-    does more than that: if a tensor comes out under another name or in another form.
+    The method drops tied names and the tensors that the model excludes from its files, as ``from_pretrained`` expects.
+    If it also renames or converts a tensor, the result is None.
     """
-    # Each has the tensor's number of dims, all of different sizes, and its own value, so that any conversion shows.
+    # Each stand-in has its tensor's number of dims, all of different sizes, and its own value, to show any conversion.
     numbers = {id(x): number for number, x in enumerate(state.values())}
     stand_ins = {
         id(x): torch.full(tuple(range(1, len(global_shape(x)) + 1)), float(numbers[id(x)])) for x in state.values()
@@ -169,14 +170,14 @@ def _save_stand_ins(
     try:
         save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})
     except (RuntimeError, ValueError, TypeError):
-        return None  # a conversion of whole tensors; any other error is raised again by the stock save
+        return None  # the method converts whole tensors; it raises any other error again in the real save
     written = list(call["save_directory"].glob("*.safetensors"))
     if len(written) != 1:
         return None
     entries = read_header(written[0])
     with written[0].open("rb", buffering=0) as file:
         for name, entry in entries.items():
-            values = read_rows(file, entry, RowLayout.replicated(1, 1), 0, entry.dtype, lambda _: None)
+            values = read_rows(file, entry, ShardSlice(), entry.dtype, lambda _: None)
             if name not in names or not torch.equal(values, names[name]):
                 return None
     written[0].unlink()
@@ -193,7 +194,7 @@ def _stream(model: nn.Module, runtime: Runtime, plan: _Save) -> None:
 
 
 def _finish(plan: _Save, written: StreamedFiles) -> None:
-    """Move everything into the user's folder, in place of what an earlier save left there.
+    """Move all files into the user's folder, and remove the weight files of an earlier save.
 
     Raises:
         OSError: the first error of any step; the folder then holds what it held before.
@@ -221,7 +222,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _weight_files(plan: _Save) -> list[Path]:
-    """The files of the target that ``from_pretrained`` would read as this model's weights."""
+    """Return the files of the target that ``from_pretrained`` would read as this model's weights."""
     stem = re.escape(plan.stem)
     pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     found = [path for path in plan.target.iterdir() if pattern.fullmatch(path.name)]

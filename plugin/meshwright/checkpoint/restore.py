@@ -1,11 +1,9 @@
-"""Read weights and optimizer state into a model and an optimizer that are distributed already."""
+"""Loads weights and optimizer state into a model and an optimizer that are already distributed."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.manifest import NAME, Manifest, decode, master_key, state_key
+from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import find_runtime
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
-from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 
-# How a step is computed, not what it computes: the optimizer that is loaded into keeps its own values of these.
+# Options that set how a step is computed, not its result. Loading keeps the optimizer's own values of these.
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read a checkpoint's weights into a model in place; every rank must make the call, and reads its shard only.
 
-    The weights are converted to the model's dtype. ZeRO's float32 master weights of half-precision parameters are made
-    anew from them; ``load_optimizer`` reads the saved ones.
+    The weights are converted to the model's dtype. ZeRO's float32 master weights of half-precision parameters are set
+    from the converted weights; ``load_optimizer`` reads the saved master weights.
 
     Args:
         model: the model, distributed or not.
@@ -73,23 +72,24 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
     if is_sharded and isinstance(tensor, nn.Parameter):
         record = record_of(tensor)
-        return files.read(name, record.layout, record.rank, tensor.dtype)
-    return files.read(name, RowLayout.replicated(1, 1), 0, tensor.dtype)
+        return files.read(name, ShardSlice(rows=record.layout, rank=record.rank), tensor.dtype)
+    return files.read(name, ShardSlice(), tensor.dtype)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
-    """Read what ``save_optimizer`` wrote, under any plan; every rank must make the call, and reads its part only.
+    """Load the state that ``save_optimizer`` wrote, under any plan; every rank must make the call, and reads its part.
 
-    The plan may differ from the one of the save: other sizes, other ZeRO stages, one process. Read the weights first
-    (``ToDistributedConfig.weights`` or ``load_weights``). The groups get the saved options, except for how a step is
-    computed (foreach, fused, capturable, differentiable). If the call raises, the optimizer is unchanged.
+    The plan may differ from the plan of the save in its sizes and its ZeRO stage, and may be for one process. Load the
+    weights first (``ToDistributedConfig.weights`` or ``load_weights``). The parameter groups get the saved options,
+    except those that set how a step is computed (foreach, fused, capturable, differentiable). If the call raises, the
+    optimizer is unchanged.
 
     Args:
         model, optimizer: the model and its optimizer, as for ``save_optimizer``.
         directory: the folder that ``save_optimizer`` wrote.
 
     Raises:
-        CheckpointError: if the folder is unreadable, of another model, or of another optimizer.
+        CheckpointError: if the folder cannot be read, or belongs to another model or another kind of optimizer.
         OptimizerMismatchError: if the optimizer belongs to another model.
 
     Example::
@@ -142,10 +142,10 @@ def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:
             f"state. Pass a {manifest.optimizer}, or start with a new {kind} without loading"
         )
     shapes = {name: list(part.record.global_shape) for name, part in found.parts.items()}
-    problems = [f"{name} is not in it" for name in shapes if name not in manifest.shapes]
+    problems = [f"{name} is not in the state" for name in shapes if name not in manifest.shapes]
     problems += [f"{name} is not among the optimizer's parameters" for name in manifest.shapes if name not in shapes]
     problems += [
-        f"{name}: {manifest.shapes[name]} in it, {shape} in the model"
+        f"{name}: {manifest.shapes[name]} in the state, {shape} in the model"
         for name, shape in shapes.items()
         if name in manifest.shapes and manifest.shapes[name] != shape
     ]
@@ -153,11 +153,11 @@ def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:
     if not problems and [sorted(names) for names in saved] != [sorted(names) for names in found.groups]:
         of_saved = {name: index for index, names in enumerate(saved) for name in names}
         problems = [
-            f"{name} is in group {index}, and in group {of_saved[name]} of the file"
+            f"{name} is in group {index} of the optimizer, but in group {of_saved[name]} of the state"
             for index, names in enumerate(found.groups)
             for name in names
             if of_saved[name] != index
-        ] or [f"it has {len(saved)} parameter groups, the optimizer {len(found.groups)}"]
+        ] or [f"the state has {len(saved)} parameter groups, the optimizer {len(found.groups)}"]
     if problems:
         shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
         raise CheckpointError(f"the optimizer state in {folder} does not fit this model and optimizer:\n  {shown}")
@@ -170,7 +170,7 @@ def _check_tensors(folder: Path, manifest: Manifest, files: WeightFiles, found: 
     expected = [state_key(name, key) for name, keys in manifest.tensors.items() for key in keys]
     expected += [master_key(name) for name in manifest.masters]
     if lost := [tensor for tensor in expected if tensor not in files.entries]:
-        raise CheckpointError(f"{folder / NAME} is damaged: it names no file for {lost[0]!r} and {len(lost) - 1} more")
+        raise CheckpointError(f"{folder / NAME} is damaged: it lists no file for {lost[0]!r} and {len(lost) - 1} more")
     for name, part in found.parts.items():
         for key in manifest.tensors.get(name, ()):
             shape = files.entries[state_key(name, key)][1].shape
@@ -182,7 +182,7 @@ def _check_tensors(folder: Path, manifest: Manifest, files: WeightFiles, found: 
 
 
 def _check_same_everywhere(folder: Path) -> None:
-    """Check that all ranks see the same save: hosts without a shared disk may have different ones at one path."""
+    """Check that all ranks find the same save, since hosts without a shared disk may have different saves."""
     if not dist.is_initialized():
         return
     digest = succeed_together(lambda: hashlib.sha256((folder / NAME).read_bytes()).hexdigest())
@@ -190,7 +190,7 @@ def _check_same_everywhere(folder: Path) -> None:
     dist.all_gather_object(digests, digest)
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise CheckpointError(
-            f"rank(s) {', '.join(map(str, others))} see another save in {folder} than rank 0; copy one to every host"
+            f"rank(s) {', '.join(map(str, others))} find another save in {folder} than rank 0; copy one to every host"
         )
 
 
@@ -203,7 +203,7 @@ def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
 
 
 def _read_part(name: str, part: Part, manifest: Manifest, files: WeightFiles) -> tuple[dict[str, Any], Tensor | None]:
-    """This rank's state of one parameter, on the CPU, and its master weight, if any."""
+    """Return this rank's state of one parameter, on the CPU, and the parameter's master weight, if any."""
     if part.key is None:
         return {}, None
     state: dict[str, Any] = {key: decode(value) for key, value in manifest.values.get(name, {}).items()}
@@ -218,10 +218,11 @@ def _read_tensor(tensor: str, part: Part, files: WeightFiles) -> Tensor:
     assert key is not None
     # State takes its parameter's dtype, as in torch's own load_state_dict.
     dtype = key.dtype if entry.dtype.is_floating_point else entry.dtype
-    read: Callable[..., Tensor] = functools.partial(files.read, tensor, part.record.layout, part.record.rank, dtype)
-    if entry.shape != tuple(part.record.global_shape):
-        return read()
-    return (read() if part.cut.is_replicated else read(part.own)).view(key.shape)
+    has_shape = entry.shape == tuple(part.record.global_shape)
+    span = part.own if has_shape and not part.cut.is_replicated else None
+    wanted = ShardSlice(rows=part.record.layout, rank=part.record.rank, part=span)
+    state = files.read(tensor, wanted, dtype)
+    return state.view(key.shape) if has_shape else state
 
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -230,6 +231,6 @@ def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
             continue
         value, current = decode(encoded), group.get(key)
         if isinstance(current, Tensor) and not isinstance(value, list | tuple):
-            current.fill_(value)  # a scheduler or a compiled step may hold this very tensor
+            current.fill_(value)  # a scheduler or a compiled step may refer to this tensor
         else:
             group[key] = value

@@ -1,7 +1,7 @@
-"""The safetensors format: read the rows that a rank owns, and write a file tensor by tensor.
+"""The safetensors format: reads the rows that a rank owns, and writes a file tensor by tensor.
 
-The safetensors package is not used: it maps the file, so pages of other ranks' rows count as this
-process's memory, and it writes only what is in memory all at once.
+The safetensors package is not used. It maps the file, so pages with other ranks' rows count as this process's memory.
+It can write only tensors that are all in memory at once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +35,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER = 100_000_000  # bytes; the format's own bound
+_MAX_HEADER = 100_000_000  # bytes; the limit of the format
 _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 _STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
 
@@ -44,7 +44,7 @@ Run = tuple[int, int, int]  # first element in the file, first element in the sh
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file, which begins at byte ``start``."""
+    """One tensor of a file, whose data begins at byte ``start``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Read the header of a safetensors file: its tensors by name.
+    """Read the header of a safetensors file, and return the file's tensors by name.
 
     Raises:
         CheckpointError: if the file is truncated, inconsistent, or of another format.
@@ -117,27 +117,35 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
     return entry
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardSlice:
+    """What one rank reads of a tensor: by default, the whole tensor.
+
+    Args:
+        rows, rank: the rows of each rank, and this rank; padding rows are zeros.
+        part: the span of the flattened shard to read; the result is then 1-d. None for all of it.
+    """
+
+    rows: RowLayout = field(default_factory=lambda: RowLayout.replicated(1, 1))
+    rank: int = 0
+    part: Span | None = None
+
+
 def read_rows(
-    file: BinaryIO,
-    entry: Entry,
-    rows: RowLayout,
-    rank: int,
-    dtype: torch.dtype,
-    on_read: Callable[[int], None],
-    part: Span | None = None,
+    file: BinaryIO, entry: Entry, wanted: ShardSlice, dtype: torch.dtype, on_read: Callable[[int], None]
 ) -> Tensor:
-    """Read this rank's shard of a tensor, and no other byte, and convert it to ``dtype``.
+    """Read only the bytes of this rank's shard of a tensor, and convert them to ``dtype``.
 
     Args:
         file: the file, open for reading, unbuffered.
         entry: the tensor's place in it.
-        rows, rank: the rows of each rank, and this rank; padding rows are zeros.
+        wanted: what to read of the tensor.
         on_read: function that is called with the number of bytes after each read.
-        part: the span of the flattened shard to read; the result is then 1-d. None for all of it.
 
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
     """
+    rows, rank, part = wanted.rows, wanted.rank, wanted.part
     shape = list(entry.shape)
     has_padding = False
     if shape and not rows.is_replicated:
@@ -165,7 +173,7 @@ def _fill_converted(
     itemsize = entry.dtype.itemsize
     staging = torch.empty(max(1, min(_STAGING // itemsize, flat.numel())), dtype=entry.dtype)
     memory = memory_of(staging)
-    first = filled = 0  # staging[:filled] is to become flat[first : first + filled]
+    first = filled = 0  # staging[:filled] will be copied to flat[first : first + filled]
 
     def convert() -> None:
         flat[first : first + filled].copy_(staging[:filled])
@@ -183,7 +191,7 @@ def _fill_converted(
 
 
 def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
-    """The contiguous pieces of a shard, in order."""
+    """Yield the contiguous runs of a shard, in order."""
     if not shape or rows.is_replicated:
         yield 0, 0, torch.Size(shape).numel()
         return
@@ -197,7 +205,7 @@ def _runs(shape: tuple[int, ...], rows: RowLayout, rank: int) -> Iterator[Run]:
 
 
 def _inside(runs: Iterator[Run], start: int, stop: int) -> Iterator[Run]:
-    """The runs from ``start`` to ``stop`` of the shard, with positions relative to ``start``."""
+    """Yield the runs from ``start`` to ``stop`` of the shard, with positions relative to ``start``."""
     for source, target, count in runs:
         low, high = max(start, target), min(stop, target + count)
         if low < high:
@@ -205,7 +213,7 @@ def _inside(runs: Iterator[Run], start: int, stop: int) -> Iterator[Run]:
 
 
 def memory_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which the caller must keep alive."""
+    """Return the memory of a contiguous CPU tensor; the caller must keep the tensor alive."""
     num_bytes = x.numel() * x.element_size()
     return (
         memoryview((ctypes.c_char * num_bytes).from_address(x.data_ptr())).cast("B") if num_bytes else memoryview(b"")
@@ -221,7 +229,7 @@ def _read_exactly(file: BinaryIO, part: memoryview, offset: int) -> None:
 
 
 class SafetensorsWriter:
-    """Writes one file: all names, shapes and dtypes first, then one tensor after the other, in their order.
+    """Writes one file: first the names, shapes and dtypes of all tensors, then one tensor at a time in that order.
 
     Example::
 
@@ -257,7 +265,7 @@ class SafetensorsWriter:
         self._file.write(memory_of(tensor))
         self._unsynced += tensor.nbytes
         if self._unsynced >= _SYNC:
-            # Syncs bit by bit: on a slow disk, one sync at the end would keep the other ranks waiting for minutes.
+            # Sync in steps: on a slow disk, one sync at the end would keep the other ranks waiting for minutes.
             self._file.flush()
             os.fsync(self._file.fileno())
             self._unsynced = 0

@@ -1,4 +1,4 @@
-"""Write the whole weights of a model in training under the model's own names."""
+"""Writes the whole weights of a distributed model under the model's own names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Write the one-device weights of a model, for ``load_weights``; every rank must make the call.
 
     Rank 0 writes one file, and never holds more than one full tensor beside its own shard. Unlike
-    ``model.save_pretrained`` it takes any model, adapters included, and writes the model's own names. A tied weight is
-    written once.
+    ``model.save_pretrained``, ``save_weights`` takes any model, including adapters, and writes the model's own names. A
+    tied weight is written once.
 
     Args:
         model: the model that ``to_distributed`` returned.
@@ -39,7 +39,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     runtime = runtime_of(model)
     runtime.compare_before_save()
     tensors = _tensors(model)
-    # Wide dtypes first, so that every tensor lies aligned in its file.
+    # Wide dtypes first, so that every tensor is aligned in its file.
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
     folder, staged = Path(directory), f"{FILE}.new"
     files = {staged: {name: (tensors[name].dtype, tuple(global_shape(tensors[name]))) for name in ordered}}
@@ -56,7 +56,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Each parameter and persistent buffer, by its first name."""
+    """Return each parameter and persistent buffer, by its first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

@@ -1,4 +1,4 @@
-"""Write safetensors files that do not fit in memory, one gathered tensor after the other."""
+"""Writes safetensors files that do not fit in memory, one gathered tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def parse_bytes(size: int | str) -> int:
     """Convert ``max_shard_size``, such as 500 or "5GB", to a number of bytes.
 
     Raises:
-        ValueError: if it has another form.
+        ValueError: if ``size`` has another form.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found[2].upper() not in _UNITS:
-        raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or one with a unit such as '5GB'")
+        raise ValueError(f"max_shard_size={size!r} must be a number of bytes, or text with a unit such as '5GB'")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -48,7 +48,7 @@ def split(stem: str, sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 class StreamedFiles:
-    """The files on the rank that writes. A failure is raised at the end, since the other ranks are still sending.
+    """The files on the writing rank. ``close`` raises the first error, since until then the other ranks are sending.
 
     Args:
         folder: the existing folder of the files.
@@ -114,9 +114,9 @@ def stream(files: Files, gather: Callable[[str], Tensor | None], written: Stream
         if written is not None:
             written.open(file)
         for name in names:
-            # In one expression, since a variable would keep the full tensor while the next one is gathered.
+            # In one expression, since a variable would keep this tensor in memory while the next one is gathered.
             _hand_over(gather(name), written)
-            # Otherwise ranks with nothing to send would wait for the end in one collective, beyond its timeout.
+            # Without this, ranks with nothing to send would wait in the last collective beyond its timeout.
             wait_for_first_rank()
 
 

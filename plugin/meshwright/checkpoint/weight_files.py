@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.safetensors_file import Entry, read_header, read_rows
+from meshwright.checkpoint.safetensors_file import Entry, ShardSlice, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.parallel.row_layout import RowLayout, Span, global_shape
+from meshwright.parallel.row_layout import global_shape
 from meshwright.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class WeightFiles:
             source: a .safetensors file, an index of several, a directory with either, or the files themselves.
 
         Raises:
-            CheckpointError: if a file or tensor is missing, damaged, or of another format; it names what is wrong.
+            CheckpointError: if a file or tensor is missing, damaged, or of another format; the message says which.
         """
         if not isinstance(source, str | os.PathLike):
             return _of_files([WeightFiles.open(file) for file in source])
@@ -72,10 +72,10 @@ class WeightFiles:
     def names_for(self, model: nn.Module) -> dict[int, str]:
         """Check the checkpoint against a model; return the checkpoint's name of each model tensor, by ``id``.
 
-        A tied parameter may have any of its names. Buffers that the checkpoint lacks are left out.
+        The checkpoint may have a tied parameter under any of its names. Buffers that the checkpoint lacks are left out.
 
         Raises:
-            CheckpointError: if parameters are missing or tensors have another shape; it names all of them.
+            CheckpointError: if parameters are missing or tensors have another shape; the message lists them.
         """
         found: dict[int, str] = {}
         missing: dict[int, str] = {}
@@ -98,11 +98,11 @@ class WeightFiles:
             )
         return found
 
-    def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype, part: Span | None = None) -> Tensor:
-        """Read this rank's shard of a tensor (or a part of it, see ``read_rows``) to the CPU, and no other bytes."""
+    def read(self, name: str, wanted: ShardSlice, dtype: torch.dtype) -> Tensor:
+        """Read this rank's shard of a tensor, or a part of it, to the CPU, and no other bytes."""
         path, entry = self.entries[name]
         with path.open("rb", buffering=0) as file:
-            return read_rows(file, entry, rows, rank, dtype, self.progress.add, part)
+            return read_rows(file, entry, wanted, dtype, self.progress.add)
 
     def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]
@@ -115,8 +115,8 @@ class WeightFiles:
         }
         if lacking and (prefix := next(iter(prefixes), "")):
             parts.append(
-                f"its names lack the prefix {prefix!r}, so it holds the bare decoder: load it with its own class, and "
-                "save the whole model with save_pretrained(...)"
+                f"its names lack the prefix {prefix!r}, so it holds the bare decoder: load it with the decoder's "
+                "class, and save the whole model with save_pretrained(...)"
             )
         return "\n".join(parts)
 
@@ -163,12 +163,12 @@ def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: it has no valid 'weight_map'") from error
     if outside := sorted({file for file in files.values() if Path(file).name != file}):
-        raise CheckpointError(f"{index} names files outside its own folder: {_some(outside, ', ')}")
+        raise CheckpointError(f"{index} lists files outside its own folder: {_some(outside, ', ')}")
     if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):
-        raise CheckpointError(f"{index} names files that are not there: {_some(absent, ', ')}")
+        raise CheckpointError(f"{index} lists files that do not exist: {_some(absent, ', ')}")
     headers = {file: read_header(index.parent / file) for file in sorted(set(files.values()))}
     if lost := [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]:
-        raise CheckpointError(f"{index} names tensors that their files do not hold:\n  {_some(lost)}")
+        raise CheckpointError(f"{index} lists tensors that their files do not hold:\n  {_some(lost)}")
     return {name: (index.parent / file, headers[file][name]) for name, file in files.items()}
 
 

@@ -15,7 +15,7 @@ from meshwright.parallel.shard_reads import reading_shards
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the one-device state dict of a distributed model, on the CPU of rank 0; it is empty elsewhere.
+    """Return the one-device state dict of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
 
     Every rank must make the call. A tied weight appears under each of its names. The dict holds the whole
     model in rank 0's memory; ``model.save_pretrained`` writes the model without holding it whole.
@@ -32,7 +32,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Like :func:`full_state_dict`, for some of a model's tensors."""
+    """Gather some of a model's tensors as :func:`full_state_dict` does."""
     runtime = find_runtime(model)
     if runtime is None:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
@@ -41,7 +41,7 @@ def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
     for name, value in state.items():
         if id(value) not in done:
             whole = gather_full(value, runtime)
-            # A tensor that is not sharded is the model's own: the user gets a copy.
+            # A tensor that is not sharded belongs to the model, so the user gets a copy.
             done[id(value)] = whole.cpu().clone() if whole is not None and whole.shape == value.shape else whole
         if (whole := done[id(value)]) is not None:
             full[name] = whole
@@ -49,9 +49,9 @@ def gather_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the one-device gradients of a distributed model, on the CPU of rank 0; the dict is empty elsewhere.
+    """Return the one-device gradients of a distributed model, on the CPU of rank 0; other ranks get an empty dict.
 
-    Every rank must make the call. Parameters without a gradient are left out; a tied one appears under its
+    Every rank must make the call. Parameters without a gradient are left out; a tied parameter appears under its
     first name.
 
     Raises:
@@ -70,7 +70,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The gradients of this rank's TP shards, on every data-parallel rank, gathered one bucket at a time."""
+    """Yield each parameter's gradient of its TP shard; ZeRO's slices are gathered over dp, one bucket at a time."""
     sharded_ones: set[int] = set()
     if runtime.zero is not None:
         runtime.zero.settle()
@@ -85,14 +85,14 @@ def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
-    """Whether some data-parallel rank has a gradient of a parameter."""
+    """Return whether any data-parallel rank has a gradient for a parameter."""
     return bool(maximum(torch.tensor(float(parameter.grad is not None), device=parameter.device), runtime.dp))
 
 
 def gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
     """Return a distributed model's whole parameter or buffer on rank 0, None elsewhere; every rank must make the call.
 
-    A sharded tensor is returned on the CPU in its own memory, any other as it is.
+    A sharded tensor is returned in new memory on the CPU, any other tensor as it is.
     """
     with reading_shards():
         return _gather_full(value, runtime)
@@ -112,6 +112,6 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 
 
 def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
-    """Gather the whole of a tensor that is shaped like a parameter's shard."""
+    """Gather a whole tensor from local tensors that have the shape of a parameter's shards."""
     cut = RowLayout.replicated(local.numel(), runtime.dp.size)
     return assemble(local.reshape(-1), record_of(parameter), cut, runtime)

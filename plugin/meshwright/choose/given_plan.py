@@ -1,4 +1,4 @@
-"""The plan that a user gave in the config, to the launcher, or in the model's own config."""
+"""Finds the plan that a user gave in the config, to the launcher, or in the model's own config."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
     """Return the plan that the user gave in the config or to the launcher; None if they gave none.
 
     Raises:
-        PlanError: the value is neither a plan nor the path of one, this version cannot run the plan, or the config's
-            plan differs from the launcher's.
+        PlanError: if the value is neither a plan nor a path of a plan file, this version cannot run the plan, or the
+            config's plan differs from the launcher's.
     """
     fields = launched_plan()
     launched = None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
@@ -48,7 +48,7 @@ def config_with(config: ToDistributedConfig | None, plan: PlanLike | None) -> To
     The result is a copy, so that later assignments to the user's config change nothing.
 
     Raises:
-        PlanError: ``config`` is not a config, or both arguments give a plan.
+        PlanError: if ``config`` is not a config, or both arguments give a plan.
     """
     if config is not None and not isinstance(config, ToDistributedConfig):
         if isinstance(config, ParallelPlan | str | os.PathLike | Mapping):
@@ -76,10 +76,10 @@ def resolve_plan(plan: PlanLike, source: str = "plan") -> ParallelPlan:
 
     Args:
         plan: a ParallelPlan, its words, a dict of its fields, or the path of a plan file.
-        source: where it comes from, for messages.
+        source: the origin of the plan, for messages.
 
     Raises:
-        PlanError: the value has none of these forms, a field does not exist, or this version cannot run the plan.
+        PlanError: if the value has none of these forms, a field does not exist, or this version cannot run the plan.
 
     Example:
         >>> resolve_plan("dp2 tp2+sp zero1") == ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
@@ -104,10 +104,10 @@ def plan_of_fields(fields: Mapping[str, Any], source: str) -> ParallelPlan:
 
     Args:
         fields: the arguments of ``ParallelPlan``.
-        source: where they come from, for messages.
+        source: the origin of the fields, for messages.
 
     Raises:
-        PlanError: a field does not exist in this version, or this version cannot run the plan.
+        PlanError: if a field does not exist in this version, or this version cannot run the plan.
     """
     if planned := sorted(set(fields) & _AHEAD):
         raise PlanError(
@@ -127,10 +127,10 @@ def _shown(plan: PlanLike) -> str:
 
 
 def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan | None:
-    """Return the plan under "meshwright" in the model's config.json; None without one, or if the plan is "auto".
+    """Return the plan under "meshwright" in the model's config.json; None if none, or if ``config.plan`` is "auto".
 
     Raises:
-        PlanError: this version cannot run the plan, or it needs another number of processes.
+        PlanError: if this version cannot run the plan, or the plan needs another number of processes.
     """
     saved = getattr(getattr(model, "config", None), CONFIG_KEY, None)
     if saved is None or config.plan == "auto":
@@ -152,6 +152,6 @@ def plan_in_model(model: nn.Module, config: ToDistributedConfig) -> ParallelPlan
 
 
 def with_sequence_parallel(plan: ParallelPlan, config: ToDistributedConfig) -> ParallelPlan:
-    """Return the plan with the config's ``sequence_parallel``, if it is set; off for tp=1."""
+    """Return the plan with the config's ``sequence_parallel``, if that is set; tp=1 turns sequence parallelism off."""
     wanted = plan.sequence_parallel if config.sequence_parallel is None else config.sequence_parallel
     return dataclasses.replace(plan, sequence_parallel=wanted and plan.tp > 1)

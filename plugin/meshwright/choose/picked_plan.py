@@ -1,4 +1,4 @@
-"""Pick the plan for ``to_distributed``: the fastest for this model, batch and machine."""
+"""Picks the plan for ``to_distributed``: the fastest for this model, batch and machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.planner.space import FUTURE
+from meshwright.planner.space import FUTURE, Space
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
 _TOLERANCE = 0.1  # share of a model's parameters by which the planner's count may be off without a warning
-_CHOICES = 64  # plans to try on the model, which may be unable to run some
+_CHOICES = 64  # number of the fastest plans to try, since the model may be unable to run some
 
 
 def choose_plan(
@@ -54,26 +54,26 @@ def choose_plan(
     node_num: int | None,
     device: torch.device,
 ) -> ParallelPlan:
-    """Return the plan that the planner picks on rank 0, the same on every rank.
+    """Return the plan that the planner picks on rank 0; every rank gets the same plan.
 
     Args:
         model: a model with a transformers config, or with a decoder's structure.
         optimizer: the optimizer, whose class decides whether its state may be sharded.
-        dataloader: the loader whose batch size and row length count, unless ``config.input_spec`` gives them.
-        config: options, of which ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec`` matter most.
+        dataloader: the loader that gives the batch size and row length, unless ``config.input_spec`` gives them.
+        config: the options; ``memory_budget``, ``prefer``, ``hardware_profile`` and ``input_spec`` matter most.
         node_num: number of nodes; None for the launched number.
         device: the device of this process.
 
     Raises:
-        PlanError: the planner cannot describe the model, the size of a batch is unknown, or no plan fits; the same
-            error on every rank.
+        PlanError: on every rank, if the planner cannot describe the model, the size of a batch is unknown, or no plan
+            fits.
     """
 
     def pick() -> str:
         rows, length = _batch(dataloader, config)
         found = _search(model, rows, length, node_num or node_count(), config, device)
         choice = _first_runnable(found, model, optimizer, config)
-        logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is dropped by default
+        logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is hidden by default
         return json.dumps(runnable_fields(choice.plan))
 
     return with_sequence_parallel(ParallelPlan(**json.loads(text_from_first(pick, device))), config)
@@ -98,14 +98,15 @@ def _search(
             "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
-    found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget, most_zero=2)
+    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2)
+    found = search(space, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
         # Nothing fits into one byte, so each plan is tried with the most recompute.
-        leanest = search(shape, cluster, job, profile, budget=1, most_zero=2).smallest[1].total
-        found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest, most_zero=2)
+        leanest = search(space, profile, budget=1).smallest[1].total
+        found = search(space, profile, top=_CHOICES, budget=leanest)
     if not found.choices:
         # ZeRO stage 3 comes last: its time was never measured, though its memory is as well known as the others'.
-        found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
+        found = search(dataclasses.replace(space, most_zero=3), profile, top=_CHOICES, budget=budget)
     if not found.choices:
         raise explain.no_fit(found)
     return found
@@ -182,7 +183,7 @@ def _is_mapped(dataset: Any) -> bool:
 def _length(dataloader: DataLoader[Any]) -> int:
     """Return the tokens per row of a batch of the first rows."""
     state, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):  # only rank 0 reads, and its random state must stay that of the others
+    with torch.random.fork_rng(devices=[]):  # only rank 0 reads, so its random state must not change
         count = min(_ROWS_TO_MEASURE, len(dataloader.dataset))  # type: ignore[arg-type]
         batch = dataloader.collate_fn([dataloader.dataset[index] for index in range(count)])
     random.setstate(state)
@@ -204,7 +205,7 @@ def _leaves(batch: Any) -> Iterable[Any]:
 
 
 def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
-    """Return the launched devices, with the memory that they really have."""
+    """Return the launched devices as a cluster, with their actual memory."""
     world = world_size()
     per_node = max(1, world // nodes)
     if device.type == "cpu":
@@ -221,7 +222,7 @@ def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) 
 
 
 def _nearest(name: str, memory: float) -> str:
-    """Return a GPU's name in the catalogue; for a GPU that is not in it the A100's, whose ratios are typical."""
+    """Return a GPU's name in the catalogue; for an unlisted GPU the A100's name, since its ratios are typical."""
     name = name.lower()
     for part, entry in (("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"), ("4090", "rtx-4090"),
                         ("mi300x", "mi300x")):  # fmt: skip
@@ -255,7 +256,9 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
 
 
 def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device: torch.device) -> str:
-    """Return the plan that the planner would pick for the launched devices and its estimates; communicates nothing.
+    """Return a text with the plan that the planner would pick for the launched devices and its estimates.
+
+    The call does not communicate.
 
     Args:
         model: a model with a transformers config.
@@ -264,7 +267,7 @@ def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device:
         device: the device of this process.
 
     Raises:
-        PlanError: the planner cannot describe the model, the length of a row is unknown, or no plan fits.
+        PlanError: if the planner cannot describe the model, the length of a row is unknown, or no plan fits.
     """
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")

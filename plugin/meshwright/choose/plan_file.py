@@ -1,4 +1,4 @@
-"""A plan as a YAML file that people can edit, and as the line of JSON that launchers pass to programs."""
+"""Reads and writes a plan: a YAML file that people can edit, or a line of JSON that launchers pass to programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one lin
 def plan_fields(plan: Candidate) -> dict[str, Any]:
     """Return a candidate's fields as keyword arguments of the runtime's ``ParallelPlan``.
 
-    Fields that the runtime does not have yet are included, so that it refuses such a plan and does not run another.
+    Fields that the runtime does not have yet are included, so that the runtime refuses a plan with such a field.
 
     Example:
         >>> plan_fields(Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=2))["dp"]
@@ -72,7 +72,7 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
         comment: lines to put at the head of the file as comments.
 
     Raises:
-        PlanError: the file cannot be written.
+        PlanError: if the file cannot be written.
     """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines.append(f"version: {PLAN_VERSION}")
@@ -84,10 +84,10 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a plan file without its version, which is checked.
+    """Check the version of a plan file and return its other fields.
 
     Raises:
-        PlanError: the file does not exist, is not a YAML mapping, or has another version.
+        PlanError: if the file does not exist, is not a YAML mapping, or has another version.
     """
     try:
         content = Path(path).read_text()
@@ -108,10 +108,10 @@ def fields_of_text(text: str, source: str) -> dict[str, Any]:
 
     Args:
         text: the string.
-        source: where it comes from, for messages.
+        source: the origin of the string, for messages.
 
     Raises:
-        PlanError: the string is none of these.
+        PlanError: if the string is none of these.
 
     Example:
         >>> fields_of_text("dp2 zero1", "plan"), fields_of_text('{"tp":2}', "plan")
@@ -141,8 +141,8 @@ def launched_plan() -> dict[str, Any] | None:
     """Return the fields of the plan in the environment (``MESHWRIGHT_PLAN``); None without one.
 
     Raises:
-        PlanError: the variable holds no plan in words, no line of JSON and no path of a plan file, or the plan has
-            another version.
+        PlanError: if the variable is neither a plan in words, a line of JSON nor the path of a plan file, or the plan
+            has another version.
     """
     text = os.environ.get(PLAN_VARIABLE, "").strip()
     return fields_of_text(text, PLAN_VARIABLE) if text else None

@@ -1,4 +1,4 @@
-"""The command line, one module per command. None imports torch before its command runs, so --help is fast."""
+"""The command line, one module per command. No module imports torch before its command runs, so --help is fast."""
 
 from __future__ import annotations
 

@@ -40,16 +40,16 @@ class Recipe:
         return self.tape.is_written(self.window)
 
     def is_current(self, tensor: Tensor) -> bool:
-        """Whether the tensor is as recording left it; only its dtype may have changed."""
+        """Return whether the tensor has not changed since recording ended, except for its dtype."""
         return tensor._version == self.version and tuple(tensor.shape) == self.window.size
 
     def compute(self, dtype: torch.dtype) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """Compute the whole tensor on the CPU."""
         return self.tape.replay(self.window).to(dtype)
 
 
 def recipe_of(tensor: Tensor) -> Recipe | None:
-    """The recipe that ``deferred_init`` left on a parameter."""
+    """Return the recipe that ``deferred_init`` left on a parameter; None if there is none."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
@@ -62,14 +62,13 @@ def forget_recipe(tensor: Tensor) -> None:
 def deferred_init() -> Iterator[None]:
     """Build a model without allocating its weights; ``to_distributed`` then allocates each rank's shard only.
 
-    Inside, random numbers are drawn as usual and thrown away. So the generators advance as usual, and the
-    weights that ``to_distributed`` makes are bitwise equal to those of a model built in one process with
-    the same seed. After the block the parameters are on the meta device. Buffers, and parameters made from
-    values (``torch.ones(n)``), are real throughout.
+    Inside the block, random numbers are drawn as usual and thrown away. The generators therefore advance as usual, and
+    the weights that ``to_distributed`` makes are bitwise equal to those of a model built in one process with the same
+    seed. After the block the parameters are on the meta device. Buffers, and parameters made from values
+    (``torch.ones(n)``), are real throughout.
 
-    Initialise inside the block: ``to_distributed`` raises if the weights were changed after it.
-    ``parameter.data = values`` after the block, and weights drawn on another device than the CPU,
-    are not deferred.
+    Initialise all weights inside the block: ``to_distributed`` raises if they were changed after it. Parameters set by
+    ``parameter.data = values`` after the block, and weights drawn on a device other than the CPU, are not deferred.
 
     Example::
 
@@ -84,7 +83,7 @@ def deferred_init() -> Iterator[None]:
 
 @contextlib.contextmanager
 def record(tape: Tape) -> Iterator[Recorder]:
-    """Record initialisation inside; at the end the deferred parameters get their recipes."""
+    """Record initialisation inside the block; at its end, the deferred parameters get their recipes."""
     recorder = Recorder(tape)
     hook = register_module_parameter_registration_hook(recorder.register)
     try:
@@ -98,8 +97,8 @@ def record(tape: Tape) -> Iterator[Recorder]:
 class Recorder(TorchDispatchMode):
     """Records operations on deferred tensors instead of running them.
 
-    A deferred tensor is an ordinary CPU tensor on memory that is reserved and never touched. On the meta
-    device, torch's and users' initialisers would return without a draw.
+    A deferred tensor is an ordinary CPU tensor on memory that is reserved and never touched. It is not on the meta
+    device, where torch's and users' initialisers would return without drawing.
     """
 
     def __init__(self, tape: Tape):
@@ -120,18 +119,18 @@ class Recorder(TorchDispatchMode):
             self._parameters[id(parameter)] = parameter
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """A new deferred tensor of the same shape, strides and dtype."""
+        """Return a new deferred tensor with the shape, strides and dtype of ``tensor``."""
         window = _window(tensor, -1)
         storage = reserve(window.num_bytes)
         self._defer(storage)
         return window.on(storage)
 
     def is_written(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor has values or a recording of how to compute them."""
+        """Return whether a tensor has values or a recording of how to compute them."""
         return not self._is_deferred(tensor) or self.tape.is_written(self._window(tensor))  # type: ignore[arg-type]
 
     def finish(self) -> None:
-        """Move the deferred parameters to the meta device, and fill whatever else still uses their memory."""
+        """Move the deferred parameters to the meta device, and fill other tensors that still use their memory."""
         for parameter in self._parameters.values():
             if self._is_deferred(parameter):  # its .data may have been replaced by real values
                 window = self._window(parameter)
@@ -167,7 +166,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _empty(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """A new tensor without values; it is deferred if its template is."""
+        """Return a new tensor without values, which is deferred if the first argument is (as in ``empty_like``)."""
         is_like_deferred = bool(args) and self._is_deferred(args[0])
         form = func(*args, **{**kwargs, "device": torch.device("meta")})
         if kwargs.get("pin_memory") or form.layout is not torch.strided:
@@ -190,7 +189,7 @@ class Recorder(TorchDispatchMode):
             args_, kwargs_ = tree_map_only(Tensor, _on_meta, tree_map_only(Generator, lambda _: None, (args, kwargs)))
             form = func(*args_, **({**kwargs_, "device": torch.device("meta")} if "device" in kwargs_ else kwargs_))
         except (NotImplementedError, RuntimeError):
-            # The result's shape has no rule, or depends on values. If the call is wrong, _compute raises.
+            # The operator has no meta kernel, the result's shape depends on values, or the call raises in _compute too.
             return self._compute(func, args, kwargs, written)
         arguments = tree_map_only(Tensor, self._window_or_value, (args, kwargs))
         if written:
@@ -201,7 +200,7 @@ class Recorder(TorchDispatchMode):
         return tree_map(lambda x: made.get(id(x), x), form)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
-        """Run an operation now, on values that are computed for it and then dropped."""
+        """Run an operation now, on values that are replayed for it and then dropped."""
         deferred = {id(x): x for x in tree_iter((args, kwargs)) if self._is_deferred(x)}
         values = {key: self.tape.replay(self._window(x)) for key, x in deferred.items()}
         args_, kwargs_ = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
@@ -227,19 +226,19 @@ class Recorder(TorchDispatchMode):
 
 
 def _address(x: Tensor) -> int | None:
-    """The address of a CPU tensor's storage, unique among storages that are alive; None for other tensors."""
+    """Return the address of a CPU tensor's storage, unique among live storages; None for other tensors."""
     return x.untyped_storage()._cdata if x.device.type == "cpu" and x.layout is torch.strided else None
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
-    """The device of an operation's result."""
+    """Return the device of an operation's result."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     return args[0].device if args and isinstance(args[0], Tensor) else torch.device("cpu")
 
 
 def _only_looks(func: Any) -> bool:
-    """Whether an operator only makes views of its arguments, without touching values."""
+    """Return whether an operator only makes views of its arguments, without reading or writing values."""
     if torch.Tag.inplace_view in func.tags:
         return True
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]

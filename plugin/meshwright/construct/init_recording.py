@@ -1,8 +1,8 @@
-"""Record operations on tensors whose memory does not exist yet, so that any one of them can be computed later.
+"""Records operations on tensors without memory, so that each tensor can be computed later, without the others.
 
-A tensor is identified by its window on a storage, so views need no record. An operation that draws random
-numbers keeps the generator's state from before it. So any storage can be replayed alone, in any order, and is
-bitwise equal to the result of running everything in order.
+A tensor is identified by its window on a storage, so views are not recorded. The generator's state before each
+operation that draws random numbers is kept. Any storage can therefore be replayed alone, in any order, and is bitwise
+equal to the result of running all operations in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-# These overwrite their first argument. Replay skips earlier operations whose result is overwritten.
+# Operators that overwrite their first argument. Replay skips earlier operations whose result is overwritten.
 _OVERWRITING = frozenset(
     f"aten::{name}_"
     for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random")
@@ -43,7 +43,7 @@ class Window:
         return (1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))) * self.dtype.itemsize
 
     def alone(self) -> Window:
-        """The same window at the start of a storage of its own."""
+        """Return the same window with offset 0, for a storage that holds only this window."""
         return dataclasses.replace(self, offset=0)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Draw:
-    """The saved generator state that an operation starts from; stands for the generator in its arguments."""
+    """The saved generator state that an operation starts from; replaces the generator in the recorded arguments."""
 
     state: int
 
@@ -63,10 +63,10 @@ class Operation:
 
     Args:
         function: the operator.
-        arguments: its args and kwargs, with windows for recorded tensors and copies of all others.
-        written: the windows that it changes in place.
-        created: the windows of its new tensors, in order of return.
-        draw: the generator state from which it draws random numbers, if it does.
+        arguments: the call's args and kwargs, with windows for recorded tensors and copies of all other tensors.
+        written: the windows that the call changes in place.
+        created: the windows of the call's new tensors, in order of return.
+        draw: the generator state that the call starts from, if it draws random numbers.
     """
 
     function: Any
@@ -94,7 +94,7 @@ class Operation:
 
 @dataclass(eq=False)
 class Tape:
-    """The operations of one recording, and the storages they work on.
+    """The operations of one recording, and the storages that they use.
 
     Args:
         draws: whether recording advances the generators as the operations themselves would have.
@@ -110,11 +110,11 @@ class Tape:
         return len(self.sizes) - 1
 
     def is_written(self, window: Window) -> bool:
-        """Whether any recorded operation writes to the window's storage."""
+        """Return whether any recorded operation writes to the window's storage."""
         return any(window.storage == w.storage for op in self.operations for w in (*op.written, *op.created))
 
     def record(self, function: Any, arguments: Any, written: Sequence[Window], created: Sequence[Window] = ()) -> None:
-        """Add an operation; if it draws random numbers, advance the generator as it would."""
+        """Record an operation; if it draws random numbers and ``draws`` is set, advance the generator accordingly."""
         draw = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             given = [leaf for leaf in tree_iter(arguments) if isinstance(leaf, Generator)]
@@ -123,7 +123,7 @@ class Tape:
         recorded = tree_map_only(Generator, lambda _: draw, tree_map_only(Tensor, _copy, arguments))
         operation = Operation(function, recorded, tuple(written), tuple(created), draw)
         if draw is not None and self.draws:
-            # The operation runs on the values that it reads, since they may decide how many numbers are drawn.
+            # The operation runs on real values, since the values may decide how many numbers it draws.
             args, kwargs = tree_map_only(Window, lambda w: self._scratch(w, operation), arguments)
             function(*args, **kwargs)
         self.operations.append(operation)
@@ -160,7 +160,7 @@ class Tape:
         return wanted
 
     def _needed(self, window: Window) -> list[Operation]:
-        """The operations that a window's values depend on, in order."""
+        """Return the operations that a window's values depend on, in order."""
         storages, needed = {window.storage}, []
         for operation in reversed(self.operations):
             if storages.isdisjoint(w.storage for w in (*operation.written, *operation.created)):
@@ -179,11 +179,11 @@ class Tape:
         return span == num_elements and num_elements * window.dtype.itemsize == self.sizes[window.storage]
 
     def constants(self) -> list[Tensor]:
-        """The tensors that the operations read but did not compute."""
+        """Return the tensors that the operations read but did not compute."""
         return [leaf for op in self.operations for leaf in tree_iter(op.arguments) if isinstance(leaf, Tensor)]
 
     def form(self) -> str:
-        """A digest of everything but the values of generator states and constants."""
+        """Return a digest of the recording without the values of generator states and constants."""
         text = "\n".join([str(self.sizes), *map(str, self.operations)])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -192,13 +192,13 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-_MAPPED_BYTES = 2**16  # less memory is not worth one of a process's few thousand mappings
+_MAPPED_BYTES = 2**16  # smaller blocks are not mapped, since a process has only a few thousand mappings
 
 
 def reserve(num_bytes: int) -> torch.UntypedStorage:
-    """Memory whose pages become resident when they are written, and are returned when it is freed.
+    """Return a storage whose pages become resident when written, and are released when the storage is freed.
 
-    It is mapped, since an allocator would hand out resident pages and keep them when they are freed.
+    The memory is mapped, since an allocator would return resident pages and keep them after they are freed.
     """
     if num_bytes < _MAPPED_BYTES:
         return torch.UntypedStorage(num_bytes)

@@ -1,4 +1,4 @@
-"""Where each rank's shard of each weight comes from: the model itself, a recipe, or a checkpoint."""
+"""Makes each rank's shard of each weight from its source: the model itself, a recipe, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.checkpoint.safetensors_file import memory_of
+from meshwright.checkpoint.safetensors_file import ShardSlice, memory_of
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of
 from meshwright.construct.init_recording import Tape
@@ -42,13 +42,13 @@ class NewTensors:
 
 @dataclass
 class InitialWeights:
-    """The sources of tensors that have no values in the model, or are to get others; keyed by ``id``.
+    """The sources of tensors that have no values in the model or get new ones; the dicts are keyed by ``id``.
 
     Args:
         files: the checkpoint, if any.
         names: the name in the checkpoint of each tensor to read from it.
         recipes: the recipe of each deferred parameter.
-        values: the values of each meta tensor that has them in the rebuilt model already, such as buffers.
+        values: the values of each meta tensor, such as a buffer, that has values in the rebuilt model.
     """
 
     files: WeightFiles | None = None
@@ -58,16 +58,16 @@ class InitialWeights:
 
     @staticmethod
     def find(model: nn.Module, source: WeightSource | None) -> InitialWeights:
-        """Find a source for every tensor without values; the model is not changed.
+        """Find a source for every tensor without values, without changing the model.
 
         Args:
             model: the model, which may be materialised, deferred, or on the meta device.
             source: the checkpoint from which all parameters are read (see ``WeightFiles.open``), if any.
 
         Raises:
-            CheckpointError: if the checkpoint is damaged or of another model.
-            UninitialisedParameterError: if nothing initialises some tensors; it names all of them.
-            PlanError: if the model is on the meta device and its config describes another one, or if a deferred
+            CheckpointError: if the checkpoint is damaged or belongs to another model.
+            UninitialisedParameterError: if nothing initialises some tensors; the message lists all of them.
+            PlanError: if the model is on the meta device and its config describes another model, or if a deferred
                 parameter was changed after ``deferred_init()`` ended.
         """
         weights = InitialWeights()
@@ -101,7 +101,7 @@ class InitialWeights:
         device: torch.device,
         keep: Keep = lambda _, shard: shard,
     ) -> NewTensors:
-        """Compute and read all tensors that this rank is to hold; the model is not changed."""
+        """Return all tensors that this rank will hold, computed or read; the model is not changed."""
         source = functools.partial(self._shard, rank=axis.rank)
         if self.files is None:
             return NewTensors(make_shards(model, layouts, axis, device, source, keep), self._buffers(model))
@@ -111,7 +111,7 @@ class InitialWeights:
 
     def _shard(self, parameter: nn.Parameter, rows: RowLayout, rank: int) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
-            return self.files.read(self.names[id(parameter)], rows, rank, parameter.dtype)
+            return self.files.read(self.names[id(parameter)], ShardSlice(rows=rows, rank=rank), parameter.dtype)
         if id(parameter) in self.recipes:
             full = self.recipes[id(parameter)].compute(parameter.dtype)
         elif id(parameter) in self.values:
@@ -128,8 +128,8 @@ class InitialWeights:
                     if not isinstance(tensor, Tensor):
                         continue
                     if self.files is not None and id(tensor) in self.names:
-                        whole = RowLayout.replicated(1, 1)
-                        found.append((owner, name, self.files.read(self.names[id(tensor)], whole, 0, tensor.dtype)))
+                        buffer = self.files.read(self.names[id(tensor)], ShardSlice(), tensor.dtype)
+                        found.append((owner, name, buffer))
                     elif tensor.is_meta:
                         found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
         return found
@@ -144,7 +144,7 @@ class InitialWeights:
         return total
 
     def _own_tensors(self, model: nn.Module) -> list[Tensor]:
-        """The real tensors that the model starts from."""
+        """Return the tensors that already have values and that the model starts from."""
         found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
         return [*found, *self.values.values()]
 
@@ -193,7 +193,7 @@ class InitialWeights:
         return True
 
     def _lacking(self, model: nn.Module) -> dict[str, Tensor]:
-        """The tensors on the meta device without a source, by name."""
+        """Return the tensors on the meta device that have no source, by name."""
         found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_meta}
         for name, module in model.named_modules():
             found |= {f"{name}.{key}".lstrip("."): x for key, x in meta_tensors(module).items()}
@@ -214,7 +214,7 @@ class InitialWeights:
 def _check_current(name: str, parameter: Tensor, recipe: Recipe) -> None:
     if not recipe.is_current(parameter):
         raise PlanError(
-            f"{name} was changed after meshwright.deferred_init() ended, when it has no values yet. "
+            f"{name} was changed after meshwright.deferred_init() ended, but has no values to change yet. "
             "Move the change into the block"
         )
 

@@ -1,4 +1,4 @@
-"""Recipes for a model from torch's own meta context: a second model is recorded while it initialises itself."""
+"""Makes recipes for a model that was built on the meta device: records how a second model initialises itself."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from meshwright.errors import PlanError
 def build_twin(model: nn.Module, *, draws: bool) -> nn.Module:
     """Build a second module with the names of ``model``, deferred weights and real buffers.
 
-    A model that is built from its ``.config`` (as transformers' are) is built again, so the weights are
-    those that one process would have drawn from the present seed. Any other model is copied, and the
-    ``reset_parameters`` of its modules run in the order of ``modules()``.
+    A model that is built from its ``.config`` (as in transformers) is built again, so its weights are those that one
+    process would draw from the current seed. Any other model is copied, and its modules' ``reset_parameters`` run in
+    the order of ``modules()``.
 
     Args:
         model: a model built on the meta device.
         draws: whether weights will be drawn; if False, the generators do not advance.
 
     Raises:
-        PlanError: if the configuration builds another model.
+        PlanError: if the config builds a model with other parameters.
     """
     if _is_built_from_config(model):
         twin = _from_config(model, draws)
@@ -108,6 +108,6 @@ def _own(tensors: dict[str, Any]) -> list[Tensor]:
 
 
 def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The meta tensors of a module that are not parameters, by attribute."""
+    """Return a module's meta tensors that are not parameters, by attribute."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return {name: x for name, x in {**module._buffers, **plain}.items() if x is not None and x.is_meta}

@@ -1,4 +1,4 @@
-"""The order in which an epoch goes through a dataset; sample k is found without iterating up to it."""
+"""Orders of an epoch's samples. An order returns any range of its samples without iterating up to that range."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Generator, Tensor
 
 IN_MEMORY = 2**20  # the most samples whose order is kept in memory: 8 MB
-BLOCK = 4096  # samples that a permutation computes at a time
+BLOCK = 4096  # the number of indices that a Permutation computes at a time
 ROUNDS = 8
 
 
 class Order(Protocol):
-    """Gives any contiguous range of an epoch's samples."""
+    """The interface of an order, which returns any contiguous range of an epoch's samples."""
 
     def take(self, start: int, stop: int) -> list[Any]:
         """Return the dataset indices of the epoch's samples ``start`` to ``stop - 1``."""
@@ -29,7 +29,7 @@ class InOrder:
 
 
 class Listed:
-    """An order that a sampler has drawn, as a sequence of indices."""
+    """An order given as the sequence of indices that a sampler drew."""
 
     def __init__(self, indices: Sequence[Any]):
         self._indices = indices
@@ -49,14 +49,14 @@ class Permuted:
 
 
 class Permutation:
-    """A seeded permutation of ``0 .. size - 1`` in constant memory; any part of it costs the same to compute.
+    """A seeded permutation of ``0 .. size - 1`` in constant memory. A range costs the same wherever it starts.
 
-    It is a Feistel network over the next power of four, applied again to values that fall outside (cycle-walking;
-    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    The permutation is a Feistel network over the next power of four. Results of at least ``size`` are permuted again
+    (cycle-walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 
     Args:
         size: the number of samples in the dataset.
-        seed: any text.
+        seed: the text that determines the permutation.
 
     Example:
         >>> sorted(Permutation(5, "7").take(0, 5))
@@ -67,7 +67,7 @@ class Permutation:
         self._size = size
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits of each half of an index
         digest = hashlib.blake2b(seed.encode(), digest_size=8 * ROUNDS).digest()
-        # Positive and odd, so that multiplying by them loses no bits.
+        # The keys are positive and odd, so that multiplying by a key loses no bits.
         self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8]) >> 1 | 1 for i in range(ROUNDS)]
         self._block = (-1, torch.empty(0, dtype=torch.int64))
 
@@ -90,11 +90,11 @@ class Permutation:
         return self._block[1]
 
     def _permute(self, x: Tensor) -> Tensor:
-        """Permute the numbers below the power of four that holds ``size``."""
+        """Return the images of ``x`` in a permutation of the numbers below the next power of four."""
         mask = (1 << self._half) - 1
         left, right = x >> self._half, x & mask
         for key in self._keys:
-            # int64 products wrap; the high bits are well mixed, since all lower bits have changed them.
+            # int64 products wrap around. Their high bits are well mixed, since these depend on all lower bits.
             mixed = (right + (key & mask)) * key
             mixed = (mixed ^ (mixed >> 29)) * key
             left, right = right, left ^ ((mixed >> 31) & mask)
@@ -104,8 +104,8 @@ class Permutation:
 def shuffled(size: int, seed: int) -> Order:
     """Return the shuffled order of one epoch.
 
-    Up to ``IN_MEMORY`` samples it is the order that torch's RandomSampler draws from this seed, so that a program
-    keeps its batches when it becomes distributed. A larger order takes no memory.
+    Up to ``IN_MEMORY`` samples, torch's RandomSampler draws the same order from this seed, so a program keeps its
+    batches when it becomes distributed. A larger order is computed in constant memory.
     """
     if size <= IN_MEMORY:
         return Permuted(torch.randperm(size, generator=Generator().manual_seed(seed)))

@@ -1,4 +1,4 @@
-"""Checks of what the inputs of a DTensor must have in common on all ranks."""
+"""Checks that the ranks' inputs can form DTensors: their dtypes, sizes and replicated values must be equal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshwright.parallel.collectives import Axis
 
 
 def check_sizes(own: str, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis unless their inputs have the same dtypes and sizes.
+    """Raise on all ranks of the axis unless the inputs have the same dtypes and sizes on all of them.
 
     Raises:
-        ValueError: the inputs differ; shows what each rank has.
+        ValueError: the inputs differ. The message lists each rank's dtypes and sizes.
     """
     if len(set(map(tuple, Peers((dp,)).gather(zlib.crc32(own.encode()))))) > 1:
         signatures = gather_objects(own, dp)
@@ -29,10 +29,10 @@ def check_sizes(own: str, dp: Axis, where: str) -> None:
 
 
 def check_replicated(portion: Portion, dp: Axis, where: str) -> None:
-    """Raise on all ranks of the axis unless tensors that are not sharded by rows are the same on all of them.
+    """Raise on all ranks of the axis if a tensor that is not sharded by rows differs between them.
 
     Raises:
-        ValueError: such tensors differ; names them.
+        ValueError: such a tensor differs. The message lists the tensors that are not sharded by rows.
     """
     if portion.is_whole:
         return

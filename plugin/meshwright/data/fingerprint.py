@@ -1,4 +1,4 @@
-"""A short text that identifies a dataset, on another rank or in a resumed run."""
+"""Computes a short text that identifies a dataset, for comparisons between ranks and with a saved state."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from meshwright.faults.memory_digest import is_plain
 
 ROWS_READ = 16
 
-_first_seen = WeakIdKeyDictionary()  # what each dataset held when it was first seen
+_first_seen = WeakIdKeyDictionary()  # the result of the first call of _held for each dataset
 
 
 def outline(dataset: Any) -> str:
     """Return the class of a dataset and, if it has one, its length."""
     try:
         return f"{type(dataset).__name__} of {len(dataset)}"
-    except Exception:  # it has no length, or none yet
+    except Exception:  # the dataset has no length, or none yet
         return type(dataset).__name__
 
 
 def fingerprint(dataset: Any, *, has_numbers: bool = False) -> str:
-    """Return a text that tells a dataset from others, made from a little of it and without running the user's code.
+    """Return a text that identifies a dataset, computed from a few of its rows and without running the user's code.
 
-    - A dataset with a ``fingerprint`` attribute: that text.
-    - A Hugging Face dataset: its columns and some rows. Its own fingerprint changes with the files' dates and, after
-      some transforms, at random.
-    - A subset: its indices, and the dataset. A list: some items.
-    - Any other class: some rows of each attribute that holds data (tensors, arrays, lists, data frames, other datasets
-      and dicts of them). No sample is requested.
+    The text describes:
+
+    - for a dataset with a ``fingerprint`` attribute: only this attribute.
+    - for a Hugging Face dataset: its columns and some rows. The dataset's own fingerprint changes with the files'
+      dates and, after some transforms, at random.
+    - for a Subset: its indices, and the fingerprint of its dataset. For a list: some of its items.
+    - for any other class: some rows of each attribute that holds data (tensors, arrays, lists, data frames, other
+      datasets and dicts of them). No sample is requested.
 
     Args:
         dataset: a dataset of any class.
-        has_numbers: whether attributes that are whole numbers count too. The ranks of a run have the same ones, unless
-            each has a part of the data. In another run they may differ, as an epoch does.
+        has_numbers: whether to include attributes that are integers. Within a run these are equal on all ranks, unless
+            each rank has a part of the data. In another run they may differ, as the number of an epoch does.
 
     Example:
         >>> fingerprint(range(3)) == fingerprint(range(3)) != fingerprint(range(1, 4))
@@ -65,19 +67,19 @@ def fingerprint(dataset: Any, *, has_numbers: bool = False) -> str:
 
 
 def _held(dataset: Any) -> dict[str, Any]:
-    """Return the attributes that hold data, as digests, and those that are whole numbers.
+    """Return a dataset's attributes: digests of those that hold data, and the values of those that are integers.
 
-    The result is that of the first call for a dataset, since a dataset may cache and count what is read.
+    Later calls for a dataset return the result of the first call, since a dataset may cache and count what is read.
     """
     try:
         if dataset in _first_seen:
             seen: dict[str, Any] = _first_seen[dataset]
             return seen
-        held = _first_seen[dataset] = {}  # stored now, since a dataset may hold one that holds it
+        held = _first_seen[dataset] = {}  # stored first, since datasets may refer to each other in a cycle
     except TypeError:  # the object allows no weak references
         held = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, int) and not isinstance(value, bool):  # a flag does not number a part of a split
+        if isinstance(value, int) and not isinstance(value, bool):  # a bool is not the number of a split's part
             held[name] = value
         elif (data := _data_of(value)) is not None:
             held[name] = _code(data)
@@ -85,7 +87,7 @@ def _held(dataset: Any) -> dict[str, Any]:
 
 
 def _data_of(value: Any) -> Any:
-    """Return an attribute if it is data, of a dict only the columns of data (without settings), or else None."""
+    """Return an attribute that holds data, or else None. Of a dict, return only the entries with data, not settings."""
     if isinstance(value, Mapping):
         columns = {key: _data_of(column) for key, column in value.items()}
         return {key: column for key, column in columns.items() if column is not None} or None

@@ -1,4 +1,4 @@
-"""Which samples make up each global batch, and which of its rows each rank takes."""
+"""Computes which samples form each global batch, and which of the batch's rows each rank takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.parallel.collectives import Axis
 
 
 class Batch(NamedTuple):
-    """A global batch: ``rows`` samples of the epoch, from sample ``start`` on."""
+    """A global batch of ``rows`` samples of the epoch, from sample ``start`` on."""
 
     start: int
     rows: int
@@ -19,7 +19,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class EqualBatches:
-    """Batches of one size, except perhaps the last.
+    """Batches of equal size. Only the last batch may be smaller.
 
     Args:
         num_samples: the number of samples in the epoch.
@@ -50,7 +50,7 @@ class EqualBatches:
         return rest % self.batch_size or self.batch_size
 
     def dropped(self, samples: int = 0) -> int:
-        """Return how many samples are left out at the end, if batches begin after ``samples``."""
+        """Return the number of samples that are left out at the end, if the batches begin at sample ``samples``."""
         return (self.num_samples - samples) % self.batch_size if self.drop_last else 0
 
 
@@ -60,7 +60,7 @@ class ListedBatches:
     def __init__(self, sizes: Sequence[int]):
         self._sizes = sizes
         self._starts = list(accumulate(sizes, initial=0))
-        self.most = 0  # the rows of a full batch, of which there is none here
+        self.most = 0  # no batch counts as full, since the sizes may differ
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -69,7 +69,7 @@ class ListedBatches:
         """Return the batches after the first ``samples`` samples.
 
         Raises:
-            ValueError: a batch would be cut.
+            ValueError: sample ``samples`` is inside a batch.
         """
         if samples not in self._starts:
             raise ValueError(f"sample {samples} is inside a batch of the batch sampler, whose batches cannot be cut")
@@ -85,12 +85,12 @@ class ListedBatches:
 
 
 class Share(NamedTuple):
-    """A rank's rows of a batch: ``low`` to ``high``.
+    """One rank's rows of a batch, from row ``low`` to row ``high - 1``.
 
     Args:
-        low, high: the first row, and the one after the last; a share has at least one row.
-        counted: the number of rows that count: all, or none if the batch has too few for all ranks.
-        is_replicated: whether every rank has all rows.
+        low, high: the first row, and the row after the last. A share has at least one row.
+        counted: the number of the share's rows that count: all, or 0 if the batch has too few rows for all ranks.
+        is_replicated: whether every rank has all rows of the batch.
     """
 
     low: int
@@ -103,7 +103,9 @@ Sharing = Callable[[int, Axis], Share]
 
 
 def even_share(rows: int, axis: Axis) -> Share:
-    """Return a rank's share; shares differ by one row at most, and a rank without rows gets one that does not count.
+    """Return a rank's share of a batch. A rank that would have no row gets one that does not count.
+
+    The sizes of shares differ by at most one row.
 
     Example:
         >>> [even_share(5, Axis("dp", size=2, rank=rank))[:3] for rank in (0, 1)]
@@ -135,13 +137,13 @@ def chunk_share(rows: int, axis: Axis) -> Share:
 
 @dataclass(frozen=True)
 class Portion:
-    """The rows that a rank has read of a global batch.
+    """The rows of a global batch that one rank has read.
 
     Args:
         batch: the collated rows.
         total: the number of rows of the global batch.
         held: the number of rows of ``batch``.
-        counted: the number of these that count; none of a copy that only keeps the rank in step.
+        counted: the number of rows of ``batch`` that count; 0 if its rows only keep the rank in step with the others.
         is_whole: whether ``batch`` has all rows of the global batch.
     """
 
@@ -153,7 +155,7 @@ class Portion:
 
     @classmethod
     def of(cls, share: Share, batch: Any, total: int) -> Portion:
-        """Make the portion of a share of a batch."""
+        """Return the portion for a share, whose collated rows are ``batch``."""
         held = share.high - share.low
         return cls(batch, total, held, share.counted, is_whole=held == total)
 

@@ -1,4 +1,4 @@
-"""Decides which mesh each input of a batch belongs on, and how it is laid out there."""
+"""Places each input of a batch on its mesh, and decides how the input is sharded there."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ShardDim = str | int | None
 
 @dataclass(frozen=True)
 class Target:
-    """Where one input goes.
+    """The mesh and the sharding of one input.
 
     Args:
         mesh: the mesh that the input is placed on.
-        axis: the name of the axis that shards its rows; None to replicate it.
+        axis: the name of the axis that shards the input's rows; None to replicate the input.
     """
 
     mesh: ProcessMesh
@@ -42,16 +42,18 @@ Targets = Target | list[Any]  # a list of Targets for an input that is a list it
 
 
 def match_targets(meshes: Any, shard_dims: Any, *, is_dataset_splitted: bool = False) -> list[Targets]:
-    """Return the target of every input, or one for all of them.
+    """Return the target of each input, or a list with a single target for all inputs.
 
     Args:
-        meshes: a mesh, or a list of them, whose entries may be lists for inputs that are lists.
-        shard_dims: an axis by name or index for all meshes, or a list like ``meshes``; None to replicate.
+        meshes: a mesh for all inputs, or a list with one mesh per input. For an input that is a list, the entry may be
+            a list of meshes.
+        shard_dims: the axis that shards the rows, by name or index: one for all meshes, or a list like ``meshes``. None
+            replicates the inputs.
         is_dataset_splitted: whether the rows are split already, along ``shard_dims``.
 
     Raises:
-        ValueError: no mesh; lists of different length; an unknown axis; a rank in two different meshes; a split
-            dataset without ``shard_dims``.
+        ValueError: there is no mesh, the lists differ in length, an axis is unknown, a rank is in two different
+            meshes, or the dataset is split and ``shard_dims`` is None.
 
     Example:
         >>> match_targets(ProcessMesh([[0, 1], [2, 3]], ["dp", "tp"]), "dp")[0].axis_size
@@ -78,7 +80,7 @@ def match_targets(meshes: Any, shard_dims: Any, *, is_dataset_splitted: bool = F
 
 
 def flat(targets: Targets) -> list[Target]:
-    """Return the targets without their nesting."""
+    """Return the targets as a flat list."""
     if isinstance(targets, Target):
         return [targets]
     return [target for entry in targets for target in flat(entry)]
@@ -115,9 +117,10 @@ class Placer:
 
     Args:
         targets: the targets of the inputs; a single one applies to all.
-        input_keys: the keys of a dict batch that ``targets`` apply to; None for all of its keys.
+        input_keys: the keys of a dict batch that ``targets`` apply to; None for all keys.
         share: the function that chooses a rank's rows of a batch.
-        as_dtensors: whether to return DTensors; else this rank's tensors, with None for inputs on other ranks.
+        as_dtensors: whether to return DTensors. If not, ``place`` returns this rank's tensors, and None for inputs
+            whose mesh does not contain this rank.
         device_type: the device type of the DTensors.
     """
 
@@ -132,18 +135,18 @@ class Placer:
     ):
         if input_keys is not None and len(targets) > 1 and len(input_keys) != len(targets):
             raise ValueError(
-                f"input_keys has {len(input_keys)} entries {list(input_keys)} for {len(targets)} meshes; name one "
-                "input for each mesh"
+                f"input_keys has {len(input_keys)} entries {list(input_keys)} for {len(targets)} meshes; pass one key "
+                "per mesh"
             )
-        self._targets, self._input_keys, self._share = targets, input_keys, share
+        self._targets, self._input_keys, self.share = targets, input_keys, share
         self._device_meshes: dict[ProcessMesh, DeviceMesh] = {}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.as_dtensors = as_dtensors
-        # If all inputs have the same layout, the rows that were read are already this rank's part of each.
+        # If all inputs have the same layout, the rows that were read are already this rank's part of each input.
         here = [target for target in flat(targets) if self._rank in target.mesh]
         self._leaves_as_read = len(here) == len(flat(targets)) and len({target.axis for target in here}) == 1
         if as_dtensors:
-            # Creating groups is collective, so every rank does it here, in the order of the inputs.
+            # Creating process groups is collective, so every rank creates all of them, in the order of the inputs.
             for target in flat(targets):
                 self._device_meshes[target.mesh] = target.mesh.to_device_mesh(device_type)
 
@@ -155,7 +158,7 @@ class Placer:
             portion: the portion that says which rows of the global batch these are.
 
         Raises:
-            ValueError: the batch's inputs do not fit the meshes, or it is of an unsupported type.
+            ValueError: the batch's inputs do not fit the meshes, or the batch or an input has an unsupported type.
         """
         if isinstance(batch, Mapping):
             keys = list(batch) if self._input_keys is None else list(self._input_keys)
@@ -165,17 +168,19 @@ class Placer:
             placed = {key: self._place(batch[key], targets[i], portion) for i, key in enumerate(keys)}
             return {key: placed.get(key, value) for key, value in batch.items()}
         if self._input_keys is not None:
-            raise ValueError(f"input_keys={list(self._input_keys)}, but the batch is a {type(batch).__name__}, no dict")
+            raise ValueError(
+                f"input_keys={list(self._input_keys)} needs a dict, but the batch is a {type(batch).__name__}"
+            )
         if isinstance(batch, Tensor):
-            return self._place(batch, self._targets[0], portion)  # the i-th input is on the i-th mesh
+            return self._place(batch, self._targets[0], portion)  # a single tensor is the first input
         if isinstance(batch, list | tuple):
             targets = self._targets_for(len(batch), f"{len(batch)} inputs")
             inputs = [self._place(value, target, portion) for value, target in zip(batch, targets, strict=True)]
             return type(batch)(*inputs) if hasattr(batch, "_fields") else type(batch)(inputs)
-        raise AssertionError(f"no batch: {type(batch).__name__}")
+        raise AssertionError(f"a batch cannot be a {type(batch).__name__}")
 
     def inputs_of(self, batch: Any) -> Any:
-        """Return the part of a batch that the meshes apply to."""
+        """Return the inputs of a batch that are placed on meshes."""
         if self._input_keys is None or not isinstance(batch, Mapping):
             return batch
         return {key: batch[key] for key in self._input_keys if key in batch}
@@ -184,7 +189,7 @@ class Placer:
         if len(self._targets) == 1:
             return self._targets * count
         if len(self._targets) != count:
-            raise ValueError(f"the batch has {what}, but there are {len(self._targets)} meshes; pass one for each")
+            raise ValueError(f"the batch has {what}, but there are {len(self._targets)} meshes; pass one per input")
         return self._targets
 
     def _place(self, value: Any, targets: Targets, portion: Portion) -> Any:
@@ -203,19 +208,19 @@ class Placer:
                 raise ValueError(
                     f"an input of the batch is a {kind_of(x)} tensor, which cannot be the rows of a DTensor; return "
                     "x.to_dense() from collate_fn, set output='local', or list only the other inputs in input_keys, "
-                    "which leaves this one as it is"
+                    "which leaves this input unchanged"
                 )
             has_rows = x.ndim > 0 and x.shape[0] == portion.held
-            is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_replicated
+            is_sharded = has_rows and not self.share(portion.total, Axis("", target.axis_size)).is_replicated
             is_sharded &= target.axis is not None
             if is_sharded and portion.is_whole and self._rank in target.mesh:
                 if not self.as_dtensors and portion.total % target.axis_size:
                     raise ValueError(
-                        f"a batch of {portion.total} rows does not divide over axis {target.axis!r} of size "
-                        f"{target.axis_size}, and other inputs have another layout, so no loader.weight can correct "
-                        "it; use output='dtensor', or set drop_last=True"
+                        f"a batch of {portion.total} rows cannot be divided evenly over axis {target.axis!r} of size "
+                        f"{target.axis_size}. Other inputs have another layout, so loader.weight cannot correct the "
+                        "loss; use output='dtensor', or set drop_last=True"
                     )
-                share = self._share(portion.total, self._axis_of(target))
+                share = self.share(portion.total, self._axis_of(target))
                 x = take_rows(x, slice(share.low, share.high))
             if not self.as_dtensors:
                 return x if self._rank in target.mesh else None

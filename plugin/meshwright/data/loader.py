@@ -1,7 +1,7 @@
-"""The user's loader on a mesh: ranks along the sharded axis get different rows, the others the same.
+"""The user's loader on a mesh. Ranks along the sharded axis get different rows, and ranks along other axes the same.
 
-The user's batch is the global batch. A loader reads through one of four readers, checks that peers have the same rows,
-and returns its rows on its device or, through a Placer, as DTensors on their meshes.
+The user's batch is the global batch. A DistributedLoader reads through one of four readers and checks that peers have
+the same rows. It returns its rows on its device or, through a Placer, with each input on its mesh.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,52 +18,47 @@ from torch import Tensor
 
 from meshwright.config import LoaderOptions
 from meshwright.data.equal_inputs import check_replicated, check_sizes
-from meshwright.data.global_batches import Portion, Sharing, even_share
+from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
 from meshwright.data.label_check import warn_without_labels
 from meshwright.data.nested import digest, is_batch, signature, to_device
-from meshwright.data.peers import Peers, check_same_rows, first_ranks
+from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
 from meshwright.data.readers.base import Position
-from meshwright.data.readers.choose import make_reader
+from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
-from meshwright.data.shuffling import decoded, encoded
+from meshwright.data.shuffling import Draws, decoded, encoded
 from meshwright.faults.same_call import Claim, agreed
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 logger = logging.getLogger(__name__)
 
 PLACES = 2**31  # larger than any number of ranks
 DATASET = (
-    "dataset (if each rank has a part of it, set shard_dataloader(..., is_dataset_splitted=True); if not, name it by "
+    "dataset (if each rank has a part of it, set shard_dataloader(..., is_dataset_splitted=True); if not, set "
     "LoaderOptions(fingerprint='a name'))"
 )
 
 
 class DistributedLoader:
-    """Iterates this rank's rows of the user's batches; each ``iter`` or call is an epoch.
+    """Iterates over this rank's rows of the user's batches. Each ``iter(loader)`` or ``loader()`` reads one epoch.
 
     In an epoch every sample is in one batch, all ranks take the same number of steps, and every batch has rows on
-    every rank. In each step the ranks together read what one device would read. The other attributes of the user's
-    loader, such as ``dataset`` or ``batch_size``, are available here too.
+    every rank. In each step the rows of all ranks are those that one device would read. The other attributes of the
+    user's loader, such as ``dataset`` or ``batch_size``, are attributes of this object too.
 
     Args:
         loader: a DataLoader, or any iterable of batches.
-        dp: this rank's place among the ranks that take different rows.
-        peers: the ranks that take the same rows as this one.
-        everyone: all of these ranks; by default ``dp`` and ``peers``.
-        device: the device that tensors are moved to.
-        share: the function that chooses a rank's rows of a batch.
+        mesh: the ranks that take different rows and the same rows, and this rank's device.
         placer: the Placer that puts each input on its mesh, if any.
         is_dataset_splitted: whether the user's loader reads only this rank's part.
-        masks_blanks: whether a row that only keeps a rank in step gets labels that no loss counts; if not, only
-            ``weight`` marks it.
-        may_hold_blanks: whether a batch without labels may hold such a row too; its user must then apply ``weight``.
+        blanks: how a row that only keeps a rank in step is marked: "masked" by labels that no loss counts, so that a
+            batch without labels cannot hold one; "weighted" by ``weight`` alone; or "either", by labels if there are
+            any. The user applies ``weight`` to what is not masked.
         options: the options of reading.
 
     Raises:
-        ValueError: an empty dataset, or one that is split already.
+        ValueError: the dataset is empty or split already.
     """
 
     _is_accelerate_prepared = True  # accelerate's own mark for "leave this loader as it is"
@@ -71,45 +66,36 @@ class DistributedLoader:
     def __init__(
         self,
         loader: Iterable[Any],
+        mesh: LoaderMesh,
         *,
-        dp: Axis,
-        peers: Peers | None = None,
-        everyone: Peers | None = None,
-        device: torch.device | None = None,
-        share: Sharing = even_share,
         placer: Placer | None = None,
         is_dataset_splitted: bool = False,
-        masks_blanks: bool = True,
-        may_hold_blanks: bool = False,
+        blanks: Literal["masked", "weighted", "either"] = "masked",
         options: LoaderOptions | None = None,
     ):
         self.user_loader = loader
-        self._dp, self._peers = dp, peers or Peers()
-        self._everyone = Peers((*self._peers.axes, dp)) if everyone is None else everyone
-        self._device, self._placer = device or torch.device("cpu"), placer
+        self._dp, self._peers, self._device = mesh.dp, mesh.peers, mesh.device or torch.device("cpu")
+        self._everyone = Peers((*mesh.peers.axes, mesh.dp)) if mesh.everyone is None else mesh.everyone
+        self._placer, self._has_dtensors = placer, placer is not None and placer.as_dtensors
         self._options = options or LoaderOptions()
-        self._may_hold_blanks = may_hold_blanks
-        self._masks_blanks, self._has_dtensors = masks_blanks, placer is not None and placer.as_dtensors
+        self._blanks = blanks
         self._is_led = self._options.source == "leader" and self._peers.count > 1
-        self._reader = make_reader(
-            loader,
-            dp,
-            share,
-            readers=Peers((dp,)) if self._is_led else self._everyone,
-            is_dataset_splitted=is_dataset_splitted,
-            has_dtensors=self._has_dtensors,
-            options=self._options,
-        )
+        share = even_share if placer is None else placer.share
+        if is_dataset_splitted:
+            self._reader = split_reader(loader, mesh.dp, share, self._options, needs_equal_rows=self._has_dtensors)
+        else:
+            readers = Peers((mesh.dp,)) if self._is_led else self._everyone
+            self._reader = make_reader(loader, mesh.dp, share, readers, self._options)
         self._steps = self._iterations = self._dropped = 0
-        self._sizes: str | None = None  # the inputs' sizes and dtypes, as the ranks of dp have agreed
+        self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last
         self._weight = 1.0
         self._counted = 0
-        self._state: dict[str, Any] | None = None  # the leader's state, if it reads for this rank
+        self._state: dict[str, Any] | None = None  # the leader's state, if the leader reads for this rank
         self._has_warned = False
         self.feeds_causal_lm = False  # a causal LM's loss is None without labels
 
     def agree(self) -> DistributedLoader:
-        """Copy the first rank's generator state; a collective call, made once all ranks have their loaders."""
+        """Copy the first rank's generator state to all ranks, and return this loader. This is a collective call."""
         generator = self._reader.generator if isinstance(self._reader, MapReader) else None
         if generator is not None:
             state = first_ranks(generator.get_state().view(torch.int64).tolist(), self._everyone)
@@ -124,8 +110,8 @@ class DistributedLoader:
         for portion in self._portions():
             if iteration != self._iterations:
                 raise RuntimeError(
-                    "this loader was restarted, or moved to another position, during an older iteration. It has only "
-                    "one position, so end a loop before the next one begins"
+                    "this loader was restarted, or moved to another position, during an older iteration. A loader has "
+                    "only one position, so end each loop before the next begins"
                 )
             self._weight = 1.0 if self._has_dtensors else portion.counted * self._dp.size / portion.total
             self._counted = portion.counted
@@ -147,23 +133,23 @@ class DistributedLoader:
         return len(self._reader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("user_loader", "_reader"):  # not yet set: half-built or being unpickled
+        if name in ("user_loader", "_reader"):  # not set yet, while this object is built or unpickled
             raise AttributeError(name)
         return getattr(self.user_loader, name)
 
     @property
     def weight(self) -> float:
-        """The factor for a mean over the last batch's rows, to apply before gradients are averaged over ranks.
+        """The factor for a rank's mean over its rows of the last batch, before gradients are averaged over ranks.
 
-        It gives all rows the same weight in the average. It is 1 for DTensors, and if all ranks have the same number of
-        the batch's rows. A loss that is a sum over tokens divided by their global count, as under ``to_distributed``,
+        The factor gives all rows the same weight in the average. It is 1 for DTensors, and if all ranks have the same
+        number of rows. A loss that is a sum over tokens divided by their global count, as under ``to_distributed``,
         needs no weight.
         """
         return self._weight
 
     @property
     def counted(self) -> int:
-        """The number of the last batch's rows that count: all, or none if they only keep this rank in step."""
+        """The number of this rank's rows of the last batch that count: all, or 0 if they are blanks."""
         return self._counted
 
     @property
@@ -173,37 +159,37 @@ class DistributedLoader:
 
     @property
     def position(self) -> Position:
-        """The current position; after a loop that left an epoch early, the next ``iter`` starts the next epoch."""
+        """The current position. If a loop left an epoch early, the next ``iter`` starts the next epoch."""
         return self._reader.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next ``iter`` reads; by default it is the following one."""
+        """Choose the epoch that the next ``iter`` reads. By default each ``iter`` reads the epoch after the last."""
         self._reader.set_epoch(epoch)
         self._state = None
         self._iterations += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last batch ends: small, JSON, the same on all ranks, without communication.
+        """Return the position after the last batch, as a small JSON dict that is the same on all ranks.
 
-        If torch's random state decides the orders of later epochs, the state holds this rank's random state: save the
-        state of rank 0.
+        This needs no communication. If torch's random state decides the orders of later epochs, the dict also holds
+        this rank's random state. In this case save the dict of rank 0.
         """
         torch_state = {"torch": encoded(torch.get_rng_state())} if self._reader.follows_torch else {}
         return {**self.place(), **torch_state}
 
     def place(self) -> dict[str, Any]:
-        """Return the state without torch's random state, for a caller that saves that itself."""
+        """Return the state without torch's random state, for a caller that saves the random state itself."""
         return self._reader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter`` resume from a state.
 
-        It may be of another mesh, batch size or number of workers, except for datasets that are split already or that
-        every rank reads whole; docs/data.md lists what may change for them. A state that holds torch's random state
-        restores it, so that later epochs are those of the run that saved it.
+        The state may come from another mesh, batch size or number of workers. For datasets that are split already, or
+        that every rank reads whole, docs/data.md lists what may change. If the state holds torch's random state, this
+        call restores it, so that later epochs are those of the run that saved the state.
 
         Raises:
-            ValueError: the state is of another dataset or order; names what differs.
+            ValueError: the state belongs to another dataset or order. The message says what differs.
         """
         rng = decoded(state["torch"]) if "torch" in state else None
         self._reader.load_state_dict(state)
@@ -213,7 +199,7 @@ class DistributedLoader:
         self._iterations += 1
 
     def skip(self, samples: int) -> bool:
-        """Start the next ``iter`` after this many samples of its epoch; False if that requires reading them."""
+        """Start the next ``iter`` after this many samples of its epoch. Return False if this requires reading them."""
         if not isinstance(self._reader, MapReader):
             return False
         self._reader.skip(samples)
@@ -222,11 +208,11 @@ class DistributedLoader:
         return True
 
     def describe(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, by name."""
+        """Return the values that must be equal on all ranks, by name."""
         return self._reader.describe()
 
     def claim(self) -> Claim[DistributedLoader]:
-        """Return what must be equal on all ranks, and the dataset's identity on ranks that read it by index."""
+        """Return the claim of this loader, with the dataset's identity if this rank reads the dataset by index."""
         reads = not self._is_led or self._peers.is_leader
         if not reads or not isinstance(self._reader, MapReader):
             return Claim(self, self.describe())
@@ -234,7 +220,7 @@ class DistributedLoader:
         return Claim(self, self.describe(), {DATASET: identity}, number=zlib.crc32(identity.encode()))
 
     def _portions(self) -> Iterator[Portion]:
-        """Yield the rest of the epoch, as read by this rank or by its leader."""
+        """Yield this rank's portions of the rest of the epoch, read by this rank or by its leader."""
         draws = self._agreed_draws()
         if not self._is_led:
             yield from self._reader.read(draws)
@@ -243,7 +229,7 @@ class DistributedLoader:
         else:
             yield from self._receive()
 
-    def _agreed_draws(self) -> list[Any]:
+    def _agreed_draws(self) -> Draws:
         """Return the first rank's random numbers, after checking that all ranks are at the same position."""
         position = self._reader.position
         own = self._reader.draw()
@@ -256,9 +242,12 @@ class DistributedLoader:
                 f"the ranks are at different positions in the dataset: {said}. Make the same calls of load_state_dict "
                 "and set_epoch on every rank, and iterate equally far on every rank"
             )
-        return own if isinstance(self._reader, SplitReader) else first_ranks(own, self._everyone)
+        if isinstance(self._reader, SplitReader):
+            return own
+        worker_seed, *order = first_ranks([own.worker_seed, *own.order], self._everyone)
+        return Draws(worker_seed=worker_seed, order=order)
 
-    def _read_for_peers(self, draws: list[Any]) -> Iterator[Portion]:
+    def _read_for_peers(self, draws: Draws) -> Iterator[Portion]:
         portions = self._reader.read(draws)
         while True:
             try:
@@ -300,7 +289,7 @@ class DistributedLoader:
             check_same_rows(self._everyone, place, digest(portion.batch), self._where())
 
     def _check_sizes(self, portion: Portion) -> None:
-        """Compare the sizes of the inputs of a DTensor over all ranks."""
+        """Check that inputs that become DTensors have the same sizes on all ranks."""
         if not self._has_dtensors or self._dp.group is None:
             return
         assert self._placer is not None
@@ -318,12 +307,12 @@ class DistributedLoader:
             )
 
     def _delivered(self, portion: Portion) -> Any:
-        """Return the batch as the user gets it."""
+        """Return a portion's batch as the user gets it, on this rank's device and the inputs' meshes."""
         batch = portion.batch
         if not is_batch(batch):
             raise ValueError(
-                f"the collate function returned a {type(batch).__name__}; a batch is a tensor, or a dict, list or "
-                "tuple of them"
+                f"the collate function returned a {type(batch).__name__}; return a tensor, or a dict, list or tuple "
+                "of tensors"
             )
         if self.feeds_causal_lm:
             self.feeds_causal_lm = False
@@ -335,27 +324,26 @@ class DistributedLoader:
         return self._placer.place(batch, portion) if self._placer else batch
 
     def _in_step(self, portion: Portion) -> Any:
-        """Return this rank's rows of a batch that does not divide over the ranks.
+        """Return this rank's rows of a batch whose rows cannot be divided evenly over the ranks.
 
         Raises:
-            ValueError: on all ranks, if one of them would get a row that cannot be excluded from the loss.
+            ValueError: a rank would get a row that cannot be excluded from the loss. All ranks raise.
         """
         if self._cannot_share(portion.batch, portion.total):
             raise ValueError(self._too_few(portion.total))
-        if not self._has_warned and not (self._masks_blanks and _has_labels(portion.batch)):
+        has_maskable = self._blanks != "weighted" and _has_labels(portion.batch)
+        if not self._has_warned and not has_maskable:
             self._has_warned = True
             logger.warning(
-                "a batch of %d rows is spread unevenly over %d ranks, so an average of their means would weight rows "
-                "differently. Multiply each rank's mean by loader.weight, or set drop_last=True",
+                "a batch of %d rows is spread unevenly over %d ranks, so an average of the ranks' means would weight "
+                "rows differently. Multiply each rank's mean by loader.weight, or set drop_last=True",
                 portion.total,
                 self._dp.size,
             )
-        is_masked = portion.is_blank and self._masks_blanks and _has_labels(portion.batch)
-        return without_labels(portion.batch) if is_masked else portion.batch
+        return without_labels(portion.batch) if portion.is_blank and has_maskable else portion.batch
 
     def _cannot_share(self, batch: Any, rows: int) -> bool:
-        needs_labels = self._masks_blanks and not self._may_hold_blanks
-        return rows < self._dp.size and needs_labels and not _has_labels(batch)
+        return rows < self._dp.size and self._blanks == "masked" and not _has_labels(batch)
 
     def _too_few(self, rows: int) -> str:
         return (
@@ -375,12 +363,12 @@ def _has_labels(batch: Any) -> bool:
 
 
 def without_labels(batch: Any) -> Any:
-    """Return the rows with labels that no loss counts; a batch that is not a mapping is returned as it is."""
+    """Return a batch with labels that no loss counts; a batch that is not a mapping is returned unchanged."""
     return without_targets(batch) if isinstance(batch, Mapping) else batch
 
 
 def made_together(make: Callable[[], DistributedLoader]) -> DistributedLoader:
-    """Make a loader on every rank; if it fails on one, or their datasets differ, all ranks raise."""
+    """Make and return a loader on every rank. If ``make`` fails on a rank or the datasets differ, all ranks raise."""
 
     is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     return make() if is_alone else agreed(lambda: make().claim())[0].agree()

@@ -1,4 +1,4 @@
-"""Batches as nested dicts, lists and tuples with tensors in them."""
+"""Functions on batches, which are nested dicts, lists and tuples of tensors and other values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr
 
 
 def fill(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the same structure, of the same types, with ``function`` applied to everything but containers."""
+    """Return a structure with containers of the same types, and ``function`` applied to every other value."""
     if isinstance(value, Mapping):
         return _like(value, {key: fill(item, function) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -33,24 +33,24 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in a mapping of the same type, since users call methods of ``BatchEncoding`` and others."""
+    """Return the items in a mapping of the type of ``value``, such as ``BatchEncoding``, whose methods users call."""
     if type(value) is dict:
         return items
     try:
         out: Any = copy.copy(value)
         out.update(items)
-    except Exception:  # one that cannot be copied or changed
+    except Exception:  # the mapping cannot be copied or changed
         return items
     return out
 
 
 def is_batch(value: Any) -> bool:
-    """Whether a collate function may return this value."""
+    """Return whether a collate function may return this value."""
     return isinstance(value, Tensor | Mapping | list | tuple)
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield everything in a structure but containers, with the path to it."""
+    """Yield the path and the value of everything in a structure that is not a container."""
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
@@ -70,7 +70,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def take_rows(x: Tensor, own: slice) -> Tensor:
-    """Return some rows of a tensor, including a sparse one, which cannot be sliced.
+    """Return the rows ``own`` of a tensor, which may be sparse (torch cannot slice sparse tensors).
 
     Raises:
         ValueError: the tensor has a layout whose rows cannot be taken.
@@ -89,17 +89,17 @@ def take_rows(x: Tensor, own: slice) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor has rows in memory, so that it can be sliced."""
+    """Return whether a tensor is dense, so that its rows can be sliced."""
     return x.layout is torch.strided and not x.is_nested
 
 
 def kind_of(x: Tensor) -> str:
-    """Return how a tensor is stored, in one word."""
+    """Return the name of a tensor's layout, or "nested"."""
     return "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
 
 
 def digest(value: Any) -> int:
-    """Return a number from 0 to 2**32 - 1 that structures with different contents share only by chance."""
+    """Return a 32-bit digest of a structure's contents. Different contents have equal digests only by chance."""
     code = 0
     for name, leaf in leaves(value):
         what: Any = type(leaf).__name__
@@ -109,7 +109,7 @@ def digest(value: Any) -> int:
                 code = bytes_digest(part, code)
         elif isinstance(leaf, str | bytes | int | float | bool | None):
             what = leaf
-        elif isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:  # its bytes are pointers
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.hasobject:  # the array's bytes are pointers
             what = digest(leaf.tolist())
         elif hasattr(type(leaf), "tobytes"):  # another array, or an image
             code = zlib.crc32(leaf.tobytes(), code)
@@ -118,7 +118,7 @@ def digest(value: Any) -> int:
 
 
 def _stored(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors that hold a tensor's values; none for unknown kinds."""
+    """Return the strided tensors that hold a tensor's values; an empty tuple for unsupported layouts."""
     if is_plain(x):
         return (x,)
     if x.is_nested or x.layout not in SPARSE:
@@ -128,7 +128,7 @@ def _stored(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def signature(value: Any) -> str:
-    """Return the tensors of a structure as text: their paths, dtypes and sizes beyond the first dim."""
+    """Return a text with the path, dtype and sizes beyond the first dim of each tensor in a structure."""
     found = []
     for name, leaf in leaves(value):
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""Packed rows as tensors: a dataset, shards and an iterator of them, and the masks that attention needs."""
+"""A dataset, a source of shards and an iterator that return packed rows as tensors, and attention masks for them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     Args:
         documents: sequences of tokens, or mappings with ``input_ids`` and optionally ``labels``.
-        packing: how documents become rows.
-        lengths: the number of tokens of each document; if omitted, every document is read once.
+        packing: the packing options.
+        lengths: the number of tokens of each document; if omitted, every document is read once to count its tokens.
 
     Example:
         >>> PackedDataset([[5, 6, 7], [8, 9]], Packing(length=5))[0]["position_ids"]
@@ -43,7 +43,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """The documents' fingerprint and the packing; a loader's state holds it."""
+        """The documents' fingerprint and the packing, as a text that is saved in a loader's state."""
         return f"{fingerprint(self.documents)}, {self.packing}"
 
     def __len__(self) -> int:
@@ -59,13 +59,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 
 class PackedShards(IterableDataset[dict[str, Tensor]]):
-    """Shards of rows packed from shards of documents; each shard is packed by itself.
+    """Shards of rows packed from shards of documents. Each shard is packed separately.
 
-    One device reads it shard by shard, as an iterable dataset. A mesh reads it as a stream, as a ``ShardedSource``.
+    On one device this is an iterable dataset, read shard by shard. On a mesh it is a ``ShardedSource``, read as a
+    stream.
 
     Args:
         source: the shards of documents.
-        packing: how documents become rows.
+        packing: the packing options.
     """
 
     def __init__(self, source: ShardedSource, packing: Packing):
@@ -77,7 +78,7 @@ class PackedShards(IterableDataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """The source's fingerprint and the packing, which determine row k of a shard; a stream's state holds it."""
+        """The source's fingerprint and the packing, which determine row k of a shard. A stream's state has both."""
         inner = getattr(self._source, "fingerprint", "")
         return f"{inner} {self._packing}".strip()
 
@@ -88,17 +89,17 @@ class PackedShards(IterableDataset[dict[str, Tensor]]):
         return chain.from_iterable(self.open(shard, 0) for shard in own)
 
     def open(self, shard: int, start: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the rows of one shard from row ``start`` on; earlier rows are planned, but not made."""
+        """Return the rows of one shard from row ``start`` on. Earlier rows are planned, but not made into tensors."""
         rows = self._packing.packed(self._source.open(shard, 0))
         return (make_row(row, self._packing) for row, _ in islice(rows, start, None))
 
 
 class PackedRows:
-    """Iterates rows packed from documents that are read in order, and resumes from a state.
+    """Iterates over rows packed from documents that are read in order, and resumes from a state.
 
     Args:
-        documents: an iterable that can be read again, or a function that returns one.
-        packing: how documents become rows.
+        documents: an iterable that can be read again, or a function that returns an iterable.
+        packing: the packing options.
 
     Example:
         >>> next(iter(PackedRows([[5, 6, 7], [8, 9]], Packing(length=5))))["input_ids"]
@@ -117,7 +118,7 @@ class PackedRows:
         self._place = Place()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the next row begins and the packing; the state holds positions, no tokens."""
+        """Return the place where the next row begins, and the packing. The state holds no tokens."""
         return {**asdict(self._place), "packing": asdict(self._packing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,16 +130,16 @@ class PackedRows:
         for name, value in asdict(self._packing).items():
             if state["packing"][name] != value:
                 raise ValueError(
-                    f"the state is of rows packed with {name}={state['packing'][name]}, but this Packing has "
-                    f"{name}={value}; to resume, pass the Packing of the state"
+                    f"the state belongs to rows packed with {name}={state['packing'][name]}, but this Packing has "
+                    f"{name}={value}; to resume, pass the Packing of the run that saved the state"
                 )
         self._place = Place(state["document"], state["token"], state["rows"])
 
 
 def make_row(pieces: Sequence[tuple[Piece, Any]], packing: Packing) -> dict[str, Tensor]:
-    """Return a row's ``input_ids``, ``labels`` and ``position_ids``, padded.
+    """Return the padded ``input_ids``, ``labels`` and ``position_ids`` of a row.
 
-    Positions restart with each piece (a document, or a part of one that was cut), which shows attention the borders. A
+    Positions restart at 0 in each piece (a document or a part of one), so that attention can tell the pieces apart. A
     piece's first token has no label, since the token before it is not in the piece.
     """
     input_ids = torch.full((packing.padded_length,), packing.pad_token_id)
@@ -158,7 +159,7 @@ def make_row(pieces: Sequence[tuple[Piece, Any]], packing: Packing) -> dict[str,
 
 
 def _shown(lengths: Iterable[int], count: int) -> Iterator[int]:
-    """Yield the lengths, and show on a bar how many have been read."""
+    """Yield the lengths, and show on a progress bar how many of them have been read."""
     with Progress("reading the lengths of documents", "documents") as progress:
         progress.start(count)
         for length in lengths:
@@ -187,11 +188,12 @@ def cu_seqlens(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def block_diagonal_mask(position_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the mask of causal attention within each document, rows x 1 x length x length: True where a token attends.
+    """Return a causal attention mask within each document: True where a token attends.
 
     Args:
-        position_ids: the positions, rows x length.
-        dtype: the dtype of a mask to add to the scores instead: 0 where a token attends, else its lowest number.
+        position_ids: the positions, of shape rows x length. The mask has the shape rows x 1 x length x length.
+        dtype: the dtype of an additive mask to return instead: 0 where a token attends, elsewhere the lowest number of
+            the dtype.
     """
     documents = (position_ids == 0).cumsum(-1)
     allowed = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]

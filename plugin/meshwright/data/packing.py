@@ -1,7 +1,7 @@
-"""Packs documents of tokens into rows of one length, without losing a token.
+"""Packs documents of tokens into rows of equal length, without losing a token.
 
-Documents are packed one window at a time, and a window depends on the one before it only through where it begins. So a
-row is a function of its window's lengths, and a state is a position among the documents; no token needs saving.
+Documents are packed one window at a time. Earlier windows determine only where a window begins, so its rows depend only
+on the lengths of its documents. A state therefore holds a position among the documents, and no tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Strategy = Literal["best_fit", "concatenate"]
 
 
 class Piece(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a document."""
+    """Tokens ``start`` to ``stop - 1`` of one document."""
 
     document: int
     start: int
@@ -26,15 +26,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents become rows.
+    """The options for packing documents into rows.
 
     Args:
         length: the maximum number of tokens per row.
-        strategy: "best_fit" splits only documents longer than a row; "concatenate" fills every row and splits where
-            it ends.
-        window: the number of documents that best_fit packs together.
-        multiple_of: the divisor of the padded row length, for sequence and context parallelism.
-        pad_token_id: the token id of the padding, which no document attends to and no label counts.
+        strategy: "best_fit" splits only documents longer than a row; "concatenate" fills every row and splits the
+            document at the row's end.
+        window: the number of documents per window of best_fit.
+        multiple_of: the number that the padded row length is a multiple of, for sequence and context parallelism.
+        pad_token_id: the token id of the padding. No document attends to the padding, and it has no labels.
 
     Raises:
         ValueError: a size below 1, or an unknown strategy.
@@ -64,14 +64,19 @@ class Packing:
         return math.ceil(self.length / self.multiple_of) * self.multiple_of
 
     def rows(self, lengths: Iterable[int]) -> list[list[Piece]]:
-        """Return the pieces of every row, for documents of these lengths."""
-        documents = map(range, lengths)  # only their lengths matter
+        """Return the pieces of every row, for documents of the given lengths."""
+        documents = map(range, lengths)  # a range replaces each document, since only lengths matter
         return [[piece for piece, _ in row] for row, _ in self.packed(documents)]
 
     def packed(
         self, documents: Iterator[Any], at: Place | None = None
     ) -> Iterator[tuple[list[tuple[Piece, Any]], Place]]:
-        """Yield each row's pieces with their documents, and the place after the row; ``documents`` begin at ``at``."""
+        """Yield the pieces of each row with their documents, and the place where the next row begins.
+
+        Args:
+            documents: the documents from document ``at.document`` on.
+            at: the place where the first row begins; None for the start.
+        """
         at = at or Place()
         pack = self._best_fit if self.strategy == "best_fit" else self._concatenated
         return pack(documents, at)
@@ -106,12 +111,12 @@ class Packing:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the next row begins.
+    """The place where the next row begins.
 
     Args:
         document: the first document of the row's window, or under "concatenate" the document that begins the row.
         token: the first token of this document that is not packed yet.
-        rows: the number of the window's rows that are done.
+        rows: the number of the window's rows that come before the next row.
     """
 
     document: int = 0
@@ -120,10 +125,11 @@ class Place:
 
 
 def best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
-    """Return rows of at most ``length`` tokens, placing long documents first, each where it leaves the least room.
+    """Return rows of at most ``length`` tokens, packed by best fit with the longest documents first.
 
-    Documents longer than a row are split, and the remainder is packed like other documents. The rows are in the order
-    of their first documents, since in the order of packing training would see the long documents first.
+    A document goes into the row where it leaves the least room. Documents longer than a row are split, and the
+    remainder is packed like other documents. The result is sorted by the rows' first documents. In the order of
+    packing, training would see the long documents first.
     """
     pieces = [
         Piece(document, start, min(start + length, tokens))

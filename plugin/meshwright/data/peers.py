@@ -1,11 +1,11 @@
-"""The ranks that must see the same rows: one of them may read for the others, and all compare their rows."""
+"""The ranks that must have the same rows. One of them may read for the others, and all compare their rows."""
 
 from __future__ import annotations
 
 import math
 import pickle
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ ALIGNMENT = 8  # in bytes, so that every tensor can be a view of one buffer
 
 
 class Peers:
-    """The ranks that differ from this one only along some axes.
+    """The ranks that differ from this rank only along the given axes.
 
     Args:
-        axes: these axes; the rank that is first on all of them leads and can broadcast to all.
+        axes: the axes. The rank that is first on all of them is the leader, which can broadcast to the others.
     """
 
     def __init__(self, axes: tuple[Axis, ...] = ()):
@@ -34,7 +34,7 @@ class Peers:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of them."""
+        """Whether this rank is the leader."""
         return all(axis.rank == 0 for axis in self.axes)
 
     @property
@@ -42,7 +42,7 @@ class Peers:
         return math.prod(axis.size for axis in self.axes)
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """Return the numbers of each of them."""
+        """Return the numbers that each peer passed, one list per rank."""
         own = torch.tensor([numbers], dtype=torch.int64)
         if self.axes:
             own = own.to(wire_device())
@@ -51,11 +51,11 @@ class Peers:
         return own.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """Return the leader's value on every peer; if it is an exception, all of them raise.
+        """Return the leader's value on every peer. If the value is an exception, every peer raises.
 
         Raises:
             Exception: on the leader, the exception itself.
-            PeerFailedError: on the others, with its message.
+            PeerFailedError: on the other peers, with the exception's message.
         """
         if self.count == 1:
             return _raised(value)
@@ -66,7 +66,7 @@ class Peers:
             except Exception as error:  # the value cannot be sent, and the others must not wait for it
                 value, payload = error, _pack(error)
         for number, axis in enumerate(self.axes):
-            # Axis by axis: only ranks that are first on the later axes have the value yet.
+            # Only ranks that are first on all later axes have the value, or receive it in this iteration.
             if all(later.rank == 0 for later in self.axes[number + 1 :]):
                 payload = _broadcast_bytes(payload, axis)
         if self.is_leader:
@@ -78,17 +78,34 @@ class Peers:
         return received
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoaderMesh:
+    """The mesh that a loader reads for, as seen from this rank.
+
+    Args:
+        dp: this rank's place among the ranks that take different rows.
+        peers: the ranks that take the same rows as this one.
+        everyone: all of these ranks; by default ``dp`` and ``peers``.
+        device: the device that tensors are moved to, by default the CPU.
+    """
+
+    dp: Axis
+    peers: Peers = field(default_factory=Peers)
+    everyone: Peers | None = None
+    device: torch.device | None = None
+
+
 def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
-    """Raise on all ranks unless ranks of the same place have the same rows.
+    """Raise on all ranks unless ranks with the same ``place`` have the same rows.
 
     Args:
         everyone: the ranks that compare.
         place: a number that is equal on ranks that must read the same rows.
         code: a digest of what this rank has read.
-        where: the step, for the message.
+        where: the step, as a text for the message.
 
     Raises:
-        DivergenceError: the rows of some ranks differ; names these ranks.
+        DivergenceError: the rows of some ranks differ. The message lists these ranks.
     """
     rank = dist.get_rank() if everyone.count > 1 else 0
     codes_at: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -98,14 +115,14 @@ def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:
         if len(ranks_of) > 1:
             groups = ", others on ".join(f"rank(s) {', '.join(map(str, ranks))}" for ranks in ranks_of.values())
             raise DivergenceError(
-                f"{where}: ranks that must have the same rows have different ones: some on {groups}. The dataset or "
+                f"{where}: ranks that must have the same rows have different rows: some on {groups}. The dataset or "
                 "collate function may draw random numbers or read the clock, or not every rank loaded the state. Seed "
                 "by the sample's index, or set source='leader' so that one rank reads for all"
             )
 
 
 def first_ranks(values: list[Any], everyone: Peers) -> list[Any]:
-    """Return the first rank's values on all ranks; lists of integers are sent as a tensor."""
+    """Return the first rank's values on all ranks. A list of integers is sent as a tensor."""
     if everyone.is_leader and all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
         received: list[Any] = everyone.broadcast(torch.tensor(values, dtype=torch.int64)).tolist()
         return received
@@ -134,7 +151,7 @@ class _Slot:
 
 
 def _pack(value: Any) -> Tensor:
-    """Return one buffer: the tensors' bytes, the pickled rest, and the length of the rest."""
+    """Return a buffer with the bytes of the value's tensors, the pickled rest, and the length of the pickled rest."""
     parts: list[Tensor] = []
     filled = 0
 

@@ -1,4 +1,4 @@
-"""The order of the user's sampler, in a form that any rank can start anywhere."""
+"""The order of the user's sampler, in a form that any rank can read from any sample on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from meshwright.data.epoch_order import InOrder, Listed, Order, shuffled
 from meshwright.data.global_batches import EqualBatches, ListedBatches
-from meshwright.data.shuffling import GeneratorShuffle, RandomState, WorkerSeeds, decoded, random_number
+from meshwright.data.shuffling import Draws, GeneratorShuffle, RandomState, WorkerSeeds, decoded, random_number
 
 Batches = EqualBatches | ListedBatches
 
@@ -22,12 +22,12 @@ MOST_DRAWN = 2**26  # the most indices that a user's sampler may draw for an epo
 class Sampling:
     """The orders and batches of a DataLoader over a map-style dataset.
 
-    Only ``draw`` draws an epoch's random numbers, as a plain DataLoader would draw them, so that the ranks can agree on
-    the first rank's numbers before ``begin`` makes an order of them.
+    Only ``draw`` draws an epoch's random numbers, in the same way as a plain DataLoader. The ranks then agree on the
+    first rank's numbers, and ``begin`` turns these into an order.
 
     Args:
         loader: the user's loader.
-        seed: the seed of the shuffling, instead of the loader's generator or torch's.
+        seed: the seed of the shuffling; None to use the loader's generator or torch's random state.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int | None = None):
@@ -40,7 +40,7 @@ class Sampling:
         if seed is not None and self.kind == "listed":
             raise ValueError(
                 f"seed={seed} applies only to DataLoader(..., shuffle=True); a {type(self._sampler).__name__} draws "
-                "from a generator of its own, so seed that one"
+                "from a generator of its own, so seed that generator"
             )
         self._worker_seeds = WorkerSeeds.of(loader)
         generator: Generator | None = getattr(self._sampler, "generator", None) if self.kind == "shuffled" else None
@@ -48,7 +48,7 @@ class Sampling:
             generator = Generator().manual_seed(seed)
             self._worker_seeds = WorkerSeeds(generator)
         self.generator = generator
-        # Set if a generator decides the orders:
+        # None unless a generator decides the orders.
         self._shuffle = None if generator is None else GeneratorShuffle(self.length, generator, self._worker_seeds)
         self._order_seed: int | None = None  # the current epoch's seed, drawn from torch's random state
         self._drawn_from: RandomState | None = None  # the state from which the user's sampler drew the current epoch
@@ -90,58 +90,57 @@ class Sampling:
             return len(self._batches(self.length))
         return len(self._batch_sampler)
 
-    def draw(self, epoch: int, samples: int) -> list[Any]:
+    def draw(self, epoch: int, samples: int) -> Draws:
         """Draw this epoch's random numbers: a seed for the workers, and what the order needs.
 
         Args:
             epoch: the epoch to read.
-            samples: the number of its samples that were returned.
+            samples: the number of the epoch's samples that were returned already.
         """
         goes_on = self._is_loaded and samples > 0
         self._is_loaded = False
         if goes_on and self.kind != "listed":
-            return [self._worker_seeds.go_on(samples)]
+            return Draws(worker_seed=self._worker_seeds.go_on(samples))
         if self._shuffle:
             return self._shuffle.draw(epoch)
         if goes_on:
-            return [self._worker_seeds.go_on(samples), *self._listed_again()]
+            return Draws(worker_seed=self._worker_seeds.go_on(samples), order=self._listed_again())
         worker_seed = self._worker_seeds.draw()
         if self.kind == "sequential":
-            return [worker_seed]
+            return Draws(worker_seed=worker_seed)
         if self.kind == "shuffled":
-            return [worker_seed, random_number(None)]
+            return Draws(worker_seed=worker_seed, order=[random_number(None)])
         self._drawn_from = RandomState(self._source.get_state())
-        return [worker_seed, *self._listed()]
+        return Draws(worker_seed=worker_seed, order=self._listed())
 
-    def begin(self, draws: list[Any], epoch: int) -> tuple[Order, Batches]:
-        """Return the order and the batches of an epoch, from numbers drawn on some rank."""
+    def begin(self, numbers: list[Any], epoch: int) -> tuple[Order, Batches]:
+        """Return the order and the batches of an epoch, from the numbers for its order that some rank drew."""
         self._is_begun = True
-        own = draws[1:]
         if self.kind == "listed":
-            sizes, indices = own[1 : 1 + own[0]], own[1 + own[0] :]
+            sizes, indices = numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
             batches = self._batches(len(indices)) if self.has_equal_batches else ListedBatches(sizes)
             return Listed(indices), batches
         order: Order = InOrder()
         if self._shuffle:
-            order = self._shuffle.begin(own, epoch) if own else self._shuffle.go_on()
+            order = self._shuffle.begin(numbers, epoch) if numbers else self._shuffle.go_on()
         elif self.kind == "shuffled":
-            if own:
-                self._order_seed = own[0]
+            if numbers:
+                self._order_seed = numbers[0]
             assert self._order_seed is not None
             order = shuffled(self.length, self._order_seed)
         return order, self._batches(self.length)
 
     def exhaust(self) -> None:
-        """Note that one device's sampler would now be asked for an index after its last."""
+        """Record that a DataLoader on one device would now ask its sampler for another index after the last."""
         if self._shuffle:
             self._shuffle.exhaust()
 
     def finish(self) -> None:
-        """Note that the epoch was read to its end."""
+        """Record that the epoch was read to its end."""
         self._is_begun = False
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the draws of the current epoch, or else of the next, and of later ones follow from."""
+        """Return the state that determines the draws of the current epoch, if one has begun, and of later epochs."""
         state = {"is_begun": self._is_begun, **self._worker_seeds.state()}
         if self._shuffle:
             state |= self._shuffle.state(is_begun=self._is_begun)
@@ -152,7 +151,7 @@ class Sampling:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state, so that later draws are those of the run that saved it."""
+        """Load a state, so that later draws are those of the run that saved the state."""
         self._is_begun = self._is_loaded = bool(state["is_begun"])
         self._worker_seeds.load(state)
         if self._shuffle:
@@ -161,11 +160,14 @@ class Sampling:
         self._drawn_from = None if drawn_from is None else RandomState(decoded(drawn_from))
 
     def leave(self) -> None:
-        """Note that the next epoch to be read is not the current or the loaded one."""
+        """Record that the next epoch to be read is neither the current nor the loaded one."""
         self._is_begun = self._is_loaded = False
 
     def _listed(self) -> list[Any]:
-        """Draw and return the number of batches, their sizes and the indices; 0 and the indices for equal batches."""
+        """Draw an epoch from the user's sampler, and return the number of batches, their sizes and the indices.
+
+        For batches of equal size, return 0 and the indices.
+        """
         if self.has_equal_batches:
             indices = list(islice(self._sampler, MOST_DRAWN))
             self._check_drawn(len(indices))
@@ -197,7 +199,7 @@ class Sampling:
 
     @property
     def _source(self) -> Generator:
-        """The generator that the user's sampler draws from, unless it uses randomness that torch does not know."""
+        """The generator that the user's sampler draws from, unless the sampler uses randomness outside torch."""
         generator = getattr(self._sampler, "generator", None) or getattr(self._batch_sampler, "generator", None)
         return generator if isinstance(generator, Generator) else torch.default_generator
 
@@ -222,7 +224,7 @@ class Sampling:
 
 
 def split_by(loader: Any) -> str | None:
-    """Return what shows that a loader reads only this rank's part of the dataset, if anything does."""
+    """Return a text that says what restricts a loader to this rank's part of the dataset; None if nothing does."""
     dataset: Any = getattr(loader, "dataset", None)
     if getattr(dataset, "_distributed", None) is not None:
         return f"split_dataset_by_node(rank={dataset._distributed.rank}, world_size={dataset._distributed.world_size})"

@@ -1,4 +1,4 @@
-"""``shard_dataloader``: turns a DataLoader into one that reads each rank's rows on a mesh."""
+"""Defines ``shard_dataloader``, which turns a DataLoader into a loader that reads each rank's rows on a mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.config import LoaderOptions, Source
 from meshwright.data.global_batches import chunk_share, even_share
 from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets
 from meshwright.data.loader import DistributedLoader
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
 from meshwright.faults.guard import active_guard, start_guard
 from meshwright.faults.same_call import Claim, agreed
@@ -39,11 +39,11 @@ def shard_dataloader(
     timeout_s: float = 120.0,
     loader: Iterable[Any] | None = None,
 ) -> DistributedLoader:
-    """Return a loader that reads the rows that each rank needs, and places every input on its mesh.
+    """Return a loader that reads the rows that this rank needs, and places every input on its mesh.
 
-    Ranks along the sharded axis read different rows; ranks along the other axes read the same rows. The loader's batch
-    size is the global one, or that of each rank with ``is_dataset_splitted``. Every rank of the world must make this
-    call and iterate.
+    Ranks along the sharded axis read different rows; ranks along the other axes read the same rows. The batch size of
+    ``dataloader`` is the global batch size or, with ``is_dataset_splitted``, each rank's batch size. Every rank of the
+    world must make this call and iterate over the loader.
 
     Args:
         dataloader: a DataLoader over a map-style or iterable dataset, or any iterable of batches. A batch is a tensor,
@@ -51,31 +51,32 @@ def shard_dataloader(
             tensors pass through.
         meshes: a ``ProcessMesh`` (or torch's ``DeviceMesh``) for all inputs, or a list with one for each input. For an
             input that is a list, the entry is a list too. A batch that is a single tensor goes on the first mesh.
-        input_keys: the keys of a dict batch that ``meshes`` apply to: one for each of several meshes, or any number for
-            a single one. Other keys stay as they are.
+        input_keys: the keys of a dict batch that ``meshes`` apply to: one key for each of several meshes, or any number
+            of keys for a single mesh. The inputs under other keys are returned unchanged.
         shard_dims: the axis along which rows are sharded, by name or index: one for all meshes, or a list like
             ``meshes``. None gives every rank all rows.
-        is_dataset_splitted: whether the ranks' datasets are different parts already; each rank then reads its own.
-        output: "dtensor" for DTensors, or "local" for tensors on this rank's device, with None for inputs on other
-            ranks.
-        spread: whether to accept batches that do not divide over the ranks. With local output, multiply a mean over a
-            rank's rows by the loader's ``weight``.
-        source: "each" if every rank reads, or "leader" if one of the ranks that need the same rows reads for them.
-        check_every: the number of steps, from step 0, between comparisons of rows that must be the same; 0 for never.
-        seed: the seed of the shuffling; by default the loader's generator or, without one, torch's random state on
-            rank 0 decides.
-        fingerprint: a name for the dataset, instead of a text made from what it holds.
+        is_dataset_splitted: whether the dataset is split already, so that each rank's dataset is a different part.
+        output: "dtensor" for DTensors, or "local" for tensors on this rank's device, with None for inputs whose mesh
+            does not contain this rank.
+        spread: whether to accept batches whose rows cannot be divided evenly over the ranks. With local output,
+            multiply a mean over a rank's rows by the loader's ``weight``.
+        source: "each" if every rank reads, or "leader" if one rank reads for all ranks that need the same rows.
+        check_every: the number of steps between comparisons of rows that several ranks must have, starting at step 0;
+            0 for no comparisons.
+        seed: the seed of the shuffling. By default the loader's generator decides or, without a generator, torch's
+            random state on rank 0.
+        fingerprint: a name for the dataset, used instead of a text computed from the dataset's contents.
         shuffle, buffer_size: whether to shuffle an iterable dataset with numbered shards, and over how many samples.
         timeout_s: the seconds that a rank may keep the others waiting.
         loader: another name for ``dataloader``.
 
     Returns:
-        A loader with ``set_epoch``, ``state_dict`` and ``load_state_dict``; each ``iter`` or call is an epoch.
+        A loader with ``set_epoch``, ``state_dict`` and ``load_state_dict``. Each ``iter(loader)`` or ``loader()`` reads
+        one epoch.
 
     Raises:
-        ValueError: on every rank alike: meshes, keys or dims that do not fit each other; a batch size that is not
-            a multiple of the number of ranks; an empty dataset; one that is split already; ranks whose datasets or
-            arguments differ.
+        ValueError: the meshes, keys and dims do not fit each other; the batch size is not a multiple of the number of
+            ranks; the dataset is empty or split already; or the ranks' datasets or arguments differ. Every rank raises.
 
     Example::
 
@@ -124,20 +125,16 @@ def shard_dataloader(
     device_type = wire_device().type if is_dtensor and device.type == "cpu" else device.type
     dp, peers = _places(targets, device_type)
     placer = Placer(targets, input_keys, share, as_dtensors=is_dtensor, device_type=device_type)
-    everyone = _everyone(targets)
+    mesh = LoaderMesh(dp=dp, peers=peers, everyone=_everyone(targets), device=device)
 
     def make() -> Claim[DistributedLoader]:
         _check_outsiders(loader, flat(targets), is_dataset_splitted)
         return DistributedLoader(
             loader,
-            dp=dp,
-            peers=peers,
-            everyone=everyone,
-            device=device,
-            share=share,
+            mesh,
             placer=placer,
             is_dataset_splitted=is_dataset_splitted,
-            masks_blanks=False,
+            blanks="weighted",
             options=options,
         ).claim()
 
@@ -146,7 +143,7 @@ def shard_dataloader(
 
 
 def _only(dataloader: Iterable[Any] | None, loader: Iterable[Any] | None) -> Iterable[Any]:
-    """Return the loader, which may be passed under either of two names."""
+    """Return the loader, which the caller may pass under either of two names."""
     if dataloader is not None and loader is not None:
         raise ValueError("shard_dataloader got dataloader= and loader=, two names of one argument; leave one out")
     found = dataloader if loader is None else loader
@@ -156,15 +153,15 @@ def _only(dataloader: Iterable[Any] | None, loader: Iterable[Any] | None) -> Ite
 
 
 def _on_all_ranks(check: Any) -> Any:
-    """Return the result of a check that every rank makes; if it fails on one, all ranks raise."""
+    """Run a check on every rank and return its result. If the check fails on one rank, all ranks raise."""
     return agreed(check)[0] if dist.is_initialized() else check().result
 
 
 def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
-    """Raise if a full batch does not divide over some mesh.
+    """Raise if the batch size is not divisible by the size of every sharded axis.
 
     Raises:
-        ValueError: the batch size is not a multiple of an axis size; names both numbers and the sizes that fit.
+        ValueError: the batch size is not divisible. The message gives both sizes and the batch sizes that fit.
     """
     batch_size = getattr(loader, "batch_size", None)
     for target in targets:
@@ -173,33 +170,33 @@ def _check_divides(loader: Any, targets: Sequence[Target]) -> None:
             below, above = batch_size // size * size, -(-batch_size // size) * size
             fitting = f"{below} or {above}" if below else str(above)
             raise ValueError(
-                f"the loader's batch_size={batch_size} does not divide over the {size} ranks of axis {target.axis!r}; "
+                f"the loader's batch_size={batch_size} is not divisible by the {size} ranks of axis {target.axis!r}; "
                 f"use {fitting}, or set spread=True to give the ranks different numbers of rows"
             )
 
 
 def _check_outsiders(loader: Any, targets: Sequence[Target], is_dataset_splitted: bool) -> None:
-    """Raise if some ranks are in no mesh, and the loader's rows cannot be read there."""
+    """Raise if some ranks are in no mesh, and only ranks that read the dataset know its rows."""
     outsiders = set(range(world_size())).difference(*(target.mesh.ranks for target in targets))
     if outsiders and (is_dataset_splitted or has_shards(loader)):
         raise ValueError(
             f"ranks {sorted(outsiders)} are in none of the meshes, and the rows of a stream or of a split dataset are "
-            "known only on ranks that read them; use meshes that hold all ranks, or a map-style dataset"
+            "known only on ranks that read them; use meshes that contain all ranks, or a map-style dataset"
         )
 
 
 def _places(targets: list[Targets], device_type: str) -> tuple[Axis, Peers]:
-    """Return this rank's place among the ranks that read different rows, and the ranks that read the same rows."""
+    """Return the axis along which ranks read different rows, and the ranks that read the same rows as this rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     everywhere = flat(targets)
     if dist.is_initialized():
-        for target in everywhere:  # creating groups is collective: every rank does it, in the order of the inputs
+        for target in everywhere:  # creating groups is collective, so every rank creates them, in the inputs' order
             target.mesh.to_device_mesh(device_type)
     here = [target for target in everywhere if rank in target.mesh]
-    if not here:  # outside all meshes tensors are empty, and rows are read only for their sizes
+    if not here:  # a rank outside all meshes gets empty tensors, and reads rows only for their sizes
         return Axis("outside", size=everywhere[0].axis_size), Peers()
     names = {target.axis for target in here}
-    # For inputs sharded along different axes, or along none, all rows are read and each input is cut by itself.
+    # If the inputs are sharded along different axes, or along none, the rank reads all rows and slices each input.
     name = names.pop() if len(names) == 1 else None
     mesh = here[0].mesh
     axes = {axis: _axis_of(mesh, axis, rank, device_type) for axis in mesh.dim_names}
@@ -217,7 +214,7 @@ def _axis_of(mesh: ProcessMesh, name: str, rank: int, device_type: str) -> Axis:
 
 
 def _everyone(targets: list[Targets]) -> Peers:
-    """Return all ranks of all meshes; they use the random numbers of the first one."""
+    """Return the ranks of all meshes. All of them use the first rank's random numbers."""
     if not dist.is_initialized():
         return Peers()
     ranks = sorted({rank for target in flat(targets) for rank in target.mesh.ranks})

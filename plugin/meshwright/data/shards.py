@@ -1,8 +1,8 @@
-"""Numbered shards of samples, and the lanes that read them.
+"""Sources of numbered shards of samples, and the readers of lanes of shards.
 
-A lane reads its shards one after another and shuffles within windows: samples 0 to w-1 in a seeded order, then
-samples w to 2w-1, and so on. So sample k of a lane depends only on the data, the seed and k, and a lane resumes from
-its number of samples; a reservoir would have to be saved.
+The shards of a lane are read one after another and shuffled within windows: samples 0 to w-1 in a seeded order, then
+samples w to 2w-1, and so on. So sample k of a lane depends only on the data, the seed and k, and reading resumes from
+the number of samples. (The contents of a shuffle buffer would have to be saved.)
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-READ_TOGETHER = 64  # rows that a dataset decodes at once
+READ_TOGETHER = 64  # the number of rows that a dataset decodes at once
 
 
 @runtime_checkable
 class ShardedSource(Protocol):
-    """A source to stream: numbered shards, each of which can be opened at any sample, any number of times.
+    """A source of samples in numbered shards. A shard can be opened at any sample, any number of times.
 
-    It may have a ``fingerprint``, a short text; a stream refuses a state with a different one.
+    A source may have a ``fingerprint``, a short text. A stream refuses a state with a different fingerprint.
     """
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
 
     def open(self, shard: int, start: int) -> Iterator[Any]:
-        """Return the samples of one shard, from sample ``start`` on, the same at every call."""
+        """Return the samples of one shard from sample ``start`` on. Every call must return the same samples."""
 
 
 class ListedShards:
-    """Shards given as a list of iterables, or of functions that return one."""
+    """Shards given as a list of iterables, or of functions that return an iterable."""
 
     def __init__(self, shards: Sequence[Iterable[Any] | Callable[[], Iterable[Any]]]):
         for number, shard in enumerate(shards):
@@ -56,7 +56,7 @@ class ListedShards:
 
 
 class DatasetShards:
-    """The shards of an iterable dataset with ``num_shards``, ``shard`` and ``iter``, such as Hugging Face's."""
+    """The shards of a dataset with ``num_shards``, ``shard`` and ``iter``, such as Hugging Face's IterableDataset."""
 
     def __init__(self, dataset: Any):
         if getattr(dataset, "_distributed", None) is not None:
@@ -74,7 +74,7 @@ class DatasetShards:
 
     @property
     def fingerprint(self) -> str:
-        """A text of what is known about the dataset without reading it."""
+        """The dataset's builder, config, version, split and columns as text, obtained without reading the dataset."""
         info = getattr(self._dataset, "info", None)
         said = [getattr(info, name, None) for name in ("builder_name", "config_name", "version")]
         said += [getattr(self._dataset, name, None) for name in ("split", "column_names")]
@@ -82,19 +82,19 @@ class DatasetShards:
 
     def open(self, shard: int, start: int) -> Iterator[Any]:
         one = self._dataset.shard(num_shards=self.num_shards, index=shard)
-        # Not iter(one): in a worker of a DataLoader that would split the shard over the workers.
+        # In a DataLoader's worker, iter(one) would split the shard over the workers.
         return islice(_rows(one.iter(batch_size=READ_TOGETHER)), start, None)
 
 
 def as_source(dataset: Any) -> ShardedSource:
-    """Return the shards of a dataset.
+    """Return a dataset as a ShardedSource.
 
     Args:
-        dataset: a ShardedSource, a list of iterables or of functions that return one, or a Hugging Face iterable
-            dataset.
+        dataset: a ShardedSource, a list of iterables or of functions that return an iterable, or a Hugging Face
+            iterable dataset.
 
     Raises:
-        ValueError: the dataset's shards are not numbered, there are none, or it is split by node already.
+        ValueError: the dataset has no numbered shards, has 0 shards, or is split by node already.
 
     Example:
         >>> list(as_source([range(3), range(3, 5)]).open(1, start=1))
@@ -112,18 +112,19 @@ def as_source(dataset: Any) -> ShardedSource:
             "with one iterable per file"
         )
     if source.num_shards == 0:
-        raise ValueError("the dataset has 0 shards, so there is nothing to read; pass one that has at least 1")
+        raise ValueError("the dataset has 0 shards, so there is nothing to read; pass a dataset with at least 1 shard")
     return source
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some samples of one lane.
+    """Consecutive samples of one lane.
 
     Args:
         lane: the lane's number.
-        samples: the samples, which follow those of the lane's previous chunk.
-        starts: for each shard opened since then, its place in the lane and the number of the lane's samples before it.
+        samples: the samples.
+        starts: for each shard opened since the previous chunk, its index in the lane and the number of the lane's
+            samples before it.
         ended: whether the lane has no more samples.
     """
 
@@ -135,17 +136,17 @@ class Chunk:
 
 @dataclass
 class LaneReader:
-    """Reads one lane, from some sample on, in chunks.
+    """Reads the samples of one lane in chunks, from sample ``taken`` on.
 
     Args:
         source: the source to read.
         lane: the lane's number.
-        shards: the shards it reads, in order.
-        window: the number of samples shuffled together; 1 keeps the order.
+        shards: the numbers of the lane's shards, in order.
+        window: the number of samples per shuffled window; 1 keeps the order.
         seed: the seed of the shuffling.
-        taken: the number of samples to leave out.
-        shard, base: the shard to begin with, by its place in ``shards``, and the number of samples before it, at most
-            ``window_start(taken, window)``.
+        taken: the number of the lane's samples to skip.
+        shard, base: the index in ``shards`` of the first shard to open, and the number of the lane's samples before
+            this shard, which is at most ``window_start(taken, window)``.
     """
 
     source: ShardedSource
@@ -181,15 +182,15 @@ class LaneReader:
 
 
 def window_start(taken: int, window: int) -> int:
-    """Return the first sample of the window that gives the next sample after ``taken`` samples."""
+    """Return the first sample of the window that contains sample ``taken``."""
     return taken // window * window
 
 
 def shuffled(samples: Iterator[Any], window: int, seed: str, number: int = 0) -> Iterator[Any]:
-    """Yield the samples shuffled within windows, the first of which is window ``number``.
+    """Yield the samples, shuffled within windows. ``number`` is the number of the first window.
 
-    As a window's samples are yielded, the next window's take their places. So ``window`` samples are held, and one is
-    read for each that is yielded.
+    While a window's samples are yielded, each is replaced in memory by a sample of the next window. So at most
+    ``window`` samples are held, and reading keeps pace with yielding.
     """
     if window == 1:
         yield from samples
@@ -213,7 +214,7 @@ def _rows(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _own(value: Any) -> Any:
-    """Copy a view, which would keep all rows decoded with it in memory, and be pickled with them."""
+    """Return a copy of a view of a decoded batch. The view would keep the batch in memory, and be pickled with it."""
     if isinstance(value, Tensor):
         return value.clone()
     return copy.copy(value) if hasattr(value, "__array_interface__") else value

@@ -1,11 +1,11 @@
-"""The random numbers that torch's DataLoader and RandomSampler draw, and where in these draws an epoch is."""
+"""Draws the random numbers that torch's DataLoader and RandomSampler draw, and tracks each epoch's place in them."""
 
 from __future__ import annotations
 
 import base64
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,12 +16,25 @@ from meshwright.data import epoch_order as order
 from meshwright.data.epoch_order import Order, Permutation, Permuted
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """The random numbers of one epoch.
+
+    Args:
+        worker_seed: the seed of the workers; 0 for a loader that draws its own.
+        order: the numbers that the order follows from; empty if it is known without them.
+    """
+
+    worker_seed: int = 0
+    order: list[Any] = field(default_factory=list)
+
+
 class WorkerSeeds:
-    """The seed that a DataLoader draws for its workers in each epoch, or once if they persist.
+    """The seeds that a DataLoader draws for its workers, in each epoch or only once if the workers persist.
 
     Args:
         generator: the loader's generator; None for torch's random state.
-        once: whether only the first epoch draws.
+        once: whether a seed is drawn only in the first epoch.
     """
 
     def __init__(self, generator: Generator | None, *, once: bool = False):
@@ -42,42 +55,44 @@ class WorkerSeeds:
         return self._last
 
     def go_on(self, samples: int) -> int:
-        """Return a seed for the rest of an epoch whose own seed was drawn before."""
+        """Return a seed for the rest of an epoch that resumes after ``samples`` samples."""
         return (self._last or 0) + samples
 
     def forget(self, *, has_drawn: bool) -> None:
-        """Reset to before the first epoch or, with ``has_drawn``, to before a later one."""
+        """Reset to the state before the first epoch or, with ``has_drawn``, before a later epoch."""
         self._last = 0 if has_drawn else None
 
     def state(self) -> dict[str, Any]:
         return {"worker_seed": self._last, "persistent_workers": self.once}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue as the run that saved the state, whether or not its workers persisted."""
+        """Load a state. Later seeds are those of the run that saved it, whether or not its workers persisted."""
         self._last, self.once = state.get("worker_seed"), bool(state.get("persistent_workers"))
 
 
 class GeneratorShuffle:
-    """The orders that a RandomSampler draws from a generator; each draw leaves the generator as RandomSampler would.
+    """The orders that a RandomSampler draws from a generator.
+
+    Each draw leaves the generator in the state in which RandomSampler would leave it.
 
     Args:
         size: the number of samples in the dataset.
         generator: the sampler's generator.
-        worker_seeds: the worker seeds, drawn from the same generator or from another.
+        worker_seeds: the worker seeds, drawn from the same generator or from another one.
     """
 
     def __init__(self, size: int, generator: Generator, worker_seeds: WorkerSeeds):
         self._size, self._generator, self._worker_seeds = size, generator, worker_seeds
         self._first: Tensor | None = None  # the generator's state before any epoch
-        self._next = 0  # the epoch that it draws next
-        self._drawn_from: RandomState | None = None  # its state before it drew the current epoch's order
-        self._left = generator.get_state()  # its state after the last draw made here
+        self._next = 0  # the epoch whose order is drawn next
+        self._drawn_from: RandomState | None = None  # the generator's state before the current order was drawn
+        self._left = generator.get_state()  # the generator's state after this object's last draw
         self._is_exhausted = False
         self._loaded: Order | None = None
 
     @property
     def seed(self) -> int | None:
-        """The seed of the generator; None if it was used before the first epoch."""
+        """The generator's seed; None if the generator was used before the first epoch."""
         first = self._generator.get_state() if self._first is None else self._first
         fresh = Generator()
         fresh.set_state(first)
@@ -88,16 +103,17 @@ class GeneratorShuffle:
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)
 
-    def draw(self, epoch: int) -> list[int]:
+    def draw(self, epoch: int) -> Draws:
         """Return the worker seed of an epoch, and the generator's state before its order."""
         if self._first is None:
             self._first = self._generator.get_state()
         if epoch != self._next:
             self._go_to(epoch)
-        return [self._worker_seeds.draw(), *self._generator.get_state().view(torch.int64).tolist()]
+        worker_seed = self._worker_seeds.draw()
+        return Draws(worker_seed=worker_seed, order=self._generator.get_state().view(torch.int64).tolist())
 
     def begin(self, state: list[int], epoch: int) -> Order:
-        """Return the order of an epoch, drawn from a state of some rank's generator."""
+        """Return the order of an epoch, drawn from the given state of some rank's generator."""
         self._generator.set_state(torch.tensor(state, dtype=torch.int64).view(torch.uint8))
         return self._begin(epoch)
 
@@ -119,7 +135,7 @@ class GeneratorShuffle:
             return {"generator": encoded(now)}
         assert self._drawn_from is not None
         state: dict[str, Any] = {"generator": self._drawn_from.text, "is_exhausted": self._is_exhausted}
-        if not torch.equal(now, self._left):  # another loader draws from it too
+        if not torch.equal(now, self._left):  # another loader draws from the generator too
             state["generator_now"] = encoded(now)
         return state
 
@@ -143,7 +159,7 @@ class GeneratorShuffle:
         return drawn
 
     def _go_to(self, epoch: int) -> None:
-        """Put the generator where ``epoch`` whole epochs, and no other draws, would leave it."""
+        """Set the generator to its state after ``epoch`` complete epochs and no other draws."""
         assert self._first is not None
         self._generator.set_state(self._first)
         seeds = self._worker_seeds
@@ -182,13 +198,13 @@ def random_number(generator: Generator | None) -> int:
 
 def encoded(state: Tensor) -> str:
     """Return a generator's state as a text of 3 KB."""
-    words = state.view(torch.int32).view(-1, 2)  # torch keeps each 32 bits of the Mersenne Twister in 64
+    words = state.view(torch.int32).view(-1, 2)  # torch stores each 32-bit word of the Mersenne Twister in 64 bits
     parts = [zlib.compress(words[:, half].contiguous().numpy().tobytes()) for half in (0, 1)]
     return " ".join(base64.b85encode(part).decode() for part in parts)
 
 
 def decoded(text: str) -> Tensor:
-    """Return the state that ``encoded`` wrote.
+    """Return the generator state that ``encoded`` turned into this text.
 
     Raises:
         ValueError: the text was truncated or changed.

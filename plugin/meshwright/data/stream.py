@@ -1,9 +1,9 @@
-"""Exact, elastic reading of a dataset that comes in shards of unknown length.
+"""Reads a dataset in shards of unknown length: every sample in one batch, and in the same order on any mesh.
 
 The shards are spread over a fixed number of lanes, and the stream takes a sample from each lane in turn. The order does
-not depend on which ranks and workers read the lanes. A rank cannot know where the lanes of other ranks end, so every
-few steps the ranks exchange how many samples they hold, and plan the next batches from that. Samples move between ranks
-only if the lanes do not divide over the ranks or have run out.
+not depend on which ranks and workers read the lanes. A rank cannot know where the lanes of other ranks end. So every
+few steps the ranks exchange how many samples they hold, and plan the next batches from these numbers. Samples move
+between ranks only if the lanes cannot be divided evenly over the ranks, or some have ended.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.config import LANES
-from meshwright.data.lane_order import Lane, deal, next_batches
 from meshwright.data.readers.read_ahead import ReadAhead
 from meshwright.data.shards import LaneReader, as_source, window_start
+from meshwright.data.stream_order import Lane, deal, next_batches
 from meshwright.errors import PeerFailedError
 from meshwright.faults.interpose import own_collectives
 from meshwright.parallel.collectives import Axis
 
 VERSION = 1
 PLAN_STEPS = 8
-BLANK = 0  # the row of a batch that a rank without rows takes
+BLANK = 0  # the row that a rank takes if a batch has too few rows for all ranks
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Rows:
 
     Args:
         samples: the samples, at least one.
-        is_blank: whether the batch has too few rows for this rank, so that its one sample must not count.
-        total: the number of the batch's rows on all ranks.
+        is_blank: whether the batch has no row for this rank, so that the one sample in ``samples`` must not count.
+        total: the number of the batch's rows over all ranks.
     """
 
     samples: list[Any]
@@ -46,21 +46,21 @@ class Rows:
 
 
 class ShardedStream:
-    """Iterates this rank's rows of the global batches of a sharded dataset; each ``iter`` is an epoch.
+    """Iterates over this rank's rows of the global batches of a sharded dataset. Each ``iter(stream)`` reads one epoch.
 
     In an epoch every sample is in one batch, all ranks take the same number of steps, and batch k holds the same
-    samples whatever the number of ranks and workers. Reading needs all ranks of ``dp``; ``state_dict`` does not.
+    samples for any number of ranks and workers. All ranks of ``dp`` must iterate; ``state_dict`` does not communicate.
 
     Args:
-        dataset: a list with one iterable (or function that returns one) per shard, a Hugging Face iterable dataset, or
-            a ``ShardedSource``.
+        dataset: a list with one iterable (or function that returns an iterable) per shard, a Hugging Face iterable
+            dataset, or a ``ShardedSource``.
         batch_size: the number of rows per global batch.
-        dp: this rank's place among the ranks that read different rows.
-        shuffle: whether to shuffle the shards and, within a buffer, the samples, in a new order each epoch.
-        buffer_size: the number of samples that are shuffled together, over all lanes.
+        dp: the axis along which ranks read different rows.
+        shuffle: whether to shuffle the shards and, within windows, the samples, in a new order each epoch.
+        buffer_size: the number of samples in the shuffled windows of all lanes.
         seed: the seed of the shuffling.
-        lanes: the number of shards that are read at a time over all ranks. It is part of the order, so a resumed run
-            cannot change it. Preferably a multiple of (number of ranks x workers per rank).
+        lanes: the number of shards that are read at a time over all ranks. The order depends on this number, so a
+            resumed run cannot change it. It should be a multiple of (number of ranks x workers per rank).
         drop_last: whether to leave out a last batch that is not full; ``dropped`` counts its samples.
         num_workers: the number of reading processes per rank.
         loader_options: further arguments of the DataLoader that runs the workers, such as ``prefetch_factor``.
@@ -114,13 +114,13 @@ class ShardedStream:
         self._goes_on = False  # whether the next iteration resumes from a loaded state
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next ``iter`` reads, from its start unless a state of it was loaded."""
+        """Choose the epoch that the next ``iter`` reads, from its start unless a state of this epoch was loaded."""
         if epoch != self.epoch or not self._goes_on:
             self.epoch, self.samples, self._goes_on = epoch, 0, False
             self._lanes = self._new_lanes()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last batch ends: small, JSON, and the same on all ranks."""
+        """Return the position after the last batch, as a small JSON dict that is the same on all ranks."""
         window = self._order["window"]
         lanes = []
         for lane in self._lanes:
@@ -131,10 +131,10 @@ class ShardedStream:
         return {"version": VERSION, "epoch": self.epoch, "samples": self.samples, **order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next ``iter`` resume from a state, of any number of ranks and workers and any batch size.
+        """Make the next ``iter`` resume from a state, saved with any number of ranks and workers and any batch size.
 
         Raises:
-            ValueError: the state is of a stream with another order; names what differs.
+            ValueError: the state belongs to a stream with another order. The message says what differs.
         """
         if state.get("version") != VERSION:
             raise ValueError(f"the state has version {state.get('version')}, but this stream reads version {VERSION}")
@@ -175,7 +175,7 @@ class ShardedStream:
         self._lanes, self.samples, self.epoch = self._new_lanes(), 0, self.epoch + 1
 
     def _plan(self, ahead: ReadAhead, steps: int) -> list[list[int]]:
-        """Return the next batches, the same on all ranks; none at the end."""
+        """Return the lanes of the rows of the next batches, the same on all ranks; an empty list at the end."""
         while not all(lane.is_dry for lane in self._lanes):
             ahead.fill(self._needed(steps))
             self._learn(self._meet({"position": self._position(), "lanes": ahead.report()}, ahead))
@@ -188,7 +188,7 @@ class ShardedStream:
         return []
 
     def _needed(self, steps: int) -> int:
-        """Return how many samples of each lane ``steps`` batches need, if no further lane runs out first."""
+        """Return how many samples of each lane ``steps`` batches need, if no further lane ends before."""
         return math.ceil(steps * self.batch_size / max(1, sum(not lane.ended for lane in self._lanes)))
 
     def _learn(self, reports: list[Any]) -> None:
@@ -199,7 +199,7 @@ class ShardedStream:
                 lane.starts += [entry for entry in starts if entry > lane.starts[-1]]
 
     def _hand_over(self, batches: list[list[int]], ahead: ReadAhead) -> Iterator[tuple[list[int], Rows]]:
-        """Yield each planned batch and this rank's rows of it, some of which other ranks may have read."""
+        """Yield each planned batch with this rank's rows, after receiving the rows that other ranks have read."""
         rank = self.dp.rank
         owners = [[self._owner(lane) for lane in batch] for batch in batches]
         shares = [deal(of_batch, self.dp.size) for of_batch in owners]
@@ -227,7 +227,7 @@ class ShardedStream:
             yield batch, Rows(rows, is_blank=not share, total=len(batch))
 
     def _meet(self, message: dict[str, Any], ahead: ReadAhead | None = None) -> list[Any]:
-        """Return the messages of all ranks; an error on one rank raises on all."""
+        """Return the messages of all ranks. If reading failed on one rank, all ranks raise."""
         error = ahead.error if ahead else None
         if error is not None:
             message["error"] = "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Adds an optimizer, and what it adds to the plan, to a model that was distributed without one."""
+"""Adds an optimizer, and additions to the plan, to a model that was distributed without an optimizer."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _SETTLED = (
 def plan_to_complete(
     runtime: Runtime, model: nn.Module, optimizer: Optimizer | None, config: ToDistributedConfig
 ) -> ParallelPlan:
-    """Check that an optimizer and a plan fit a distributed model; nothing is changed.
+    """Check that an optimizer and a plan fit a distributed model, without changing them.
 
     Args:
         runtime: the model's runtime.
         model: the model, distributed without an optimizer.
-        optimizer: the optimizer over the model's parameters as they are now, shards.
-        config: the options; the plan may be None, or may add to the plan by which the model was distributed.
+        optimizer: the optimizer over the model's parameters, which are shards.
+        config: the options. Their plan may be None, or may add to the plan with which the model was distributed.
 
     Returns:
-        The plan, with these additions.
+        The model's plan with these additions.
 
     Raises:
         AlreadyDistributedError: if the model has an optimizer.
@@ -54,11 +54,11 @@ def plan_to_complete(
     """
     if optimizer is not None and runtime.has_optimizer:
         raise AlreadyDistributedError(
-            "this model was distributed by an earlier call, with an optimizer; build it anew to change the optimizer"
+            "this model was distributed by an earlier call, with an optimizer; build a new model to use another one"
         )
     before = runtime.plan
     if before is None:
-        raise AlreadyDistributedError("this model is in a sharded optimizer; build it anew for to_distributed")
+        raise AlreadyDistributedError("this model's optimizer is already sharded; build a new model for to_distributed")
     late = [name for name in _SETTLED if getattr(config, name) != getattr(ToDistributedConfig(), name)]
     if late:
         raise PlanError(
@@ -72,12 +72,12 @@ def plan_to_complete(
         if old != new and not _may_follow(field.name, old, new, field.default, has_optimizer=optimizer is not None):
             raise PlanError(
                 f"ParallelPlan.{field.name}={new!r}, but the model was distributed with {field.name}={old!r}; leave "
-                "ToDistributedConfig.plan=None to keep the model's plan, or build the model anew"
+                "ToDistributedConfig.plan=None to keep the model's plan, or build a new model"
             )
     if config.sequence_parallel not in (None, before.sequence_parallel):
         raise PlanError(
             f"ToDistributedConfig.sequence_parallel={config.sequence_parallel}, but the model was distributed with "
-            f"sequence_parallel={before.sequence_parallel}; leave it None, or build the model anew"
+            f"sequence_parallel={before.sequence_parallel}; leave it None, or build a new model"
         )
     if optimizer is not None:
         check_ownership(model, optimizer)
@@ -86,7 +86,7 @@ def plan_to_complete(
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
         if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
             raise PlanError(
-                f"ParallelPlan.zero_stage={plan.zero_stage} shards gradients, and the model has some already; call "
+                f"ParallelPlan.zero_stage={plan.zero_stage} shards gradients, but the model already has some; call "
                 "model.zero_grad() before to_distributed"
             )
     return plan
@@ -95,10 +95,10 @@ def plan_to_complete(
 def complete(
     runtime: Runtime, model: Any, optimizer: Optimizer | None, plan: ParallelPlan, *, bucket_bytes: int
 ) -> None:
-    """Bind the optimizer to a distributed model's gradients, and install what the plan adds; no communication.
+    """Bind the optimizer to a distributed model's gradients, and install the plan's additions, without communication.
 
     Args:
-        runtime: the model's runtime, which is filled in.
+        runtime: the model's runtime, which is updated.
         model: the distributed model.
         optimizer: the optimizer, checked by ``plan_to_complete``.
         plan: the plan that ``plan_to_complete`` returned.
@@ -129,12 +129,12 @@ def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
     if changed:
         raise PlanError(
             f"requires_grad of {changed[0]} and {len(changed) - 1} more parameter(s) was changed after the model was "
-            "distributed, but ZeRO stage 3 keeps trained and frozen ones apart; freeze them first, or use zero_stage=2"
+            "distributed, but ZeRO stage 3 stores trained and frozen ones apart; freeze them first, or use zero_stage=2"
         )
 
 
 def _may_follow(name: str, old: Any, new: Any, default: Any, *, has_optimizer: bool) -> bool:
-    """Whether a field of the plan may still change after the model was distributed with ``old``."""
+    """Return whether a field of the plan may still change from ``old`` after the model was distributed."""
     if name == "zero_stage":
         return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which exist already
     return name in ("micro_batch_size", "gradient_accumulation_steps", "recompute") and old == default

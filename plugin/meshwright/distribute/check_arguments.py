@@ -19,10 +19,10 @@ CALL = "to_distributed(model, optimizer, dataloader, plan=...)"
 
 
 def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
-    """Check the types of the arguments, not yet whether they fit each other.
+    """Check the types of the arguments, but not whether the arguments fit each other.
 
     Raises:
-        PlanError: if a type is wrong; the message names what was passed, and what to write instead.
+        PlanError: if a type is wrong; the message says what was passed, and what to write instead.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(_no_model(model))
@@ -33,7 +33,7 @@ def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is already distributed or compiled, or that has nothing to distribute.
+    """Raise if a model is already distributed or compiled, or has nothing to distribute.
 
     Raises:
         AlreadyDistributedError: if the model is distributed; the message says by what.
@@ -48,11 +48,13 @@ def check_model(model: nn.Module) -> None:
                 "ParallelPlan.dp and zero_stage do what the wrapper did"
             )
     if find_runtime(model) is not None:
-        raise AlreadyDistributedError("this model was distributed by an earlier call; build it anew to change the plan")
+        raise AlreadyDistributedError(
+            "this model was distributed by an earlier call; build a new one to change the plan"
+        )
     if inside := next((module for module in model.modules() if find_runtime(module) is not None), None):
         raise AlreadyDistributedError(
             f"the {type(inside).__name__} in this {type(model).__name__} was distributed by an earlier call; wrap it "
-            "(get_peft_model) first, and distribute the whole"
+            "(get_peft_model) first, and distribute the wrapped model"
         )
     _check_compiled(model)
     parameters = list(model.named_parameters())
@@ -60,13 +62,13 @@ def check_model(model: nn.Module) -> None:
         raise PlanError(f"{type(model).__name__} has no parameters to distribute")
     for name, parameter in parameters:
         if hasattr(parameter, "meshwright"):
-            raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build the model anew")
+            raise AlreadyDistributedError(f"{name} is in a DataParallel or a sharded optimizer; build a new model")
         if hasattr(parameter, "placements"):
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
 
 
 def explained(error: PlanError, model: nn.Module) -> PlanError:
-    """Return the error of a model that tp does not fit, led by the kind of model if that is the reason."""
+    """Return the error for a model that tp cannot shard; it begins with the kind of model if that is the reason."""
     if is_quantised(model):
         method = getattr(model, "quantization_method", None) or "quantization_config"
         return PlanError(
@@ -78,12 +80,12 @@ def explained(error: PlanError, model: nn.Module) -> PlanError:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether transformers loaded the weights packed into fewer bits."""
+    """Return whether transformers loaded the weights packed into fewer bits."""
     return bool(getattr(model, "is_quantized", False)) or getattr(model, "hf_quantizer", None) is not None
 
 
 def _check_compiled(model: nn.Module) -> None:
-    """Refuse a compiled model: its graph runs the unsharded program, without the hooks that are added here."""
+    """Raise if a model is compiled: its graph would run the unsharded program, without the hooks added here."""
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule":
             raise PlanError(
@@ -154,4 +156,6 @@ def _check_loader(loader: Any) -> None:
             "DataLoader(dataset, batch_size=8), or with batch_size=None if it yields whole batches"
         )
     if isinstance(loader, Sampler):
-        raise PlanError(f"{must}, but it is a {kind.__name__}; pass it to one: DataLoader(dataset, batch_sampler=...)")
+        raise PlanError(
+            f"{must}, but it is a {kind.__name__}; pass it to a loader: DataLoader(dataset, batch_sampler=...)"
+        )

@@ -1,4 +1,4 @@
-"""Compares a plan with what was launched, and makes the groups of its axes."""
+"""Checks a plan against the launched processes, and makes the process groups of its axes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from meshwright.parallel.collectives import Axis
 
 
 def check_devices(device_num: int | None, node_num: int | None) -> None:
-    """Compare the devices that the program names with what was launched.
+    """Check the ``device_num`` and ``node_num`` of a call against the launched processes.
 
     Raises:
-        PlanError: if two numbers differ; the message names both, and how to change either.
+        PlanError: if two numbers differ; the message gives both numbers, and how to change either.
     """
     world = world_size()
     for name, value in (("device_num", device_num), ("node_num", node_num)):
@@ -45,10 +45,10 @@ def check_devices(device_num: int | None, node_num: int | None) -> None:
 
 
 def check_launch(plan: ParallelPlan) -> None:
-    """Compare the plan with what was launched.
+    """Check that as many processes were launched as the plan needs.
 
     Raises:
-        PlanError: if two numbers differ; the message names both, and how to change either.
+        PlanError: if the numbers differ; the message gives both numbers, and how to change either.
     """
     world = world_size()
     if plan.world_size != world:
@@ -60,10 +60,10 @@ def check_launch(plan: ParallelPlan) -> None:
 
 
 def check_agreement(plan: ParallelPlan) -> None:
-    """Compare the plans of all ranks, before they build groups that would not fit together.
+    """Check that all ranks have the same plan, before the ranks build process groups that would not match.
 
     Raises:
-        PlanError: on every rank, if the plans differ; the message shows two of them.
+        PlanError: on every rank, if the plans differ; the message shows two of the plans.
     """
     if not dist.is_initialized() or world_size() == 1:
         return

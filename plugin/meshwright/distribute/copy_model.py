@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` of a distributed model: the copy has weights of its own, under the same plan."""
+"""Makes ``copy.deepcopy`` copy a distributed model: the copy has its own weights, under the same plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_copyable(part: nn.Module, model: nn.Module, runtime: Runtime) -> None:
 
 
 class _Copier:
-    """The ``__deepcopy__`` of a model, itself copied with the model.
+    """The ``__deepcopy__`` method of a model, as an object that is copied with the model.
 
     A copy has its own shards, hooks and runtime, and shares the model's axes and guard. It has no optimizer yet:
     ``to_distributed(copy, optimizer)`` adds one.
@@ -64,11 +64,11 @@ class _Copier:
 
 
 def _copy_parameter(parameter: nn.Parameter, runtime: Runtime, memo: dict[int, Any]) -> None:
-    """Put a copy with the parameter's record into the memo of a ``deepcopy``."""
+    """Put a copy of a parameter, with its shard record, into the memo of a ``deepcopy``."""
     if id(parameter) in memo:
         new = memo[id(parameter)]
     elif runtime.weights is not None and runtime.weights.holds(parameter):
-        # Its values are copied with the weights; the parameter itself has no memory.
+        # The values are copied with ``runtime.weights``; the parameter itself has no memory.
         new = nn.Parameter(runtime.weights.place_holder(parameter), requires_grad=parameter.requires_grad)
     else:
         new = copy.deepcopy(parameter, memo)

@@ -1,4 +1,4 @@
-"""The decisions about one model, and the steps that distribute it by them."""
+"""The decisions about one model, and the steps that carry them out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.distribute.check_arguments import explained
+from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together
@@ -28,7 +29,7 @@ from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import sample_together
-from meshwright.parallel.head_losses import LossKind, install_loss
+from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -43,7 +44,7 @@ from meshwright.parallel.tensor_parallel import (
 )
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
-from meshwright.roles import plan_for
+from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
 
 
@@ -68,15 +69,15 @@ def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedCo
 class Installation:
     """One model and everything that was decided about it; the methods carry the decisions out.
 
-    ``to_distributed`` calls ``distribute``. The traced step and the static check have no other ranks: they call
-    ``make_weights`` and ``install`` themselves.
+    ``to_distributed`` calls ``distribute``. The traced step and the static check have no other ranks, so they call
+    ``make_weights`` and ``install`` directly.
 
     Args:
         model: the user's model, with adapters and other wrappers around its decoder.
         plan: the plan to carry out.
         config: the options of the call.
-        structure: how the plan cuts the decoder; None if it does not.
-        loss: what the model's loss averages over; None if that is not known.
+        structure: how the plan cuts the decoder; None if the plan does not cut it.
+        loss: what the model's loss averages over; None if unknown.
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
     """
@@ -89,22 +90,38 @@ class Installation:
     runtime: Runtime
     device: torch.device
 
+    @classmethod
+    def on_fake_rank(cls, model: Any, plan: ParallelPlan, sharding_plan: ShardingPlan | None = None) -> Installation:
+        """Decide what ``to_distributed`` would decide on this rank of a fake world: on CPU, and without a guard."""
+        decoder, device = without_wrappers(model)[1], torch.device("cpu")
+        config = ToDistributedConfig(plan=plan, sharding_plan=sharding_plan)
+        tp, dp = build_axes(plan, device)
+        return cls(
+            model=model,
+            plan=plan,
+            config=config,
+            structure=structure_of(decoder, plan, config),
+            loss=find_loss(decoder),
+            runtime=Runtime(tp=tp, dp=dp, parameters=[], plan=plan),
+            device=device,
+        )
+
     @property
     def decoder(self) -> Any:
         return without_wrappers(self.model)[1]
 
     @property
     def layouts(self) -> dict[str, ParameterLayout]:
-        """The layout of each parameter that the structure names, by its name in the whole model."""
+        """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
         prefix = without_wrappers(self.model)[0]
         return {prefix + name: layout for name, layout in self.structure.parameters.items()} if self.structure else {}
 
     def distribute(self, optimizer: Optimizer | None, make: Callable[..., NewTensors]) -> None:
-        """Give the model its shards and its hooks, and guard what would read a shard as the whole.
+        """Give the model its shards and its hooks, and make operations raise that would read a shard as the whole.
 
         Args:
             optimizer: the optimizer over the model's parameters, if the call has one.
-            make: computes this rank's shards; see ``make_weights``.
+            make: the function that computes this rank's shards; see ``make_weights``.
         """
         model, decoder, runtime = self.model, self.decoder, self.runtime
         succeed_together(lambda: self.make_weights(make)).attach(model)
@@ -128,13 +145,13 @@ class Installation:
         refuse_resizing(model)
 
     def make_weights(self, make: Callable[..., NewTensors]) -> NewTensors:
-        """Return the weights that this rank is to hold; the model is not changed.
+        """Return the weights that this rank will hold, without changing the model.
 
         Under ZeRO stage 3, this rank's part of each shard goes to ``runtime.weights``.
 
         Args:
-            make: a function of the model, its layouts, the TP axis, the device and, under stage 3, what to keep of each
-                shard.
+            make: a function of the model, its layouts, the TP axis, the device and, under stage 3, a function that
+                keeps this rank's part of a shard.
         """
         if self.plan.zero_stage < 3 or self.plan.dp == 1:
             return make(self.model, self.layouts, self.runtime.tp, self.device)
@@ -147,7 +164,7 @@ class Installation:
         return made
 
     def install(self, optimizer: Optimizer | None, *, seed: int) -> None:
-        """Add hooks, gradient synchronisation and loss to a model whose parameters are shards; no communication.
+        """Add hooks, gradient synchronisation and loss to a model whose parameters are shards, without communication.
 
         Args:
             optimizer: the optimizer over the model's parameters, if the call has one.
@@ -224,7 +241,7 @@ class Installation:
         assert runtime.guard is not None
         every = self.config.check_replicas_every
         if every is None:
-            # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with its owner's, even if faulty.
+            # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with the owner's, even if faulty.
             every = 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
         return ReplicaComparison(
             self.model,
@@ -244,7 +261,7 @@ class Installation:
             share_partial_gradients(self.model, self.decoder, self.structure)
 
     def _callable_alone(self) -> list[nn.Module]:
-        """Return the modules that programs call alone: transformers' base model, and the owner of the layers."""
+        """Return the modules that programs may call directly: transformers' base model, and the owner of the layers."""
         inner = [getattr(self.decoder, "base_model", None), None if self.structure is None else self.structure.model]
         return [module for module in inner if isinstance(module, nn.Module)]
 

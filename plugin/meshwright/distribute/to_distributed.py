@@ -16,7 +16,7 @@ from meshwright.choose.picked_plan import choose_plan
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
@@ -49,27 +49,27 @@ def to_distributed(
 ) -> tuple[Any, Any, Any]:
     """Turn a one-device program into a distributed one; its training loop stays as it is.
 
-    If no plan is given, it is the one in the model's own config, if any; otherwise the planner picks the fastest that
-    fits, and logs it. Every launched process makes the call with the same arguments. The model and the optimizer stay
-    the user's objects, changed in place. If the call raises, nothing was changed.
+    If no plan is given, the plan in the model's config is used. If there is none, the planner picks the fastest plan
+    that fits, and logs it. Every launched process must make the call with the same arguments. The model and the
+    optimizer are changed in place and returned. If the call raises, nothing has changed.
 
     A model that was distributed without an optimizer, by this call or while loading, may be passed again with an
-    optimizer over its parameters and with a loader; the plan is then the model's.
+    optimizer over its parameters and with a loader. The model's plan is then used.
 
     Args:
-        model: a causal LM of transformers (or of the same shape). It is whole, on this process's device, or without
-            memory, built under ``deferred_init`` or on the meta device. In the latter case each rank makes only its
-            shard (on CUDA if there is any).
+        model: a causal LM of transformers, or a model of the same structure. It is either whole on this process's
+            device, or without memory (built under ``deferred_init`` or on the meta device). Without memory, each rank
+            makes only its shard, on CUDA if available.
         optimizer: the optimizer over the model's parameters; its groups and its state are kept.
         dataloader: a loader of global batches, of the size that one device would train on.
-        device_num: the number of devices per node; None for what was launched.
-        node_num: the number of nodes; None for what was launched.
+        device_num: the number of devices per node; None for the launched number.
+        node_num: the number of nodes; None for the launched number.
         config: the options, and the plan if ``plan`` is None.
-        plan: how a step is spread over devices: a ParallelPlan, its words as the planner prints them ("dp2 tp2+sp
-            zero1"), a dict of its fields, the path of a plan file, or "auto" to have the planner pick.
+        plan: the parallel plan: a ParallelPlan, its words as the planner prints them ("dp2 tp2+sp zero1"), a dict of
+            its fields, the path of a plan file, or "auto" to have the planner pick.
 
     Returns:
-        The model, the optimizer and a loader of this rank's rows. What was None stays None.
+        The model, the optimizer and a loader of this rank's rows. An argument that was None stays None.
 
     Raises:
         PlanError: if the model, the launch or this version cannot run the plan, or no plan fits.
@@ -151,9 +151,8 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], tp: Axis, dp: Axis, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    return made_together(
-        lambda: DistributedLoader(dataloader, dp=dp, peers=Peers((tp,)), device=device, options=config.loader)
-    )
+    mesh = LoaderMesh(dp=dp, peers=Peers((tp,)), device=device)
+    return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
 
 
 def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:

@@ -1,1 +1,1 @@
-"""Ends uneven work with a message on every rank: liveness, agreement, and the first cause."""
+"""Raises an error on every rank when one rank fails or the ranks differ, and reports the first cause."""

@@ -1,4 +1,4 @@
-"""A log of this process's collectives: the last ones of each group, and a digest of all of them."""
+"""A log of this process's collectives: for each group, the last collectives and a digest of all collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-LENGTH = 64  # collectives that are remembered by name, per group
+LENGTH = 64  # the number of collectives per group whose descriptions are kept
 
 
 class Log:
@@ -44,7 +44,7 @@ class Trace:
     def __init__(self) -> None:
         self.logs: dict[tuple[int, ...], Log] = {}
         self.doing = "set-up"
-        self.ranks: tuple[int, ...] = ()  # of the last collective
+        self.ranks: tuple[int, ...] = ()  # the ranks of the last collective
         self._since = time.monotonic()
 
     def of(self, ranks: tuple[int, ...]) -> Log:
@@ -60,13 +60,13 @@ class Trace:
         self.doing, self._since = doing, time.monotonic()
 
     def last(self) -> str:
-        """Return what the process began last, and when."""
+        """Return the operation that the process began last, and when it began."""
         age = time.monotonic() - self._since
         return self.doing if age < 1.0 else f"{self.doing} (begun {age:.0f} s ago)"
 
 
 def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
-    """Return the first collective at which the ranks' recent logs differ, as text; None if they do not.
+    """Return a text with the first collective at which the ranks' recent logs differ; None if the logs are equal.
 
     Args:
         logs: each rank's ``Log.recent()``, by the rank's name.
@@ -84,7 +84,7 @@ def first_difference(logs: dict[str, dict[str, str]]) -> str | None:
 
 
 def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return what must be equal on all ranks of a collective: the operation, its root or reduction, shapes and dtypes.
+    """Return a text that must be equal on all ranks of a collective: its operation, root or reduction, shapes, dtypes.
 
     Args:
         operation: the name of a method of ProcessGroup.

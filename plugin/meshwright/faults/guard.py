@@ -1,7 +1,7 @@
-"""The guard of a process, which makes one rank's failure known to the others.
+"""The guard of a process, which makes one rank's failure known to the other ranks.
 
-It counts steps, makes the ranks compare what they do, ends this process when another rank has failed, and
-tells the others when this one fails or leaves.
+The guard counts steps, makes the ranks compare what they do, ends this process when another rank has failed, and
+tells the other ranks when this process fails or ends normally.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ import torch.distributed as dist
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import interpose
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
-from meshwright.faults.hub import Hub
 from meshwright.faults.link import Link
+from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, differences
 from meshwright.mesh.process_group import wire_device
 
-GRACE = 2.0  # seconds for the program to end by its own error, once another rank has failed
+GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
 ADDRESS_BYTES = 1024
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
-# The errors of gloo, NCCL and the sockets below them when the other side is gone or does not come.
+# Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
 _NETWORK_ERROR = re.compile(r"timed? ?out|connection|broken pipe|socket|peer|NCCL|remote|EOF|aborted", re.IGNORECASE)
 
 _guard: Guard | None = None
 
 
 class Guard:
-    """Watches over one process group's ranks; see ``start_guard``."""
+    """The guard of the ranks of one process group; see ``start_guard``."""
 
     def __init__(self, *, name: str, timeout: float) -> None:
         self.name, self.timeout = name, timeout
         self.step = 0
         self.trace = Trace()
-        self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the last meeting at a place
+        self._agreed: dict[tuple[str, tuple[int, ...]], int] = {}  # the step of the ranks' last meeting at each place
         self._rank = dist.get_rank()
-        self._world = weakref.ref(dist.group.WORLD)  # weak, since its end must not wait for the guard
+        self._world = weakref.ref(dist.group.WORLD)  # weak, so that the guard does not keep the group alive
         self._process = os.getpid()
         self._cause: str | None = None
         self._failed = threading.Event()  # set when another rank has failed
-        self._is_failing = False  # this rank raised, and reports it itself
+        self._is_failing = False  # set when this rank has raised an error, which it reports itself
         self._is_closed = False
         host, token = _listening_address(), secrets.token_hex(16)
         self._hub = None
@@ -71,31 +71,31 @@ class Guard:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
-        return self  # a process has only one
+        return self  # a process has only one guard
 
     @property
     def is_current(self) -> bool:
-        """Whether the watched process group is still the one in use, in the process that joined it."""
+        """Whether the watched process group is still in use, and this is the process that joined the group."""
         is_over = self._is_closed or self._is_failing or os.getpid() != self._process
         return not is_over and dist.is_initialized() and dist.group.WORLD is self._world()
 
     def begin_step(self) -> None:
-        """Count a forward pass that trains."""
+        """Count a step, which begins with a forward pass in training."""
         self.step += 1
         self.trace.begin("forward")
 
     def meet(self, place: str, group: Any, *statements: Statement) -> None:
-        """Wait for the ranks of a group, which must be at the same place and have issued the same collectives.
+        """Wait for the ranks of a group. All must be at the same place and have issued the same collectives.
 
         Args:
             place: the place in the program, e.g. "gradients".
             group: the process group; None for all ranks.
-            statements: further values that must be equal on all of them, e.g. the inputs.
+            statements: further values that must be equal on all ranks of the group, e.g. the inputs.
 
         Raises:
-            DivergenceError: the ranks differ; names what each rank does, what differs in which step, and the last step
-                in which they agreed.
-            PeerFailedError: a rank is gone or did not come in time.
+            DivergenceError: the ranks differ. The message says what each rank does, what differs in which step, and in
+                which step the ranks agreed for the last time.
+            PeerFailedError: a rank is gone or did not come to the meeting in time.
         """
         if not self.is_current:
             return
@@ -108,7 +108,7 @@ class Guard:
         parts = (place, f"step {self.step}", what, log.summary())
         finding = self._ask(place, ranks, ", ".join(part for part in parts if part))
         if finding is not None:
-            # Ranks at different places do not all come here to compare.
+            # Ranks that wait at different places do not all come here, so they cannot compare details.
             details = self._explain(place, ranks, statements) if finding["together"] else []
             raise self._diverged(ranks, finding, *details)
         self._agreed[place, ranks] = self.step
@@ -119,9 +119,9 @@ class Guard:
         return "" if step is None else f"They agreed for the last time in step {step}."
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record a collective, and compare it first if it is the program's own. (See interpose.Observer.)"""
+        """Record a collective. If it is the program's own, compare it with the other ranks (see interpose.Observer)."""
         is_own = interpose.is_own()
-        # A second thread (an asynchronous checkpoint) has its own order, and must not wait for the first.
+        # A second thread (such as an asynchronous checkpoint) has its own order, and must not wait for the main thread.
         if not self.is_current or not (is_own or threading.current_thread() is threading.main_thread()):
             return
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -136,7 +136,7 @@ class Guard:
             raise self._diverged(ranks, finding)
 
     def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
-        """Announce one of the program's own sends."""
+        """Announce one of the program's own sends to the hub."""
         if self.is_current:
             ranks = dist.get_process_group_ranks(group)
             what = describe_tensors(tensors)
@@ -161,7 +161,7 @@ class Guard:
         """Return the error, with the rank and the reason added if it is a network error."""
         if not self.is_current or isinstance(error, PeerFailedError) or not _NETWORK_ERROR.search(str(error)):
             return error
-        # The end of a process may be seen on the network before the hub sees it.
+        # A connection to an ended process may break before the hub knows of the end.
         self._failed.wait(GRACE / 2)
         cause, details = self._cause, []
         if cause is None and (report := self._link.ask({"kind": "report"}, patience=GRACE)) is not None:
@@ -177,7 +177,7 @@ class Guard:
         return PeerFailedError("\n".join([f"{what}: {cause or summary}", *details]))
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank ends with an exception, even if a ``finally`` has destroyed the group."""
+        """Tell the other ranks that this rank ends with an exception, even if a ``finally`` has destroyed the group."""
         if self._is_closed or self._is_failing or os.getpid() != self._process:
             return
         self._is_failing = self.is_current
@@ -185,7 +185,7 @@ class Guard:
             self._link.tell({"kind": "fail", "how": f"step {self.step}, {_in_short(error)}"})
 
     def close(self, why: str) -> None:
-        """Tell the others that this rank has ended normally, and stop watching."""
+        """Tell the other ranks that this rank has ended normally, and stop watching."""
         global _guard
         if _guard is self:
             _guard = None
@@ -200,7 +200,7 @@ class Guard:
         self._link.close()
 
     def forget_in_child(self) -> None:
-        """In a forked process, let go of the connections, so that their end still means the end of the parent."""
+        """Release the connections in a forked process, so that they still close when the parent ends."""
         nothing = os.open(os.devnull, os.O_RDWR)
         for connection in (*self._link.sockets, *(self._hub.sockets if self._hub else ())):
             if connection.fileno() >= 0:
@@ -216,7 +216,7 @@ class Guard:
         if answer is None:
             self._failed.wait(GRACE / 2)
             if self._cause is None and self._link.hub_left and 0 not in ranks:
-                return None  # rank 0 has ended normally, so there is no hub to ask any more
+                return None  # rank 0 has ended normally, and the hub with it
             answer = {"gone": self._cause or self._link.hub_left or f"{self._link.hub_name} {HUB_SILENT}"}
         if "gone" in answer:
             here = f"{self.name} cannot go on with {self.trace.doing} in step {self.step}"
@@ -224,7 +224,7 @@ class Guard:
         return None if answer.get("agreed") else answer
 
     def _explain(self, place: str, ranks: tuple[int, ...], statements: tuple[Statement, ...]) -> list[str]:
-        """Return the details of the statements that differ."""
+        """Return lines that say what differs between the ranks, all of which must make this call."""
         everyone = self._exchange(ranks, [dict(statement.details()) for statement in statements])
         lines: list[str] = []
         for index, statement in enumerate(statements):
@@ -236,8 +236,8 @@ class Guard:
         return first_difference(self._exchange(ranks, self.trace.of(ranks).recent()))
 
     def _exchange(self, ranks: tuple[int, ...], value: Any) -> dict[str, Any]:
-        """Return each rank's value, by the rank's name; empty if not all ranks come."""
-        # The texts must differ, since the referee returns only texts that do.
+        """Return each rank's value, by the rank's name; an empty dict if not all ranks make this call."""
+        # Each text contains the rank, since the referee returns only texts that differ.
         said = json.dumps({"rank": self._rank, "said": value})
         question = {"kind": "ask", "key": "exchange", "ranks": ranks, "what": said, "note": ""}
         answer = self._link.ask(question, patience=GRACE) or {}
@@ -249,7 +249,7 @@ class Guard:
         return DivergenceError("\n".join([*lines, *details]))
 
     def _on_notice(self, cause: str) -> None:
-        """In the listening thread, after another rank failed: end this process, unless it ends itself."""
+        """End this process after another rank failed, unless it ends by its own error. Runs in the listening thread."""
         self._cause = cause
         self._failed.set()
         time.sleep(GRACE)
@@ -264,10 +264,10 @@ class Guard:
 
 
 def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
-    """Watch over the ranks of the default process group from now on, and give every group this timeout.
+    """Start and return the guard of the default process group, and set the timeout of every process group.
 
-    This is a collective call. A second call keeps the first guard. Without a process group there is nothing to watch,
-    and the result is None.
+    This is a collective call. A second call returns the first guard. Without a process group of several ranks there is
+    nothing to watch, and the result is None.
 
     Args:
         timeout: the seconds that a rank may keep the others waiting.
@@ -290,17 +290,17 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
 
 
 def active_guard() -> Guard | None:
-    """Return the guard of the process group in use, if it has one."""
+    """Return the guard of the process group in use; None if it has none."""
     return _guard if _guard is not None and _guard.is_current else None
 
 
 def set_timeout(group: Any, timeout: float) -> None:
-    """Give a process group this timeout in seconds."""
+    """Set the timeout of a process group, in seconds."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
 
 
 def _install_hooks() -> None:
-    """Report the end of this process, and of its program, to the guard; once per process."""
+    """Install hooks, once per process, that tell the guard of uncaught exceptions, exits and forks."""
     if getattr(sys.excepthook, "belongs_to_meshwright", False):
         return
     previous = sys.excepthook
@@ -325,7 +325,7 @@ def _in_short(error: BaseException) -> str:
 
 
 def _listening_address() -> tuple[str, str]:
-    """Return the address on which rank 0 listens, and the one by which the others reach it."""
+    """Return the address on which rank 0 listens, and the address by which the other ranks reach rank 0."""
     reached = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if reached in ("localhost", "::1") or reached.startswith("127."):
         return "127.0.0.1", "127.0.0.1"

@@ -1,9 +1,9 @@
-"""Passes every collective that Python issues to an observer, while a guard is on.
+"""Passes every collective that Python issues to an observer, while a guard is active.
 
-The guard must see the program's own collectives too, since ranks differ there. torch offers no hook on a process
-group, so the first guard of a process wraps the methods of its class. (torch's own TORCH_DISTRIBUTED_DEBUG=DETAIL
-doubles the time of each small collective, names ranks by their place in the group, and does not see an inversion of
-two groups.)
+The guard must see the program's own collectives too, since the ranks may differ in these. torch offers no hook on a
+process group, so the first guard of a process wraps the methods of torch's ProcessGroup class. (torch's own
+TORCH_DISTRIBUTED_DEBUG=DETAIL doubles the time of each small collective, reports ranks by their place in the group, and
+does not detect that ranks use two groups in opposite orders.)
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ COLLECTIVES = (
 
 
 class Observer(Protocol):
-    """The methods that the wrapped methods call."""
+    """The interface of an observer, which the wrapped methods call."""
 
     def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before a collective starts; raises if the ranks do not agree."""
+        """Observe a collective before it starts; raise if the ranks do not agree."""
 
     def send(self, group: Any, tensors: Any, to: int, tag: int) -> None:
-        """Called before a send starts."""
+        """Observe a send before it starts."""
 
     def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
-        """Called before a receive starts; raises if it does not fit the send."""
+        """Observe a receive before it starts; raise if it does not fit the send."""
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Add the reason to a network error."""
+        """Return the error, with the reason added if it is a network error."""
 
 
 class _State(threading.local):
@@ -64,7 +64,7 @@ _observer: Observer | None = None
 
 @contextlib.contextmanager
 def own_collectives() -> Iterator[None]:
-    """Mark the collectives inside as the runtime's: they are logged, and compared as a digest at each meeting."""
+    """Mark the collectives inside this context as the runtime's own. Each meeting compares a digest of their log."""
     before, _state.is_own = _state.is_own, True
     try:
         yield
@@ -73,12 +73,12 @@ def own_collectives() -> Iterator[None]:
 
 
 def is_own() -> bool:
-    """Whether the runtime itself issues the collectives of this thread."""
+    """Return whether this thread is inside ``own_collectives``."""
     return _state.is_own
 
 
 def observe(observer: Observer | None) -> None:
-    """Pass every call to this observer from now on; None ends this."""
+    """Pass every collective, send and receive to this observer from now on; None stops this."""
     global _observer
     _observer = observer
     if observer is None or hasattr(dist.ProcessGroup.allreduce, "__wrapped__"):
@@ -86,9 +86,11 @@ def observe(observer: Observer | None) -> None:
     for name in COLLECTIVES:
         if (method := getattr(dist.ProcessGroup, name, None)) is not None:
             setattr(dist.ProcessGroup, name, _observed_collective(name, method))
-    setattr(dist.ProcessGroup, "send", _observed_send(dist.ProcessGroup.send))  # noqa: B010  mypy refuses methods
-    setattr(dist.ProcessGroup, "recv", _observed_receive(dist.ProcessGroup.recv))  # noqa: B010
-    setattr(dist.Work, "wait", _explained(dist.Work.wait))  # noqa: B010
+    group, work = dist.ProcessGroup, dist.Work
+    for owner, name, wrap in (
+        (group, "send", _observed_send), (group, "recv", _observed_receive), (work, "wait", _explained)
+    ):  # fmt: skip
+        setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +146,7 @@ def _observed_receive(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_blocking() -> bool:
-    """Whether ``dist.recv`` is the caller; a ``dist.irecv`` may come before this rank's own sends."""
+    """Return whether ``dist.recv`` is the caller. A ``dist.irecv`` may come before this rank's own sends."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
         if frame.f_code.co_name == "recv":

@@ -18,7 +18,7 @@ class Link:
     Args:
         address: the hub's address.
         hello: the first message to the hub: token, rank and name.
-        timeout: the seconds without a heartbeat from the hub after which it counts as lost.
+        timeout: the seconds without a heartbeat from the hub after which the hub counts as lost.
         status: a function that returns what this rank is doing; the hub asks every second.
         on_notice: a function called once, in the listening thread, with the text of the first notice.
     """
@@ -33,15 +33,15 @@ class Link:
         on_notice: Callable[[str], None],
     ) -> None:
         self._timeout, self._status, self._on_notice = timeout, status, on_notice
-        self._lock = threading.Lock()  # for the asking connection, held until the answer
-        self._telling = threading.Lock()  # for the watching one, on which both the listener and the program write
+        self._lock = threading.Lock()  # for the ask connection; held until the answer arrives
+        self._telling = threading.Lock()  # for the watch connection, to which the listener and the program write
         self._closed = False
         self.hub_left: str | None = None
         self._ask = _connect(address, {**hello, "channel": "ask"})
         self._answers = self._ask.makefile("rb")
         self._watch = _connect(address, {**hello, "channel": "watch"})
         self._notices = self._watch.makefile("rb")
-        # The hub's first line confirms that it knows this rank; a question before would come from an unknown rank.
+        # The hub's first line confirms that it has registered this rank, which must precede the first question.
         greeting = self._notices.readline()
         self.hub_name: str = json.loads(greeting)["name"] if greeting.endswith(b"\n") else "rank 0"
         self._thread = threading.Thread(target=self._listen, name="meshwright-watch", daemon=True)
@@ -55,7 +55,7 @@ class Link:
                 self._ask.sendall(_line(message))
                 line = self._answers.readline()
             except OSError:
-                # A late answer must not be taken for the next question's answer.
+                # A late answer must not be read as the next question's answer.
                 self._ask.close()
                 return None
         return json.loads(line) if line.endswith(b"\n") else None
@@ -66,12 +66,12 @@ class Link:
             self._ask.sendall(_line(message))
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a message on the watching connection."""
+        """Send a message on the watch connection."""
         with self._telling, contextlib.suppress(OSError):
             self._watch.sendall(_line(message))
 
     def close(self) -> None:
-        """End both connections."""
+        """Close both connections."""
         self._closed = True
         for connection in self.sockets:
             with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class Link:
         except TimeoutError:
             reason = f"stopped, hung or cut off: no heartbeat for {self._timeout:g} s"
         except (OSError, ValueError):
-            pass  # the connection broke, for the reason above
+            pass  # the connection broke, for the reason that is set above
         if not self._closed:
             self._on_notice(f"{self.hub_name}: {reason}")
 

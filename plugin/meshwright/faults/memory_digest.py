@@ -1,4 +1,4 @@
-"""Digests of tensors: equal for equal bits, and different after any single flipped bit."""
+"""Digests of tensors, which are equal for equal bits and differ after any single flipped bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor's memory holds its values: it is not sparse, nested, or a lazy conjugate."""
+    """Return whether a tensor's memory holds its values: it is not sparse, nested, or a lazy conjugate."""
     return x.layout is torch.strided and not (x.is_nested or x.is_conj() or x.is_neg())
 
 
@@ -21,7 +21,7 @@ def bytes_digest(x: Tensor, start: int = 0) -> int:
 
     Args:
         x: a tensor for which ``is_plain`` holds.
-        start: the digest of the data before it.
+        start: the digest of the data that precedes the tensor.
     """
     flat = x.detach().cpu().contiguous()
     raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a dim of size 1 may have any stride
@@ -32,8 +32,8 @@ def bytes_digest(x: Tensor, start: int = 0) -> int:
 def memory_digest(x: Tensor) -> Tensor:
     """Return the sum of a tensor's memory as integers, modulo 2**64: an int64 scalar on the tensor's device.
 
-    One flipped bit changes the sum by a power of two. The sum ignores the order of the elements. In return it runs as
-    fast as the memory: 5 GB/s on one core, five times as fast as a CRC.
+    One flipped bit changes the sum by a power of two. The sum ignores the order of the elements, but runs at the speed
+    of the memory: 5 GB/s on one core, five times as fast as a CRC.
     """
     words, tail = _words(x)
     return words.sum() if tail is None else words.sum() + tail.sum()
@@ -41,7 +41,7 @@ def memory_digest(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def ordered_digest(x: Tensor) -> Tensor:
-    """Return a ``memory_digest`` for small tensors that weights elements by position, so that two orders differ."""
+    """Return a digest that depends on the order of the elements, unlike ``memory_digest``; meant for small tensors."""
     words, tail = _words(x)
     if tail is not None:
         words = torch.cat([words.to(torch.int64), tail.to(torch.int64)])
@@ -50,7 +50,7 @@ def ordered_digest(x: Tensor) -> Tensor:
 
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the memory as the widest integers that it is aligned for, and the bytes that are left over."""
+    """Return a tensor's memory as the widest integers that it is aligned for, and the bytes that are left over."""
     x = x.detach().as_subclass(Tensor)
     flat = x.reshape(-1) if x.is_contiguous() else x.contiguous().reshape(-1)
     raw = flat.view(torch.uint8)

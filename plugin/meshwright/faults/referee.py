@@ -1,7 +1,7 @@
-"""The rules by which the hub knows who is alive, who waits for whom, and what went wrong first.
+"""The rules by which the hub knows which ranks are alive, which rank waits for which, and what failed first.
 
-They use no sockets or clocks. One referee serves all ranks (see hub.py). Each call takes a rank's message and the
-time, and returns the messages to send to ranks.
+They use no sockets or clocks. One referee serves all ranks (see referee_server.py). Each call takes a rank's message
+and the time, and returns the messages to send to ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-HICCUP = 3.0  # seconds without a heartbeat after which a report says so; heartbeats come every second
+HICCUP = 3.0  # seconds without a heartbeat after which a report mentions them; heartbeats come every second
 
 
 @dataclass(frozen=True)
 class Post:
-    """A message to one rank: the answer to its question, or a notice it did not ask for."""
+    """A message to one rank: the answer to its question, or a notice of a failure."""
 
     rank: int
     channel: Literal["answer", "notice"]
@@ -25,13 +25,14 @@ class Post:
 
 @dataclass(frozen=True)
 class Question:
-    """What a rank is about to do together with a group of ranks; it waits for the answer.
+    """A rank's question whether all ranks of a group are about to do the same. The rank waits for the answer.
 
     Args:
         key: the name of the meeting, the same on all ranks of the group.
         ranks: the ranks of the group.
-        what: the text that must be equal on all of them.
-        note: a remark shown beside it, which may differ.
+        what: the text that must be equal on all ranks of the group.
+        note: a remark that messages show after ``what``, and that may differ between ranks.
+        since: the time of the question.
     """
 
     key: str
@@ -47,28 +48,28 @@ class Question:
 
 @dataclass
 class Member:
-    """What is known about one rank."""
+    """The referee's knowledge of one rank."""
 
     name: str
     heard: float
     status: str = "starting"
-    gone: str | None = None  # how it ended
+    gone: str | None = None  # how the rank ended
     is_silent: bool = False
 
 
 @dataclass
 class Mailbox:
-    """Announced sends and receives of one pair of ranks, group and tag, in order."""
+    """The announced sends and receives of one pair of ranks, group and tag, in order."""
 
     sent: deque[str] = field(default_factory=deque)
-    expected: deque[tuple[str, bool]] = field(default_factory=deque)  # what, and whether the receiver waits
+    expected: deque[tuple[str, bool]] = field(default_factory=deque)  # the tensors, and whether the receiver waits
 
 
 class Referee:
-    """Compares what the ranks do, and tells the others when one is gone.
+    """Compares what the ranks do, and tells the other ranks when a rank is gone.
 
     Args:
-        timeout: seconds after which a silent rank counts as hung, and a question as unanswered.
+        timeout: the seconds after which a silent rank counts as hung, and a question as unanswered.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -79,16 +80,16 @@ class Referee:
         self._mail: defaultdict[tuple[int, int, str], Mailbox] = defaultdict(Mailbox)
 
     def join(self, rank: int, name: str, now: float) -> None:
-        """Record that a rank is there; messages call it ``name``."""
+        """Record that a rank has connected. Messages call the rank ``name``."""
         self._members[rank] = Member(name, now)
 
     def beat(self, rank: int, status: str, now: float) -> None:
-        """Record that a rank is alive, and what it does."""
+        """Record that a rank is alive, and what it is doing."""
         member = self._members[rank]
         member.heard, member.status, member.is_silent = now, status, False
 
     def ask(self, rank: int, key: str, ranks: Iterable[int], what: str, note: str, now: float) -> list[Post]:
-        """Record that a rank waits for its group; the answer comes when all have come, or one cannot."""
+        """Record that a rank waits for its group. The answer is sent when all ranks wait, or when one cannot come."""
         question = Question(key, tuple(ranks), what, note, now)
         self._waiting[rank] = question
         if gone := [r for r in question.ranks if self._is_gone(r)]:
@@ -104,12 +105,12 @@ class Referee:
         return []
 
     def send(self, rank: int, to: int, slot: str, what: str) -> list[Post]:
-        """Record that a rank is about to send; it gets no answer. ``slot`` holds its group and tag."""
+        """Record that a rank is about to send. The rank gets no answer. ``slot`` is a text with the group and tag."""
         self._mail[rank, to, slot].sent.append(what)
         return self._match(rank, to, slot)
 
     def receive(self, rank: int, source: int, slot: str, what: str, *, waits: bool, now: float) -> list[Post]:
-        """Record that a rank is about to receive; it may wait until it is known that the sizes fit."""
+        """Record that a rank is about to receive and, if ``waits``, waits for the comparison with the send."""
         self._mail[source, rank, slot].expected.append((what, waits))
         if waits:
             self._waiting[rank] = Question(f"receive from {source}", (rank, source), what, "", now)
@@ -135,7 +136,7 @@ class Referee:
         return self._go(rank, how, notice="failed")
 
     def tick(self, now: float) -> list[Post]:
-        """Find the ranks that have been silent, or kept others waiting, for the whole timeout."""
+        """Return messages about ranks that have been silent, or kept others waiting, for the whole timeout."""
         posts: list[Post] = []
         for rank, member in self._members.items():
             if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
@@ -153,7 +154,7 @@ class Referee:
         return posts
 
     def report(self, now: float) -> dict[str, Any]:
-        """Return the first cause, if known, and what every rank does."""
+        """Return the first cause of failure, if known, and what every rank is doing."""
         lines = [self._describe(rank, now) for rank in sorted(self._members)]
         quiet = [
             f"{member.name} has sent no heartbeat for {now - member.heard:.1f} s; last: {member.status}"
@@ -182,7 +183,7 @@ class Referee:
         return [Post(r, "notice", {"failed": self.first_cause}) for r in others]
 
     def _differ(self, said: dict[int, str], *, together: bool) -> list[Post]:
-        """Answer ranks that differ; ``together`` says whether they did so at the same meeting."""
+        """Return the answers to ranks that differ. ``together`` says whether they wait at the same meeting."""
         named = {self._members[rank].name: what for rank, what in sorted(said.items())}
         body = {"differ": named, "together": together}
         return [Post(rank, "answer", body) for rank in said]
@@ -218,11 +219,11 @@ class Referee:
         return theirs is not None and (theirs.key, theirs.ranks) == (question.key, question.ranks)
 
     def _how_gone(self, ranks: Iterable[int]) -> str:
-        # A rank that left because another failed is an effect, not the cause.
+        # If a rank left because another rank failed, the other rank's failure is the cause.
         return self.first_cause or "\n".join(f"{self._members[r].name}: {self._members[r].gone}" for r in ranks)
 
     def _circle(self, start: int) -> list[int]:
-        """Return the ranks that wait for each other in different places, if ``start`` is among them."""
+        """Return the ranks that wait for each other at different places, if ``start`` is among them."""
         path: list[int] = []
         seen: set[int] = set()
 

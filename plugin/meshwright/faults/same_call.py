@@ -21,10 +21,10 @@ class Claim(Generic[Result]):
     """One rank's description of its call.
 
     Args:
-        result: the result, for this rank alone.
-        same: what must be equal on all ranks, name to text.
-        known: what must be equal on the ranks that know it; only these pass it.
-        number: ``known`` as an integer from 0 to 2**63 - 1; None on the ranks that do not know it.
+        result: the result of the check, for this rank alone.
+        same: the values that must be equal on all ranks, as texts by name.
+        known: the values that only some ranks know, and that must be equal on these ranks.
+        number: an integer from 0 to 2**63 - 1 that identifies ``known``; None on ranks that do not know these values.
     """
 
     result: Result
@@ -34,20 +34,20 @@ class Claim(Generic[Result]):
 
 
 def agreed(check: Callable[[], Claim[Result]]) -> tuple[Result, int]:
-    """Run ``check`` on every rank of the world, or raise on every rank alike.
+    """Run ``check`` on every rank of the world and compare the claims. If they differ, every rank raises.
 
-    If the check raises on one rank, the others learn it instead of waiting. If all agree, this costs one all-reduce of
-    four integers.
+    If the check raises on one rank, the other ranks raise too instead of waiting. If all ranks agree, the comparison
+    costs one all-reduce of four integers.
 
     Args:
-        check: a function that looks at this rank's arguments.
+        check: a function that checks this rank's arguments.
 
     Returns:
-        This rank's result, and the number of the ranks that know it; -1 if none does.
+        This rank's result, and the ``number`` of those ranks that know it; -1 if no rank does.
 
     Raises:
-        ValueError: the claims differ, or the check failed on some ranks; names the ranks and both values.
-        Exception: the check's own exception, if it raised the same one on every rank.
+        ValueError: the claims differ, or the check failed on some ranks. The message lists the values and their ranks.
+        Exception: the check's own exception, if the check raised the same exception on every rank.
 
     Example:
         >>> x, _ = agreed(lambda: Claim(x, {"shape": str(x.shape)}))  # doctest: +SKIP
@@ -56,7 +56,7 @@ def agreed(check: Callable[[], Claim[Result]]) -> tuple[Result, int]:
     try:
         claim = check()
         same, known, number = claim.same, claim.known, claim.number
-    # Any exception, since a rank that left here alone would leave the others waiting.
+    # Any exception is caught, since the other ranks would wait for a rank that raises alone.
     except Exception as error:
         failure = error
         same, known, number = {"error": f"{type(error).__name__}: {error}"}, {}, None
@@ -71,7 +71,10 @@ def agreed(check: Callable[[], Claim[Result]]) -> tuple[Result, int]:
 
 
 def disagreement(descriptions: Sequence[Mapping[str, str]]) -> str:
-    """Return which ranks passed what, given one description per rank: the errors, or else the entries that differ.
+    """Return a text that lists the entries that differ between ranks, or only the errors if there are any.
+
+    Args:
+        descriptions: one description per rank.
 
     Example:
         >>> print(disagreement([{"dtype": "int64", "shape": "(4,)"}, {"dtype": "int64", "shape": "(5,)"}]))
@@ -97,12 +100,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _compare(same: Mapping[str, str], number: int | None) -> tuple[bool, int]:
-    """Return whether all ranks have the same entries and, if any, the same number; and that number."""
+    """Return whether the ranks' entries are equal, and their numbers where known; and the number, or -1 if unknown."""
     digest = hashlib.blake2b(repr(list(same.items())).encode(), digest_size=8).digest()
     code = int.from_bytes(digest) >> 1  # one bit less, so that its negative fits as well
-    # Over NCCL if it moves the tensors, since all ranks must make the first call there.
+    # With NCCL, the all-reduce runs over NCCL, since all ranks must take part in NCCL's first call.
     device = wire_device("cuda")
-    # The largest and the negated smallest at once; a rank that does not know the number changes neither.
+    # One MAX yields the largest and the negated smallest value. A rank that does not know the number changes neither.
     claims = [code, -code, -1 if number is None else number, -(2**63) + 1 if number is None else -number]
     extremes = torch.tensor(claims, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)

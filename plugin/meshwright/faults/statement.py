@@ -1,4 +1,4 @@
-"""What a rank states at a meeting, and how differences between the ranks are reported."""
+"""The statement of a rank at a meeting, and the report of differences between the ranks' statements."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SHOWN = 5  # differences that a message lists
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What must be equal on all ranks of a meeting.
+    """The values that must be equal on all ranks of a meeting.
 
     Args:
-        text: a summary of all of it, compared at each meeting.
+        text: a summary of all values, compared at each meeting.
         details: a function that returns the values by subject; called on every rank once the texts differ.
         advice: why a difference matters and what to write instead, for the message.
     """

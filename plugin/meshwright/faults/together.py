@@ -1,4 +1,4 @@
-"""Runs steps that can fail on one rank alone (a missing file, a full disk): all ranks fail, or none."""
+"""Runs steps that can fail on one rank alone (a missing file, a full disk), so that all ranks raise or none does."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ T = TypeVar("T")
 
 
 def succeed_together(step: Callable[[], T]) -> T:
-    """Run a step without communication on every rank; if it fails on any, raise on all.
+    """Run a step without communication on every rank. If the step fails on any rank, raise on all ranks.
 
     Raises:
-        Exception: on a rank that failed, its own; elsewhere one of the same class that names the rank and its error.
+        Exception: on a rank that failed, its own exception. On other ranks, an exception of the same class, whose
+            message gives the rank that failed and its error.
     """
     if not dist.is_initialized():
         return step()
@@ -34,10 +35,10 @@ def succeed_together(step: Callable[[], T]) -> T:
 
 
 def on_first_rank(step: Callable[[], T]) -> T:
-    """Run a step on rank 0 alone; every rank gets its (picklable) result, or raises.
+    """Run a step on rank 0 alone, and return its (picklable) result on every rank; if it fails, all ranks raise.
 
     Raises:
-        Exception: on rank 0, its own; elsewhere one of the same class that says what failed on rank 0.
+        Exception: on rank 0, its own exception. On other ranks, an exception of the same class with rank 0's error.
     """
     if not dist.is_initialized():
         return step()
@@ -60,7 +61,7 @@ def text_from_first(make: Callable[[], str], device: torch.device) -> str:
         device: a device that the process group can communicate on.
 
     Raises:
-        Exception: on rank 0, its own; elsewhere one of the same class that says what failed on rank 0.
+        Exception: on rank 0, its own exception. On other ranks, an exception of the same class with rank 0's error.
     """
     if not dist.is_initialized():
         return make()
@@ -80,7 +81,7 @@ def text_from_first(make: Callable[[], str], device: torch.device) -> str:
 
 
 def take_from_first(tensor: Tensor, device: torch.device) -> None:
-    """Overwrite a tensor with rank 0's, by way of a device that the process group can communicate on."""
+    """Overwrite a tensor with rank 0's values, sent from a device that the process group can communicate on."""
     staged = tensor.detach().to(device)
     dist.broadcast(staged, src=0)
     if staged.data_ptr() != tensor.data_ptr():
@@ -89,7 +90,7 @@ def take_from_first(tensor: Tensor, device: torch.device) -> None:
 
 @own_collectives()
 def wait_for_first_rank() -> None:
-    """Wait until rank 0 is here too; call it during long work of rank 0, since no wait may exceed the timeout."""
+    """Wait until rank 0 calls this too. Call it during long work of rank 0, since no wait may exceed the timeout."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -117,13 +118,13 @@ def _raise_first(failures: list[Description | None], own: Exception | None) -> N
 
 
 def _rebuilt(rank: int, failure: Description) -> Exception:
-    """Return an error of the class that another rank raised, or of its nearest base that is ours or Python's."""
+    """Return an error of the class that another rank raised, or of its nearest base in Meshwright or Python."""
     names, message = failure
     text = f"rank {rank} failed, so every rank stops: {names[0]}: {message}"
     for name in names:
         kind = getattr(errors, name, None) or getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:
-            error = kind.__new__(kind, text)  # some classes' __init__ takes more than a text
+            error = kind.__new__(kind, text)  # the __init__ of some classes takes more than a text
             error.args = (text,)
             if text in str(error):
                 return error

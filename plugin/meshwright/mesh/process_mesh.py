@@ -1,4 +1,4 @@
-"""The positions of ranks: an n-d mesh of ranks, and the sizes of the parallel axes that make one.
+"""The positions of ranks: an n-d mesh of ranks, and the sizes of the parallel axes that define a mesh.
 
 A mesh here is only a description. It starts nothing and communicates nothing, so a planner, a test or an error message
 can build one for any world. Only ``to_device_mesh`` creates process groups.
@@ -23,15 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.mesh.rank_grid import flatten, grid_text, nest
 
-# Keyed by the world's process group, so that a new world starts with none.
+# Keyed by the world's process group, so that a new world starts without device meshes.
 _device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[ProcessMesh, str], DeviceMesh]] = WeakKeyDictionary()
 
 
 def _let_groups_end(reference: ref[DeviceMesh]) -> None:
     """At exit, drop the groups of a mesh, which DTensor's caches keep for the life of the process.
 
-    The threads of a gloo group end with its last reference. A thread that still runs when the interpreter ends may free
-    the tensors of the last collective only then, and so abort a run that has succeeded.
+    The threads of a gloo group end with the group's last reference. A thread that still runs when the interpreter ends
+    may free the tensors of the last collective at that moment, and so abort a run that has succeeded.
     """
     if (device_mesh := reference()) is not None:
         getattr(device_mesh, "_pg_registry", {}).clear()
@@ -45,7 +45,7 @@ class ProcessMesh:
         dim_names: one name per axis; ``d0, d1, ...`` by default.
 
     Raises:
-        ValueError: ranks that are ragged, repeated, negative, not integers or none at all; names that are
+        ValueError: if ranks are ragged, repeated, negative or not integers, or there are none; if names are
             repeated, empty or not one per axis.
 
     Example:
@@ -110,7 +110,7 @@ class ProcessMesh:
 
     @property
     def array(self) -> torch.Tensor:
-        """The ranks as an int64 CPU tensor of this shape; a copy, so writing to it does not change the mesh."""
+        """The ranks as an int64 CPU tensor of the mesh's shape; a copy, so writing to it does not change the mesh."""
         return torch.tensor(self._ranks, dtype=torch.int64, device="cpu").view(self._shape)
 
     def __contains__(self, rank: object) -> bool:
@@ -125,14 +125,14 @@ class ProcessMesh:
         return self._shape[self._axis(name)]
 
     def axis_ranks(self, rank: int, name: str) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only along this axis, itself included, in axis order."""
+        """Return the ranks that differ from ``rank`` only along this axis, ``rank`` included, in axis order."""
         return self.submesh(name, rank).ranks
 
     def submesh(self, axes: str | Sequence[str], rank: int) -> ProcessMesh:
         """Return the part of the mesh that contains ``rank`` and spans these axes, in their order.
 
         Raises:
-            ValueError: a name that is not an axis, or a rank outside the mesh.
+            ValueError: if a name is not an axis, or the rank is outside the mesh.
 
         Example:
             >>> ParallelDims(dp=2, cp=2, tp=2).process_mesh().submesh(("cp", "tp"), rank=6)
@@ -146,7 +146,7 @@ class ProcessMesh:
         return self._pick(picks, chosen)
 
     def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> ProcessMesh:
-        """Index like an array: an int drops its axis, a slice keeps it and its name."""
+        """Index like an array: an int drops its axis, and a slice keeps its axis and the axis's name."""
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, (int, slice)) for part in keys):
             raise TypeError(f"a mesh is indexed by ints and slices, got {key!r}; use submesh(axes, rank) for names")
@@ -203,8 +203,7 @@ class ProcessMesh:
             device_type: ``"cpu"`` or ``"cuda"``.
 
         Raises:
-            ValueError: a rank outside the world; ranks that do not ascend along each axis, on a torch older
-                than 2.13.
+            ValueError: if a rank is outside the world; before torch 2.13, also if ranks do not ascend along each axis.
         """
         world_size = get_world_size()
         if max(self._ranks) >= world_size:
@@ -256,7 +255,7 @@ class ParallelDims:
         tp: the number of ranks that share each layer.
 
     Raises:
-        ValueError: a size that is not a positive int.
+        ValueError: if a size is not a positive int.
 
     Example:
         >>> dims = ParallelDims(dp=2, tp=2)
@@ -299,7 +298,7 @@ class ParallelDims:
         """Return the mesh of all four axes over ``ranks``, or over ranks 0 to ``world_size - 1``.
 
         Raises:
-            ValueError: a number of ranks other than ``world_size``.
+            ValueError: if the number of ranks is not ``world_size``.
         """
         ranks = range(self.world_size) if ranks is None else ranks
         if len(ranks) != self.world_size:
@@ -310,7 +309,7 @@ class ParallelDims:
         """Raise unless the product of the sizes is the number of ranks that were started.
 
         Raises:
-            ValueError: the numbers differ; shows both, the rank grid and the field to change.
+            ValueError: if they differ; the message shows the field to change.
         """
         if world_size == self.world_size:
             return
@@ -329,7 +328,7 @@ class ParallelDims:
         Creating groups is collective: every rank of the world must make this call.
 
         Raises:
-            ValueError: a world of another size than ``world_size``.
+            ValueError: if the size of the world is not ``world_size``.
         """
         self.check_world_size(get_world_size())
         return self.process_mesh().to_device_mesh(device_type)
@@ -337,7 +336,8 @@ class ParallelDims:
     def rank_grid(self, rank: int | None = None) -> str:
         """Return the ranks as a text grid, with ``rank`` in brackets.
 
-        The last axis larger than 1 (usually tp) runs across, the one before it down. The others title one block each.
+        The last axis larger than 1 (usually tp) gives the columns, and the axis before it the rows. Each position
+        on the other axes is a block with a title.
         """
         return grid_text(range(self.world_size), self.shape, self.axis_names, rank)
 

@@ -1,4 +1,4 @@
-"""Ranks as nested lists and as text, so that a mesh can be read, written and shown in an error."""
+"""Convert ranks to nested lists and to text, so that a mesh can be read, written and shown in an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def flatten(ranks: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and the row-major ranks of nested sequences, a tensor or an array.
 
     Raises:
-        ValueError: ragged rows, or a rank that is not an int.
+        ValueError: if rows are ragged or a rank is not an int.
 
     Example:
         >>> flatten([[0, 1], [2, 3]])
@@ -51,8 +51,8 @@ def nest(ranks: Sequence[int], shape: Sequence[int]) -> list[Any]:
 def grid_text(ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], rank: int | None = None) -> str:
     """Return row-major ranks as a text grid of the axes larger than 1.
 
-    The last axis runs across, the one before it down, and the others title one block each. Long axes are
-    shortened in the middle.
+    The last two axes are rows and columns. Each position on the other axes is a block with a title. Long axes
+    are shortened in the middle.
 
     Args:
         ranks: the ranks, row-major.
@@ -73,7 +73,7 @@ def grid_text(ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], 
     block_size = rows * columns
 
     def shown(size: int, stride: int) -> list[int | None]:
-        """Return the indices to show along an axis, including the marked rank's; None stands for those left out."""
+        """Return the indices to show along an axis, including the marked rank's. None stands for omitted indices."""
         if size <= _LONG:
             return list(range(size))
         kept = {*range(_EDGE), *range(size - _EDGE, size)}

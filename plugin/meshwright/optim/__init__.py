@@ -1,1 +1,1 @@
-"""Optimizers over shards: ZeRO, the global gradient norm, clipping."""
+"""Optimizers over shards: ZeRO, the global gradient norm and gradient clipping."""

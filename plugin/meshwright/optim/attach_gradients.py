@@ -1,4 +1,4 @@
-"""Attach gradient reduction to a model, and ZeRO to its optimizer."""
+"""Attaches gradient reduction to a model, and ZeRO to its optimizer."""
 
 from __future__ import annotations
 
@@ -33,24 +33,14 @@ def install_gradient_sync(
 
     Args:
         runtime: the model's runtime, which this call fills in.
-        model: the model, whose parameters carry records.
-        optimizer: the optimizer of those parameters, if any.
-        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1. For 3, ``runtime.weights`` must be attached.
+        model: the model, whose parameters have shard records.
+        optimizer: the optimizer of the model's parameters, if any.
+        zero_stage: the ZeRO stage, 0 to 3. On one data-parallel rank, stages 2 and 3 act as stage 1. For stage 3,
+            ``runtime.weights`` must be attached.
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
-    tp, dp, meet = runtime.tp, runtime.dp, runtime.meet_over_dp
     runtime.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
-    trained = TrainedParameters(
-        model,
-        optimizer,
-        tp=tp,
-        dp=dp,
-        zero_stage=zero_stage,
-        weights=runtime.weights,
-        bucket_bytes=bucket_bytes,
-        meet=meet,
-        syncs=runtime.syncs,
-    )
+    trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     runtime.trained, runtime.parameters, runtime.zero = trained, trained.parameters, trained.zero
     if optimizer is not None:
         runtime.has_optimizer = True
@@ -58,7 +48,7 @@ def install_gradient_sync(
         if runtime.comparison is not None:
             runtime.comparison.watch(optimizer)
         if runtime.zero is not None and runtime.weights is None:
-            # Publishing the stepped weights is a collective, which hangs if one rank skips it.
+            # Publishing the stepped weights is a collective, which hangs if one rank does not step.
             optimizer.register_step_pre_hook(runtime.meet_before_publishing)
         if runtime.zero is not None:
             hook_optimizer(optimizer, runtime.zero)
@@ -68,7 +58,7 @@ def install_gradient_sync(
 
 
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
-    """Sum gradients over tp, whose copies an engine cannot see, and leave all else about them to the engine."""
+    """Sum partial gradients over tp, which an engine does not see, and leave all other gradient work to the engine."""
     runtime.parameters = [p for p in model.parameters() if p.requires_grad]
     sum_copies_in_backward(runtime.parameters, runtime.tp)
     assert runtime.engine is not None
@@ -85,18 +75,19 @@ def shard_optimizer(
 ) -> Optimizer:
     """Shard an optimizer's state over the data-parallel axis of a mesh (ZeRO), in place.
 
-    Use it in a program that does its own data parallelism: the parameters are whole and equal on every rank,
-    and each rank's loss is the mean over its own rows. Gradients are averaged over the axis during
+    Use this function in a program that does its own data parallelism: the parameters are whole and equal on every
+    rank, and each rank's loss is the mean over its own rows. Gradients are averaged over the axis during
     backward. ``to_distributed`` does this (and more) with ``ParallelPlan.zero_stage``.
 
-    Parameters that ``shard_tensor`` placed are DTensors, and torch gives their state the same placements. Call this
-    without a mesh for them: it returns the optimizer unchanged.
+    Parameters that ``shard_tensor`` placed are DTensors, and torch gives their state the same placements. For these
+    parameters call the function without a mesh. The optimizer is then returned unchanged.
 
     Args:
         optimizer: an elementwise optimizer (AdamW, SGD, ...) of parameters that are whole on every rank.
-        mesh: the ProcessMesh or DeviceMesh that has the axis; every rank of the world must make the call. None for
-            parameters that are DTensors.
-        stage: 1; or 2, which keeps no whole gradients under ``no_sync``. Stage 3 needs ``to_distributed``.
+        mesh: the ProcessMesh or DeviceMesh that has the axis; None for parameters that are DTensors. Every rank of the
+            world must make the call.
+        stage: the ZeRO stage: 1, or 2, which keeps no whole gradients under ``no_sync``. Stage 3 needs
+            ``to_distributed``.
         axis: name of the data-parallel axis.
         bucket_size_mb: size in MiB of the buckets in which gradients are reduced.
 
@@ -104,7 +95,7 @@ def shard_optimizer(
         The same optimizer object.
 
     Raises:
-        PlanError: if the mesh or the axis is missing, or the stage is another one.
+        PlanError: if the mesh or the axis is missing, or the stage is not 1 or 2.
         OptimizerMismatchError: if the optimizer's update is not elementwise.
 
     Example::
@@ -156,7 +147,7 @@ def _axis_of(mesh: ProcessMesh | DeviceMesh | None, name: str, device_type: str)
         raise PlanError(f"the mesh has the axes {', '.join(names)}, but no {name!r}; pass axis=...")
     ranks = mesh.ranks if isinstance(mesh, ProcessMesh) else mesh.mesh.flatten().tolist()
     if outside := sorted(set(range(world_size())) - set(ranks)):
-        # Raised on every rank, since those in the mesh would wait for the others at the first collective.
+        # Every rank raises, since the ranks in the mesh would wait for the others at the first collective.
         raise PlanError(f"rank(s) {', '.join(map(str, outside))} of {world_size()} are not in the mesh:\n{mesh}")
     device_mesh = mesh.to_device_mesh(device_type) if isinstance(mesh, ProcessMesh) else mesh
     sub = device_mesh[name]

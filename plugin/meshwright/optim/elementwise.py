@@ -1,4 +1,4 @@
-"""Check that an optimizer is exact on shards, that is, updates each element from that element alone."""
+"""Checks that an optimizer updates each element from that element alone, so that its steps are exact on shards."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ELEMENTWISE = (
 
 
 def check_elementwise(optimizer: Optimizer, *, is_trusted: bool) -> None:
-    """Refuse an optimizer whose step on a shard differs from its step on the whole tensor.
+    """Raise if an optimizer's step on a shard may differ from its step on the whole tensor.
 
     Args:
         optimizer: the user's optimizer.
-        is_trusted: whether the user vouches for it (ToDistributedConfig.optimizer_is_elementwise).
+        is_trusted: whether the user declares the optimizer elementwise (ToDistributedConfig.optimizer_is_elementwise).
 
     Raises:
         OptimizerMismatchError: for factored, layer-wise or matrix updates (Adafactor, LAMB, Muon, ...),
-            and for classes that this version does not know.
+            and for optimizer classes that this version does not know.
     """
     if is_trusted or any(type(optimizer).step is known.step for known in _ELEMENTWISE):
         return

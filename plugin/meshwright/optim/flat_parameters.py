@@ -1,4 +1,4 @@
-"""Parameters that lie end to end in one flat tensor, sharded evenly over the data-parallel ranks."""
+"""Parameters concatenated in one flat tensor, which is sharded evenly over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshwright.parallel.sharded_parameter import ShardedParameter, guard
 class FlatShard:
     """This rank's part of some parameters under ZeRO-3, and all of their elements while they are gathered.
 
-    Outside of its layer a parameter has its shape and dtype, but no memory: elementwise arithmetic works on this
-    rank's elements, and any operation that needs all of them raises (see ``ShardedParameter``).
+    While its layer is not running, a parameter has its shape and dtype, but no memory. Elementwise arithmetic then
+    works on this rank's elements, and any operation that needs all elements raises (see ``ShardedParameter``).
 
     Args:
         parameters: parameters of one dtype, all trainable or all frozen; the constructor leaves them unchanged.
         shapes: shape of this rank's TP shard of each parameter.
-        dp: the axis over which they are sharded.
-        device: device of this rank's part. The part of trainable half-precision parameters is in float32.
+        dp: the axis over which the parameters are sharded.
+        device: device of this rank's part, which is in float32 if the parameters are trainable and half-precision.
     """
 
     def __init__(self, parameters: list[nn.Parameter], shapes: list[torch.Size], dp: Axis, device: torch.device):
@@ -58,13 +58,13 @@ class FlatShard:
     def start(self) -> None:
         """Start the all-gather, unless it was started already."""
         if self._full is None and self._wait is None:
-            # A tensor that is gathered under inference_mode may be used after it.
+            # A tensor that is gathered under inference_mode may be used after inference_mode ends.
             with torch.inference_mode(False), torch.no_grad():
                 own = self.master if self.master.dtype == self.dtype else self.master.to(self.dtype)
                 self._wait = start_all_gather(own, self.dp)
 
     def full(self) -> Tensor:
-        """All elements of the parameters; gathers them if needed."""
+        """Return all elements of the parameters, gathered now if they were not."""
         self.start()
         if self._wait is not None:
             self._full, self._wait = self._wait(), None
@@ -78,11 +78,11 @@ class FlatShard:
         self._full = self._wait = None
 
     def publish(self) -> None:
-        """Drop what was gathered before the optimizer's step, which is stale."""
+        """Drop the gathered values, which are stale after the optimizer's step."""
         self.release()
 
     def refresh(self) -> None:
-        """Drop what was gathered before a program wrote into the masters, which is stale."""
+        """Drop the gathered values, which are stale after new values were written into ``master``."""
         self.release()
 
     def take_over(self) -> None:
@@ -108,7 +108,7 @@ class FlatShard:
             self.release()
 
     def split(self) -> list[FlatShard]:
-        """Split into one flat of the trainable and one of the frozen parameters; every rank must make the call."""
+        """Split into a FlatShard of the trainable and a FlatShard of the frozen parameters; a collective call."""
         groups: dict[bool, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             groups.setdefault(parameter.requires_grad, []).append(index)
@@ -142,27 +142,27 @@ class FlatShard:
                 guard(parameter)
 
     def guard(self) -> None:
-        """Make each parameter a ``ShardedParameter`` of this rank's elements while it is not lent."""
+        """Make each parameter a ``ShardedParameter`` of this rank's elements while it has no gathered values."""
         for index, parameter in enumerate(self.parameters):
             guard(parameter, _OwnElements(self, index))
         self.is_guarded = all(type(parameter) is ShardedParameter for parameter in self.parameters)
 
     def own(self, index: int) -> Tensor:
-        """This rank's elements of a parameter, as they are stepped; writing to them changes the parameter."""
+        """Return this rank's elements of a parameter, as the optimizer steps them. Writes change the parameter."""
         (low, high), begin = self._own(index)
         return self.master[begin : begin + high - low]
 
     def own_of(self, index: int, local: Tensor) -> Tensor:
-        """The same elements of a tensor that has the shape of the parameter's TP shard."""
+        """Return this rank's elements of a tensor that has the shape of the parameter's TP shard."""
         low, high = self._own(index)[0]
         return local.flatten()[low:high]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a view of the gathered tensor."""
+        """Return whether ``tensor`` is a view of the gathered tensor."""
         return self._full is not None and tensor.dtype == self.dtype and memory(tensor)[0] == memory(self._full)[0]
 
     def part(self, index: int) -> tuple[Tensor, RowLayout]:
-        """This rank's elements of a parameter's flattened TP shard, and how that shard is cut over dp."""
+        """Return this rank's elements of a parameter's flattened TP shard, and the shard's row layout over dp."""
         (low, high), begin = self._own(index)
         return self.master[begin : begin + high - low].to(self.dtype), self._cut(index)
 
@@ -174,13 +174,13 @@ class FlatShard:
         return RowLayout.stretches(self.starts[index], self.shapes[index].numel(), self.length, self.dp.size)
 
     def _own(self, index: int) -> tuple[Span, int]:
-        """This rank's span of a parameter's elements, and where it begins in its part (0 for an empty span)."""
+        """Return this rank's span of a parameter's elements, and its start in ``master`` (0 for an empty span)."""
         low, high = self._cut(index).spans[self.dp.rank][0]
         return (low, high), self.starts[index] + low - self.dp.rank * self.length if low < high else 0
 
 
 class _OwnElements:
-    """Access to the values of one parameter; see ``Values``."""
+    """Gives a ShardedParameter access to its values; see ``Values``."""
 
     def __init__(self, flat: FlatShard, index: int):
         self.flat, self.index = flat, index

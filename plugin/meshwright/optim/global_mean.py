@@ -10,14 +10,15 @@ from meshwright.parallel.mean_over_ranks import GlobalMean
 
 
 def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
-    """Turn the mean that this rank computed into the mean over the global batch, in value and gradient.
+    """Return the mean of a loss over the global batch, in value and gradient, given the mean that this rank computed.
 
-    Every data-parallel rank must call it once per loss, before ``backward``. On one process it changes nothing, so a
-    program may always call it. A loss that the model itself returns needs no such call; see docs/losses.md.
+    Every data-parallel rank must call ``global_mean`` once per loss, before ``backward``. On one process it returns
+    the loss unchanged, so a program may always call it. A loss that the model itself returns needs no such call; see
+    docs/losses.md.
 
     Args:
         model: the model that ``to_distributed`` or ``DataParallel`` returned.
-        loss: the mean over this rank's rows or labels, a scalar.
+        loss: the mean over this rank's rows or labels, as a scalar.
         count: the number of those rows or labels; if it is 0, the value of the loss is ignored.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The global gradient norm, and clipping by it, under every plan."""
+"""The global gradient norm and gradient clipping, under every plan."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from meshwright.parallel.collectives import Axis, all_gather
 
-# A gradient of this rank, and how many ranks hold each of its elements.
+# A gradient of this rank, and the number of ranks that hold each of its elements.
 Counted = tuple[Tensor, "Tensor | float"]
 
 
 def global_norm(gradients: Iterable[Counted], *, norm_type: float, axes: Iterable[Axis], like: Tensor) -> Tensor:
-    """The norm of all gradients of the model, each element counted once.
+    """Return the norm of all gradients of the model, with each element counted once.
 
     Args:
         gradients: this rank's gradients, with the number of copies of each element.
         norm_type: p of the p-norm, or infinity.
         axes: the axes over which the gradients are spread.
-        like: a tensor on the device to use, also if this rank has no gradient.
+        like: a tensor on the device to use, since this rank may have no gradient.
     """
     device = like.device
     if math.isinf(norm_type):
@@ -57,5 +57,5 @@ def scale_by_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) ->
     for grad in gradients:
         by_dtype.setdefault(grad.dtype, []).append(grad)
     for dtype, members in by_dtype.items():
-        # A half-precision factor alone would be off by half a percent.
+        # A coefficient in half precision would be off by half a percent.
         torch._foreach_mul_(members, coefficient.to(torch.promote_types(dtype, torch.float32)))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, CheckpointError
 from meshwright.faults.guard import Guard
-from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
@@ -31,6 +30,16 @@ from meshwright.parallel.user_hooks import HookedModules
 _ATTRIBUTE = "_meshwright"
 
 
+class RequiresGrad(Protocol):
+    """Follows which parameters the program freezes and thaws."""
+
+    def follow(self) -> None:
+        """Called before each forward pass of the model, to take in what has changed."""
+
+    def check(self) -> None:
+        """Called before a step; raises ValueError if the gradient of a thawed parameter is this rank's own."""
+
+
 @dataclass(eq=False)
 class Runtime:
     """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
@@ -39,7 +48,7 @@ class Runtime:
         tp, dp: the axes, with this rank's place on them.
         parameters: the trainable parameters.
         syncs: the objects that synchronise the gradients.
-        zero: the ZeRO shards, if any.
+        zero: the ZeRO reduction with its sharded buckets, if any.
         weights: the sharded parameters under ZeRO stage 3.
         guard: the guard that watches the ranks; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
@@ -47,15 +56,15 @@ class Runtime:
         streams: the dropout streams of the model.
         engine: name of the engine that averages gradients over dp, steps and clips, e.g. "DeepSpeed"; None if the
             runtime does so.
-        materialise: context manager that makes this rank's shard of a parameter whole where an engine splits it
-            further.
+        materialise: function that returns a context manager, inside which this rank's shard of a parameter is whole
+            although an engine splits the shard further.
         has_optimizer: whether an optimizer is bound to the parameters.
         loss: the model's loss; None if it is not known.
         uneven: the object that warns of batches that ranks share unevenly, if the loss is not known.
-        hooked: the object that warns of the program's hooks that see a part of the activations.
+        hooked: the object that warns if hooks of the program see only a part of the activations.
         gathers_logits: whether ``outputs.logits`` are whole in training.
-        trained: the object that follows which parameters require a gradient.
-        names_only: whether ``state_dict()`` is read only for its names, by a save that has the values already.
+        trained: the object that tracks which parameters require a gradient.
+        names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
     """
 
     tp: Axis
@@ -72,14 +81,14 @@ class Runtime:
     loss: BatchLoss | None = None
     uneven: UnevenBatches | None = None
     hooked: HookedModules | None = None
-    trained: TrainedParameters | FixedParameters | None = None
+    trained: RequiresGrad | None = None
     gathers_logits: bool = False
     names_only: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
 
     def without_gradients(self) -> Runtime:
-        """A runtime for a copy of the model, which has no gradients, optimizer or weights yet."""
+        """Return a runtime for a copy of the model, without gradients, optimizer or weights."""
         return dataclasses.replace(
             self, parameters=[], syncs=[], zero=None, weights=None, streams=None, trained=None, has_optimizer=False
         )
@@ -91,16 +100,16 @@ class Runtime:
         )
 
     def check_own(self, what: str, instead: str) -> None:
-        """Refuse a call that an engine handles instead of the runtime.
+        """Raise if the model has an engine, which handles the call ``what`` in the runtime's place.
 
         Raises:
-            ValueError: if the model has an engine; it names what to use instead.
+            ValueError: if the model has an engine. The message says what to use instead.
         """
         if self.engine is not None:
             raise ValueError(f"{what}: {self.engine} keeps this model's gradients and master weights; {instead}")
 
     def follow(self) -> None:
-        """Take in what the program froze and thawed since the last pass."""
+        """Update ``trained`` for the parameters that the program froze or thawed since the last pass."""
         if self.trained is not None:
             self.trained.follow()
 
@@ -108,7 +117,7 @@ class Runtime:
         """Compare the data-parallel ranks once all of them have started to reduce their gradients.
 
         Raises:
-            DivergenceError: if they differ; it names what differs, and the ranks.
+            DivergenceError: if the ranks differ. The message lists what differs on which ranks.
         """
         if self.guard is None or self.dp.size == 1:
             return
@@ -122,7 +131,7 @@ class Runtime:
         """Compare the weights that several ranks hold; every rank must make the call.
 
         Raises:
-            DivergenceError: if weights differ; it names them and the ranks.
+            DivergenceError: if weights differ. The message lists these weights and the ranks.
             CheckpointError: if the process group was destroyed.
         """
         if max(self.dp.size, self.tp.size) > 1 and not dist.is_initialized():
@@ -148,7 +157,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def reading_names(self) -> Iterator[None]:
-        """Let ``state_dict()`` return shards inside, instead of raising."""
+        """Make ``state_dict()`` return shards inside this context, instead of raising."""
         before, self.names_only = self.names_only, True
         try:
             yield
@@ -156,7 +165,7 @@ class Runtime:
             self.names_only = before
 
     def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
-        """This rank's gradients, each with the number of (dp x tp) ranks that hold each of its elements."""
+        """Return this rank's gradients, each with the number of (dp x tp) ranks that hold each of its elements."""
         counted: list[tuple[Tensor, Tensor | float]] = []
         held = set()
         if self.zero is not None:
@@ -171,15 +180,15 @@ class Runtime:
         for parameter in self.parameters:
             if id(parameter) not in held and parameter.grad is not None:
                 record, gradient = record_of(parameter), parameter.grad.as_subclass(Tensor)
-                record.zero_padding(gradient)  # the program may have set it
+                record.zero_padding(gradient)  # the program may have set the gradient
                 counted.append((gradient, record.copies(parameter) * self.dp.size))
         return counted
 
     def check_synced(self, *_: Any) -> None:
-        """Refuse gradients that were never synchronised: accumulated under no_sync, or thawed too late.
+        """Raise if gradients were never synchronised: accumulated under no_sync, or of parameters thawed too late.
 
         Raises:
-            ValueError: on every rank that runs the same program.
+            ValueError: if there are such gradients, on every rank that runs the same program.
         """
         if self.trained is not None:
             self.trained.check()
@@ -191,17 +200,17 @@ class Runtime:
 
 
 def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
-    """Keep a runtime on the model or optimizer that it belongs to."""
+    """Store a runtime on its model or optimizer."""
     object.__setattr__(owner, _ATTRIBUTE, runtime)
 
 
 def find_runtime(owner: object) -> Runtime | None:
-    """The runtime of a distributed model or sharded optimizer; None for any other object."""
+    """Return the runtime of a distributed model or sharded optimizer; None for any other object."""
     return vars(owner).get(_ATTRIBUTE)
 
 
 def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
-    """The runtime of a distributed model or sharded optimizer.
+    """Return the runtime of a distributed model or sharded optimizer.
 
     Raises:
         ValueError: if ``owner`` is neither.
@@ -215,7 +224,7 @@ def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
 
 
 def plan_of(model: nn.Module) -> ParallelPlan:
-    """The plan that ``to_distributed`` applied to a model, whether it was given, read or picked.
+    """Return the plan that ``to_distributed`` applied to a model, whether the plan was given, read or picked.
 
     Args:
         model: the model that ``to_distributed`` returned.
@@ -235,10 +244,10 @@ def plan_of(model: nn.Module) -> ParallelPlan:
 
 
 def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Leave gradients unsynchronised inside; the first backward pass outside synchronises their sum.
+    """Leave gradients unsynchronised inside this context. The first backward pass outside synchronises their sum.
 
-    Use it in loops that accumulate by hand. Without it each pass synchronises, which is right but sends
-    the gradients each time. ``ParallelPlan.gradient_accumulation_steps`` needs neither the loop nor this call.
+    Use it in loops that accumulate gradients by hand. Without it the result is also right, but each pass sends the
+    gradients. ``ParallelPlan.gradient_accumulation_steps`` needs neither the loop nor this call.
 
     Raises:
         ValueError: if ``owner`` is not distributed.
@@ -260,6 +269,6 @@ def no_sync(owner: nn.Module | Optimizer) -> contextlib.AbstractContextManager[N
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters."""
+    """Return the device of a model's parameters."""
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device

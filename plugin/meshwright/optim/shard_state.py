@@ -1,4 +1,4 @@
-"""Shard the state of a user's optimizer whose parameters have become shards."""
+"""Shards the state of a user's optimizer whose parameters have become shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that the optimizer steps parameters of this model.
 
     Raises:
-        OptimizerMismatchError: if it has parameters of another model, or none.
+        OptimizerMismatchError: if the optimizer has no parameters, or has parameters that are not the model's.
     """
     own = {id(p) for p in model.parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -31,7 +31,7 @@ def check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def shard_state(optimizer: Optimizer) -> None:
-    """Shard the existing state of an optimizer in place; its parameters are shards, with records."""
+    """Shard the existing state of an optimizer in place. Its parameters must be shards, with shard records."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:

@@ -1,6 +1,6 @@
 """``state_dict`` and ``load_state_dict`` of sharded models and optimizers.
 
-``state_dict()`` raises: usually one rank alone calls it, so it cannot gather. A model's ``load_state_dict()`` takes
+``state_dict()`` raises. It cannot gather, since usually only one rank calls it. A model's ``load_state_dict()`` takes
 whole tensors on every rank, and each rank keeps its rows.
 """
 
@@ -22,8 +22,8 @@ def guard_model(model: nn.Module, runtime: Runtime) -> None:
     """Make ``model.state_dict()`` raise if it would hold shards, and ``model.load_state_dict()`` shard whole tensors.
 
     Args:
-        model: the model, whose parameters carry records.
-        runtime: the model's runtime; under an engine nothing changes, since the engine saves and loads shards.
+        model: the model, whose parameters have shard records.
+        runtime: the model's runtime. If it has an engine, nothing changes, since the engine saves and loads shards.
     """
     if runtime.engine is not None:
         return
@@ -36,7 +36,7 @@ def guard_model(model: nn.Module, runtime: Runtime) -> None:
 
 
 def guard_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of an optimizer over shards raise."""
+    """Make ``optimizer.state_dict()`` and ``load_state_dict()`` raise if this rank has only a part of the state."""
     optimizer.register_state_dict_pre_hook(_OptimizerState(runtime).refuse_shards)
     optimizer.register_load_state_dict_pre_hook(_OptimizerState(runtime).refuse_loading)
 
@@ -98,7 +98,7 @@ class _ModuleState:
             else:
                 own = record.layout.take(value.detach(), record.rank).to(parameter.device, parameter.dtype)
             if weights is not None and is_held:
-                # torch copies into the parameter, which needs memory until then.
+                # torch copies into the parameter, which needs memory until the copy is done.
                 with reading_shards():
                     weights.lend_memory(parameter, own)
             with reading_shards():
@@ -145,13 +145,13 @@ class _OptimizerState:
             raise UnreadableTensorError(
                 f"{what}, so optimizer.load_state_dict() would replace this rank's part with whole tensors or another "
                 "rank's part. Load a one-device state before to_distributed, which keeps it; or on all ranks call "
-                "meshwright.load_optimizer(model, optimizer, folder) on a folder of meshwright.save_optimizer"
+                "meshwright.load_optimizer(model, optimizer, folder) on a folder that meshwright.save_optimizer wrote"
             )
 
     def _part_of(self, optimizer: Optimizer) -> str | None:
-        """Why this rank's state is only a part; None if it is whole."""
+        """Return a text that says why this rank's state is only a part; None if the state is whole."""
         if self.runtime.zero is not None:
-            return f"under ZeRO this rank holds the state of its elements, one of {self.runtime.dp.size} flat slices"
+            return f"under ZeRO this rank holds only one of the {self.runtime.dp.size} slices of the optimizer's state"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         records = [getattr(p, "meshwright", None) for p in parameters]
         if any(isinstance(record, ShardRecord) and record.is_sharded for record in records):

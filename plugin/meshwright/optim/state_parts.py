@@ -1,6 +1,6 @@
-"""Which elements of each parameter this rank's optimizer steps, and so which state it holds, under every plan.
+"""Defines which elements of each parameter this rank's optimizer steps, and so which state the rank holds.
 
-Only this module decides that: saving makes the state whole by it, and loading cuts the state by it.
+This is the only definition, under every plan: saving gathers the state by it, and loading slices the state by it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ class Part:
     """This rank's part of one parameter.
 
     Args:
-        record: the record of how the parameter is sharded over tp.
-        cut: which elements of that flattened shard each data-parallel rank steps; replicated if each steps all.
-        own: this rank's span of them.
+        record: the shard record, which says how the parameter is sharded over tp.
+        cut: the layout of the flattened TP shard over dp: the elements that each data-parallel rank steps. It is
+            replicated if each rank steps all elements.
+        own: this rank's span of the flattened TP shard.
         key: the tensor for this part in ``optimizer.state`` and the groups; None if this rank steps no element.
-        has_master: whether ``key`` is a float32 copy, stepped in place of half-precision weights.
+        has_master: whether ``key`` is a float32 copy, which is stepped in place of half-precision weights.
     """
 
     record: ShardRecord
@@ -42,11 +43,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerParts:
-    """This rank's parts of all parameters of an optimizer, by their one-device names.
+    """This rank's parts of all parameters of an optimizer, by the parameters' one-device names.
 
     Args:
         optimizer: the optimizer without its wrapper.
-        runtime: the model's runtime, or one of a single rank.
+        runtime: the model's runtime, or a runtime of a single rank if the model is not distributed.
         parts: the parts by name.
         groups: the names of each group's parameters.
     """
@@ -58,10 +59,10 @@ class OptimizerParts:
 
 
 def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
-    """Find this rank's part of each of an optimizer's parameters.
+    """Return this rank's part of each of an optimizer's parameters.
 
     Args:
-        model: the optimizer's model, distributed or not; its parameters' names are those of the state.
+        model: the optimizer's model, distributed or not. The state uses the model's parameter names.
         optimizer: an optimizer of parameters of this model.
 
     Raises:
@@ -99,7 +100,7 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside of wrappers that hold it as ``.optimizer``, such as accelerate's."""
+    """Return the optimizer inside of wrappers that have it as ``.optimizer``, such as accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer

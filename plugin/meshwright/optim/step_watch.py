@@ -1,4 +1,4 @@
-"""Check every step of every optimizer that reaches a distributed model's parameters, the model's own or not."""
+"""Checks the steps of all optimizers that have a distributed model's parameters, the model's own optimizer or not."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 def watch_steps(runtime: Runtime, *, is_trusted: bool) -> None:
-    """Refuse steps that would use gradients before they are reduced, or would not reach the parameters.
+    """Make an optimizer step raise if it would use unreduced gradients, or would not reach the parameters.
 
-    Uses torch's hook on the steps of all optimizers, and removes it when the runtime is gone.
+    The check is a global hook of torch on the steps of all optimizers. It is removed when the runtime is gone.
 
     Args:
         runtime: the runtime of a distributed model.
         is_trusted: see ``check_elementwise``.
     """
-    # A weak reference, since torch holds the hook: a strong one would keep the runtime alive, and so the hook.
+    # torch keeps the hook, so a strong reference to the runtime would keep both of them forever.
     reference = weakref.ref(runtime)
 
     has_warned = False
@@ -55,8 +55,8 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
         if names := [record_of(p).name for p in reduced if is_own or id(p) in stepped]:
             raise ValueError(
                 f"{type(optimizer).__name__}.step() ran inside of a backward pass, on {names[0]} and {len(names) - 1} "
-                "more parameter(s) whose gradients are reduced only when it ends, so the replicas would drift apart. "
-                "Move the step out of the hook: loss.backward(); optimizer.step()"
+                "more parameter(s) whose gradients are reduced only when the pass ends, so the replicas would drift "
+                "apart. Move the step out of the hook: loss.backward(); optimizer.step()"
             )
     if is_own:
         return
@@ -64,8 +64,8 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
     if names := [record_of(p).name for p in (zero.parameters if zero is not None else ()) if id(p) in stepped]:
         raise OptimizerMismatchError(
             f"this {type(optimizer).__name__} was not distributed with the model, but steps {names[0]} and "
-            f"{len(names) - 1} more parameter(s) that ZeRO shards over the data-parallel ranks: its step would "
-            "reach none of them. Pass one optimizer with a group for each: "
+            f"{len(names) - 1} more parameter(s) that ZeRO shards over the data-parallel ranks. Its step would "
+            "change none of them. Pass a single optimizer with several groups: "
             "to_distributed(model, AdamW([{'params': a}, {'params': b, 'lr': 1e-4}]), loader); or use zero_stage=0"
         )
     if any(id(p) in stepped and record_of(p).is_sharded for p in runtime.parameters):
@@ -73,7 +73,7 @@ def _look(optimizer: Optimizer, runtime: Runtime, is_trusted: bool) -> None:
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> bool:
-    """Warn of trained parameters that are in no distributed model; return whether there are any."""
+    """Warn of trained parameters that are in no distributed model, and return whether there are any."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
     if strangers:

@@ -1,16 +1,14 @@
-"""Follow ``requires_grad`` while a program trains: thawed parameters are reduced and stepped like all others."""
+"""Tracks ``requires_grad`` during training, so that thawed parameters are reduced and stepped like all others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradient_buckets import make_buckets
 from meshwright.parallel.gradient_sync import IN_FLIGHT, AllReduce, GradientSync
 from meshwright.parallel.row_layout import record_of
@@ -20,39 +18,33 @@ from meshwright.parallel.shard_reads import reading_shards
 class TrainedParameters:
     """The parameters of a model that were ever trainable, and how each of them is reduced and stepped.
 
-    A parameter takes a place in a bucket, and under ZeRO a slice of the optimizer's state, as soon as it is trainable.
-    If it is frozen later, it keeps both and gets no gradients.
+    As soon as a parameter is trainable, it gets a place in a bucket and, under ZeRO, a slice of the optimizer's state.
+    If the parameter is frozen later, it keeps both and gets no gradients.
 
     Args:
         model: the model, whose parameters carry records.
         optimizer: the optimizer of those parameters, if any.
-        tp, dp: the axes, with this rank's place on them.
+        runtime: the model's runtime, whose ``syncs`` this class fills; under stage 3 its ``weights`` are attached.
         zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1.
-        weights: the attached parameters under stage 3.
         bucket_bytes: size of the buckets in which gradients are reduced.
-        meet: function that is called once per synchronised pass.
-        syncs: list that this class fills with the objects that synchronise the gradients.
 
     Attributes:
         parameters: all parameters that were ever trainable.
-        zero: the ZeRO shards, if any.
+        zero: the ZeRO reduction with its sharded buckets, if any.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
+        runtime: Runtime,
         *,
-        tp: Axis,
-        dp: Axis,
         zero_stage: int,
-        weights: ShardedWeights | None,
         bucket_bytes: int,
-        meet: Callable[[], None],
-        syncs: list[GradientSync],
     ):
+        tp, dp, weights, syncs = runtime.tp, runtime.dp, runtime.weights, runtime.syncs
         self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights
-        self.bucket_bytes, self._meet = bucket_bytes, meet
+        self.bucket_bytes, self._meet = bucket_bytes, runtime.meet_over_dp
         stage = 3 if weights is not None else zero_stage if dp.size > 1 else min(zero_stage, 1)
         self.stage = 0 if stage == 1 and optimizer is None else stage
         self.parameters: list[nn.Parameter] = []
@@ -68,21 +60,26 @@ class TrainedParameters:
                 bind_optimizer(optimizer, self.zero)
             # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
             in_flight = IN_FLIGHT if weights is None else 1
-            self._of_zero = GradientSync([], tp=tp, reduction=self.zero, meet=meet, in_flight=in_flight, peers=syncs)
+            self._of_zero = GradientSync(
+                [], tp=tp, reduction=self.zero, meet=self._meet, in_flight=in_flight, peers=syncs
+            )
             self.syncs.append(self._of_zero)
         self._take_in(self._new())
 
     def follow(self) -> None:
-        """Take in thawed parameters; every rank must make the call and thaw the same ones (see ReplicaComparison)."""
+        """Add the parameters that were thawed since the last call.
+
+        Every rank must make the call, and must have thawed the same parameters (see ReplicaComparison).
+        """
         if self._watch.accept():
             with reading_shards():
                 self._take_in(self._new())
 
     def check(self) -> None:
-        """Refuse gradients of parameters that were thawed after the last forward pass of the model.
+        """Raise if parameters that were thawed after the model's last forward pass have gradients.
 
         Raises:
-            ValueError: if there are any; it names the parameters.
+            ValueError: if there are such parameters. The message lists them.
         """
         late = [p for p in self._new() if p.grad is not None] if self._watch.is_changed else []
         if late:
@@ -138,10 +135,10 @@ class TrainedParameters:
 
 
 class FixedParameters:
-    """The parameters that an engine trains, which are fixed when it is made.
+    """The parameters that an engine trains. They are fixed when this object is made.
 
     Args:
-        model: the model, whose parameters carry records.
+        model: the model, whose parameters have shard records.
         engine: the engine's name.
     """
 
@@ -150,23 +147,23 @@ class FixedParameters:
         self._known = {id(p) for p in self._watch.parameters if p.requires_grad}
 
     def follow(self) -> None:
-        """Like :meth:`check`, since an engine takes in no further parameters."""
+        """Raise like :meth:`check`, since an engine accepts no further parameters."""
         self.check()
         self._watch.accept()
 
     def check(self) -> None:
-        """Refuse parameters that were thawed.
+        """Raise if parameters were thawed.
 
         Raises:
-            ValueError: if there are any; it names them.
+            ValueError: if there are such parameters. The message lists them.
         """
         if not self._watch.is_changed:
             return
         if late := [p for p in self._watch.parameters if p.requires_grad and id(p) not in self._known]:
             raise ValueError(
                 f"{_shown([record_of(p).name for p in late])} was frozen when {self._engine} took the parameters, so "
-                f"{self._engine} would not step it; set requires_grad before the call, or train without the engine: "
-                "to_distributed(model, optimizer, loader) follows requires_grad"
+                f"{self._engine} would not step it; set requires_grad before distributing the model, or train without "
+                "the engine: to_distributed(model, optimizer, loader) follows requires_grad"
             )
 
 
@@ -185,7 +182,7 @@ class _Watch:
         return self._read() != self._flags
 
     def accept(self) -> bool:
-        """Accept the present flags; return whether they had changed."""
+        """Accept the present flags, and return whether they had changed."""
         before, self._flags = self._flags, self._read()
         return before != self._flags
 

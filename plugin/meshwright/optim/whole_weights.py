@@ -1,4 +1,4 @@
-"""The weights under ZeRO stages 1 and 2: every rank holds them whole, in flat tensors, and steps a part of each."""
+"""The weights under ZeRO stages 1 and 2. Every rank holds all weights in flat tensors, and steps a part of each."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class WholeWeights:
         all_gather_into(self.flat, self.own, self.dp)
 
     def refresh(self) -> None:
-        """Take over all values, which were set from outside."""
+        """Update ``master`` with the weights, all of which were set from outside."""
         if self.master is not self.own:
             self.master.copy_(self.own)
 
     def take_over(self) -> None:
-        """Take over what the program wrote into the parameters since the last step, if anything.
+        """Update ``flat`` and ``master`` with what the program wrote into the parameters since the last step.
 
         Raises:
             ValueError: if a parameter was cast, moved to another device or given another shape.
@@ -61,8 +61,8 @@ class WholeWeights:
                 self._move_back(parameter)
         if self.master is self.own:
             return
-        # Compares values, since torch does not count writes through ``parameter.data``. Unwritten elements keep the
-        # bits that only the master has. To ask a GPU whether anything was written would take longer than the copy.
+        # Values are compared, since torch does not count writes through ``parameter.data``. Unwritten elements keep the
+        # bits that only the master has. On a GPU, waiting for the comparison would take longer than the copy.
         if is_deferred(self.own.device) or not torch.equal(self.own, self.master.to(self.own.dtype)):
             is_kept = self.own == self.master.to(self.own.dtype)
             self.master.copy_(torch.where(is_kept, self.master, self.own.to(self.master.dtype)))
@@ -74,7 +74,7 @@ class WholeWeights:
         if (parameter.dtype, parameter.device, parameter.shape) != (self.flat.dtype, self.flat.device, shape):
             raise ValueError(
                 f"{record_of(parameter).name} is now {parameter.dtype} {tuple(parameter.shape)} on {parameter.device}, "
-                f"but ZeRO steps {self.flat.dtype} {tuple(shape)} on {self.flat.device}: no step would reach it. Call "
+                f"but ZeRO steps {self.flat.dtype} {tuple(shape)} on {self.flat.device}. No step would reach it. Call "
                 "model.to(...), .double(), .float() or the like before to_distributed (or shard_optimizer)"
             )
         segment = self.flat[offset : offset + shape.numel()].view(shape)

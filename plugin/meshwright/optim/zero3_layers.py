@@ -1,16 +1,16 @@
 """ZeRO stage 3: each rank keeps a 1/dp part of a layer's weights, which are gathered while the layer runs.
 
-A unit is a decoder layer, or a module outside of the layers. Its parameters get their values before its
-forward pass and lose them after it; the next unit is gathered meanwhile. Autograd saves a handle instead of a
-weight, so backward needs no hooks of its own: the first handle that backward reads gathers the unit and releases
-the previous one. Activation checkpointing recomputes a layer without the layer's hooks, so the modules inside
+A unit is a decoder layer, or a module outside of the layers. Its parameters get their values before the unit's
+forward pass and lose them afterwards. Meanwhile the next unit is gathered. Autograd saves a handle instead of a
+weight, so backward needs no hooks of its own. The first handle that backward reads gathers the unit and releases
+the previous unit. Activation checkpointing recomputes a layer without the layer's hooks, so the modules inside
 have hooks too.
 
 torch's ``fully_shard`` serves other needs. It changes the class of every layer and makes the parameters
-DTensors, which transformers' utilities, a user's optimizer with its state and our records of TP shards would
-all have to handle. It keeps whole gradients under ``no_sync``. Its hooks add to ``.grad``, so the gradients of
-inner micro-batches cannot be told from those of ``backward()``. On gloo its reduce-scatter is an all-reduce (see
-``start_reduce_scatter``). Here all stages share their buckets, masters, clipping and export.
+DTensors, which transformers' utilities, a user's optimizer with its state and our shard records would all have to
+handle. It keeps whole gradients under ``no_sync``. Its hooks add to ``.grad``, so the gradients of inner
+micro-batches cannot be distinguished from those of ``backward()``. On gloo its reduce-scatter is an all-reduce (see
+``start_reduce_scatter``). Meshwright's three stages share their buckets, masters, clipping and export.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from meshwright.roles.adapters import without_wrappers
 
 
 class ShardedWeights:
-    """All units of a model.
+    """The sharded weights of all units of a model.
 
-    It is built before the weights are made, so that a rank never needs all of them at once: :meth:`keep` shards
-    one tensor after the other, and :meth:`attach` adds the hooks.
+    The object is built before the weights are made, so that a rank never needs all weights at once. :meth:`keep`
+    shards one tensor after the other, and :meth:`attach` adds the hooks.
 
     Args:
         model: the model, with or without values; the constructor leaves it unchanged.
@@ -58,7 +58,7 @@ class ShardedWeights:
             new = [p for p in own if id(p) not in self._place]
             flats = [FlatShard(some, [shapes[id(p)] for p in some], dp, device) for some in _alike(new)]
             self._place |= {id(p): (flat, index) for flat in flats for index, p in enumerate(flat.parameters)}
-            # A tied parameter is in the flat of the first module that has it, and the others gather that flat too.
+            # A tied parameter is in a FlatShard of its first module, and its other modules gather that shard too.
             needed = list(dict.fromkeys(self._place[id(p)][0] for p in own))
             if needed:
                 self.steps.append(_Step(self, module, needed, len(self.steps)))
@@ -68,14 +68,17 @@ class ShardedWeights:
         self._lent_again: list[FlatShard] = []
 
     def keep(self, parameter: Tensor, local: Tensor) -> Tensor:
-        """Keep this rank's part of a parameter's TP shard; return its placeholder, or ``local`` if it is in no unit."""
+        """Keep this rank's part of a parameter's TP shard, and return a placeholder for the parameter.
+
+        If the parameter is in no unit, return ``local``.
+        """
         if id(parameter) not in self._place:
             return local
         flat, index = self._place[id(parameter)]
         return flat.keep(index, local)
 
     def attach(self, model: nn.Module) -> None:
-        """Hook a model to gather and release its weights; :meth:`keep` has left its parameters without values."""
+        """Add the hooks that gather and release a model's weights, after :meth:`keep` was called for its parameters."""
         for step in self.steps:
             step.hook()
         parts: dict[int, Any] = {id(x): x for x in (model, without_wrappers(model)[1])}
@@ -84,19 +87,19 @@ class ShardedWeights:
                 object.__setattr__(part, "generate", _GenerateTogether(part.generate))
 
     def find_places(self) -> None:
-        """Look up the place of each parameter again, after the parameters of the flats were exchanged."""
+        """Look up the place of each parameter again, after the parameters of the FlatShards were replaced."""
         self._place = {id(p): (flat, index) for flat in self.flats for index, p in enumerate(flat.parameters)}
 
     def guard(self) -> None:
-        """Make each parameter a ``ShardedParameter`` of this rank's elements outside of its layer."""
+        """Make each parameter a ``ShardedParameter`` of this rank's elements while its layer is not running."""
         for flat in self.flats:
             flat.take_back()  # a copied parameter still has the placeholder of the original model
             flat.guard()
 
     def train(self, parameters: list[nn.Parameter]) -> list[ShardedBucket]:
-        """The buckets of newly trainable parameters, in the order in which backward finishes them.
+        """Return the buckets of newly trainable parameters, in the order in which backward finishes them.
 
-        Parameters that were frozen when they were sharded are gathered and sharded anew, so every rank must make the
+        Parameters that were frozen when they were sharded are gathered and sharded again, so every rank must make the
         call.
         """
         new = {id(p) for p in parameters}
@@ -110,19 +113,19 @@ class ShardedWeights:
         return [ShardedBucket(flat.bucket, self.dp, flat) for flat in trained]
 
     def part(self, parameter: nn.Parameter) -> tuple[Tensor, RowLayout]:
-        """This rank's elements of a parameter's flattened TP shard, and how that shard is cut over dp."""
+        """Return this rank's elements of a parameter's flattened TP shard, and the shard's row layout over dp."""
         if id(parameter) not in self._place:
             return parameter.detach().reshape(-1), RowLayout.replicated(parameter.shape.numel(), self.dp.size)
         flat, index = self._place[id(parameter)]
         return flat.part(index)
 
     def changed(self) -> list[str]:
-        """The names of the parameters that were frozen or thawed since they were sharded."""
+        """Return the names of the parameters that were frozen or thawed since they were sharded."""
         parameters = [(p, flat) for flat in self.flats for p in flat.parameters]
         return [record_of(p).name for p, flat in parameters if p.requires_grad != flat.is_trained]
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's values are kept here, so that it has none outside of its layer."""
+        """Return whether a parameter's values are kept here, so that it has none while its layer is not running."""
         return id(parameter) in self._place
 
     def lend_memory(self, parameter: nn.Parameter, values: Tensor | None) -> None:
@@ -130,7 +133,7 @@ class ShardedWeights:
 
         Args:
             parameter: a parameter for which :meth:`holds` is True.
-            values: this rank's TP shard, of which this rank's part is kept; None to keep the present values.
+            values: this rank's TP shard, whose 1/dp part is kept; None to keep the present values.
         """
         flat, index = self._place[id(parameter)]
         if values is not None:
@@ -146,18 +149,18 @@ class ShardedWeights:
             parameter.data = self.place_holder(parameter)
 
     def place_holder(self, parameter: nn.Parameter) -> Tensor:
-        """The placeholder that a parameter holds while its layer is not running.
+        """Return the placeholder that a parameter holds while its layer is not running.
 
-        It has the parameter's shape and allocates no memory.
+        The placeholder has the parameter's shape and allocates no memory.
         """
         flat, index = self._place[id(parameter)]
         return flat.stand_in.expand(flat.shapes[index])
 
     @contextlib.contextmanager
     def lent(self, module: nn.Module) -> Iterator[None]:
-        """Give a module's weights their values inside, for a program that reads them without its forward.
+        """Give a module's weights their values inside this context, for programs that read them outside of its forward.
 
-        Every rank must make the call. Backward gathers again what autograd saves of the weights inside.
+        Every rank must make the call. Backward gathers the weights again if autograd saved them in this context.
         """
         step = next((step for step in self.steps if step.module is module), None)
         if step is None:
@@ -176,7 +179,7 @@ class ShardedWeights:
             flat.release()
 
     def enter_backward(self, step: _Step) -> None:
-        """Gather this step's weights for backward, and release those that it needed before."""
+        """Gather a step's weights for backward, and release the weights that backward needed before."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._current = task, None
@@ -219,7 +222,7 @@ class _Step:
     Args:
         weights: the sharded weights of the model.
         module: a decoder layer, or a module with parameters of its own outside of the layers.
-        flats: the flats of the parameters that the module needs.
+        flats: the FlatShards of the parameters that the module needs.
         index: the module's place in the order of the model.
     """
 
@@ -229,7 +232,7 @@ class _Step:
         self._pushed: list[bool] = []
 
     def hook(self) -> None:
-        # Bound methods, which a copy of the model binds to its own step.
+        # The hooks are bound methods, which a copy of the model binds to its own step.
         self.module.register_forward_pre_hook(self.enter)
         self.module.register_forward_hook(self.leave, always_call=True)
         for inner in self.module.modules():
@@ -237,7 +240,7 @@ class _Step:
                 inner.register_forward_pre_hook(self._enter_inside)
 
     def gather(self, ahead: list[FlatShard]) -> None:
-        """Gather this step's weights, and start to gather those that are needed next."""
+        """Gather this step's weights, and start to gather the weights ``ahead``, which are needed next."""
         for flat in [*self.flats, *ahead]:
             flat.start()
         for flat in self.flats:
@@ -272,14 +275,14 @@ class _Step:
             saved.pop()
         for flat in self.flats:
             flat.take_back()
-        # Backward begins with the last step, and needs its weights at once.
+        # The last step keeps its gathered weights, since backward begins with this step.
         is_last = self.index == len(self.weights.steps) - 1 and torch.is_grad_enabled()
         if not in_backward() and not is_last:
             for flat in self.flats:
                 flat.release()
 
     def _note(self, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """The handle by which backward gets a view of a weight again; None if the tensor is not a weight."""
+        """Return the handle from which backward gets a view of a weight; None if the tensor is not a weight."""
         flat = next((flat for flat in self.flats if flat.holds(tensor)), None)
         if flat is None:
             return None
@@ -294,10 +297,10 @@ class _Step:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """The module of each unit, in order, and whether the modules inside it belong to the unit.
+    """Yield the module of each unit, in order, and whether the modules inside it belong to the unit.
 
-    These are the members of the outermost module lists, and all other modules with parameters of their own. A
-    ParameterDict or ParameterList is never called, so its parameters belong to its owner.
+    The units are the members of the outermost module lists, and all other modules with parameters of their own. A
+    ParameterDict or ParameterList is never called, so its parameters belong to the unit of its parent module.
     """
 
     def walk(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
@@ -327,7 +330,10 @@ def _alike(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 class _GenerateTogether(MethodOverride):
-    """``generate`` in which every rank runs as many forward passes as the longest text needs: each is a collective."""
+    """A ``generate`` in which every rank runs as many forward passes as the longest text needs.
+
+    Each forward pass gathers weights, so all ranks must take part.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.method(*args, **{"synced_gpus": True, **kwargs})

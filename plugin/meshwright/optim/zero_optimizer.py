@@ -1,9 +1,9 @@
 """ZeRO: each data-parallel rank keeps the optimizer state of its share of every bucket of parameters.
 
-The user's optimizer object stays; its parameters become this rank's slices. Gradients are
+The user's optimizer object stays, and its parameters become this rank's slices. Gradients are
 reduce-scattered in buckets during backward, and the optimizer steps the slices. In stages 1 and 2 every
-rank holds the parameters whole, and they are all-gathered after the step. In stage 3 a rank keeps only its
-share of them (see :mod:`meshwright.optim.zero3_layers`). Passes under ``no_sync`` and micro-batches leave
+rank holds all parameters, which are all-gathered after the step. In stage 3 a rank keeps only its
+share of the parameters (see :mod:`meshwright.optim.zero3_layers`). Passes under ``no_sync`` and micro-batches leave
 whole gradients in stage 1, and reduced shards in stages 2 and 3. Half-precision parameters have float32
 master slices and float32 gradients.
 
@@ -32,7 +32,7 @@ from meshwright.parallel.tensor_guards import HeldGradient, is_cleared, is_stand
 
 
 class Weights(Protocol):
-    """The storage of the values of a bucket's parameters, and how a step reaches them."""
+    """The storage of a bucket's parameter values, and the methods that a step calls to update them."""
 
     master: Tensor
     """This rank's 1/dp part of the flat bucket, which the optimizer steps."""
@@ -41,10 +41,10 @@ class Weights(Protocol):
         """Make the next forward pass use the stepped values."""
 
     def refresh(self) -> None:
-        """Take over values that were set from outside."""
+        """Use the values that were set from outside."""
 
     def take_over(self) -> None:
-        """Take over, before a step, what the program wrote into the parameters, if anything."""
+        """Before a step, use the values that the program wrote into the parameters, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class Slice:
         parameter: the model's (TP-sharded) parameter.
         start: index of the part's first element in the flattened parameter.
         shard: the optimizer's parameter, a 1-d view into the bucket's master shard.
-        in_shard: the part's position in that master shard.
+        in_shard: the part's position in the bucket's master shard.
     """
 
     parameter: nn.Parameter
@@ -88,12 +88,12 @@ class ShardedBucket:
                 yield Slice(parameter=parameter, start=low - offset, shard=shard, in_shard=in_shard)
 
     def cut(self, parameter: nn.Parameter) -> RowLayout:
-        """Which elements of a flattened parameter each data-parallel rank steps."""
+        """Return which elements of a flattened parameter each data-parallel rank steps."""
         (offset,) = (o for p, o in zip(self.bucket.parameters, self.bucket.offsets, strict=True) if p is parameter)
         return RowLayout.stretches(offset, parameter.shape.numel(), self.bucket.numel // self.dp.size, self.dp.size)
 
     def gather_gradients(self) -> Tensor:
-        """The reduced gradients of the whole bucket, on every rank."""
+        """Return the reduced gradients of the whole bucket, gathered on every rank."""
         own = torch.zeros_like(self.weights.master)
         for piece in self.slices:
             if piece.shard.grad is not None:
@@ -105,7 +105,7 @@ Gradients = dict[int, Tensor]  # keyed by the ``id`` of a parameter, or of a sli
 
 
 class ReduceScatter:
-    """ZeRO's reduction for GradientSync: gradients go to the slices, and ``.grad`` holds a stand-in.
+    """ZeRO's reduction for GradientSync. Gradients go to the slices, and a parameter's ``.grad`` holds a stand-in.
 
     Args:
         dp: the data-parallel axis.
@@ -126,7 +126,7 @@ class ReduceScatter:
         self._arrived: set[int] = set()  # parameters whose ``.grad`` holds gradients of the running pass
 
     def extend(self, sharded: list[ShardedBucket]) -> None:
-        """Reduce these buckets too."""
+        """Add buckets, whose gradients are reduced from now on."""
         self.sharded += sharded
         for one in sharded:
             self._of[id(one.bucket)] = one
@@ -141,14 +141,14 @@ class ReduceScatter:
 
     @property
     def slices(self) -> Iterator[Slice]:
-        """This rank's slices of them."""
+        """This rank's slices of the parameters of all buckets."""
         return (piece for sharded in self.sharded for piece in sharded.slices)
 
     def prepare(self, parameter: nn.Parameter) -> None:
         if not has_gradient(parameter):
             self._forget([parameter])
             parameter.grad = None  # autograd must not add into the stand-in
-        elif id(parameter) not in self._arrived:  # set by the program: this pass adds to it
+        elif id(parameter) not in self._arrived:  # the program set this gradient, and the pass adds to it
             gradient = parameter.grad
             self.clear([parameter])
             parameter.grad = gradient
@@ -175,18 +175,18 @@ class ReduceScatter:
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
         wait = start_reduce_scatter(flat, self.dp)
-        self._forget(p for p in bucket.parameters if not has_gradient(p))  # cleared, and perhaps used by another rank
+        self._forget(p for p in bucket.parameters if not has_gradient(p))  # another rank may have gradients for these
         self._stand_in(bucket)
 
         def finish() -> None:
             own = wait()
             for piece in sharded.slices:
                 gradient = own[piece.in_shard]
-                # No rank had a gradient: leave None, so that the optimizer skips it as on one device.
+                # If no rank had a gradient, leave None, so that the optimizer skips the parameter as on one device.
                 if piece.parameter.grad is None:
                     if not gradient.any():
                         continue
-                    piece.parameter.grad = HeldGradient.stand_in(piece.parameter)  # another rank had one
+                    piece.parameter.grad = HeldGradient.stand_in(piece.parameter)  # another rank had a gradient
                 if piece.shard.grad is None:
                     piece.shard.grad = LocalGradient.of(gradient)
                 else:
@@ -196,7 +196,10 @@ class ReduceScatter:
 
     @contextlib.contextmanager
     def aside(self, gradients: Gradients) -> Iterator[None]:
-        """Make backward passes inside add to ``gradients``, initially empty, and leave the model's as they are."""
+        """Make backward passes inside this context add to ``gradients`` and leave the model's gradients unchanged.
+
+        ``gradients`` is empty at first.
+        """
         before = self._exchange(gradients)
         try:
             yield
@@ -204,7 +207,7 @@ class ReduceScatter:
             gradients |= self._exchange(before)
 
     def add(self, gradients: Gradients, factor: Tensor) -> None:
-        """Add gradients from :meth:`aside`, times ``factor``, to the model's; this uses them up."""
+        """Add gradients from :meth:`aside`, times ``factor``, to the model's; ``gradients`` are overwritten."""
         self.settle()
         for parameter in self.parameters:
             if id(parameter) in gradients and parameter.grad is None:
@@ -220,7 +223,7 @@ class ReduceScatter:
                 piece.shard.grad.as_subclass(Tensor).add_(more.as_subclass(Tensor))
 
     def _exchange(self, gradients: Gradients) -> Gradients:
-        """Replace all present gradients with these, and return those that were not None."""
+        """Replace all gradients with ``gradients``, and return the previous gradients that were not None."""
         holders = [*self.parameters, *(piece.shard for piece in self.slices)]
         before = {id(holder): holder.grad for holder in holders if holder.grad is not None}
         for holder in holders:
@@ -249,9 +252,9 @@ class ReduceScatter:
                     sharded.unsynced = None
 
     def settle(self) -> None:
-        """Clear or set the gradients in the slices as the program cleared or set those of the model.
+        """Clear or set the slices' gradients where the program cleared or set gradients of the model.
 
-        A gradient that the program set is averaged over dp. If all ranks set the same, it stays the same.
+        A gradient that the program set is averaged over dp. If it is equal on all ranks, it stays the same.
         """
         self._forget(self.parameters)
         for sharded in self.sharded:
@@ -269,7 +272,7 @@ class ReduceScatter:
                     piece.shard.grad = LocalGradient.of(own[piece.in_shard])
 
     def _forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clear the slices' gradients that the program cleared or zeroed on these parameters, as by ``zero_grad()``."""
+        """Clear or zero the slices' gradients of those parameters whose gradients the program cleared or zeroed."""
         parameters = list(parameters)
         if cleared := [p for p in parameters if p.grad is None]:
             self.clear(cleared)
@@ -287,7 +290,7 @@ def lay_out(parameters: Iterable[nn.Parameter], dp: Axis, bucket_bytes: int) -> 
     """Put parameters that every rank holds (stages 1 and 2) into buckets of which each rank steps a share.
 
     Args:
-        parameters: parameters of one optimizer group, with records, in the order in which backward finishes them.
+        parameters: parameters of one optimizer group, with shard records, in the order in which backward finishes them.
         dp: the data-parallel axis.
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
@@ -300,7 +303,7 @@ def bind_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
     Args:
         optimizer: the optimizer, which is changed in place.
-        reduction: the reduction, which gets the optimizer's groups.
+        reduction: the reduction, which stores the optimizer's groups.
     """
     reduction.groups = [list(group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -312,7 +315,7 @@ def step_slices(optimizer: Optimizer, reduction: ReduceScatter, new: list[Sharde
 
     Args:
         optimizer: an optimizer bound by :func:`bind_optimizer`, which is changed in place.
-        reduction: the reduction, which has the groups.
+        reduction: the reduction, which stores the optimizer's groups.
         new: buckets of parameters that were not stepped before.
     """
     pieces = [piece for sharded in new for piece in sharded.slices]
@@ -337,7 +340,7 @@ def _slice_state(value: Any, piece: Slice) -> Any:
 
 
 def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
-    """Make the steps of a bound optimizer use the reduced gradients and reach the model."""
+    """Make the steps of a bound optimizer use the reduced gradients and update the model."""
 
     def prepare(*_: Any) -> None:
         for sharded in reduction.sharded:
@@ -363,7 +366,7 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
 
 def slice_copies(piece: Slice) -> Tensor | float:
-    """The number of copies over the TP axis of each element of a slice."""
+    """Return the number of copies over the TP axis of each element of a slice."""
     record: ShardRecord = record_of(piece.parameter)
     copies = record.copies(piece.shard)
     if isinstance(copies, float):

@@ -1,6 +1,6 @@
-"""Terms that a model's forward adds to the loss from its loss function, such as a router's auxiliary loss.
+"""Detect terms that a model's forward adds to the result of its loss function, such as a router's auxiliary loss.
 
-The loss function returns the loss of the global batch. Nothing is known about the added terms.
+The loss function returns the loss of the global batch. How the added terms depend on the batch is unknown.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 
 
 def check_nothing_added(mean: GlobalMean, output: Any) -> None:
-    """Refuse added terms if batches are split into micro-batches, since the losses of micro-batches are summed.
+    """Raise if the forward added a term to the loss of a micro-batch, since the losses of micro-batches are summed.
 
     Args:
-        mean: the global mean in the loss function that the model calls.
+        mean: the global mean that the model's loss function computes.
         output: the output of the model's forward.
 
     Raises:
-        ValueError: if the forward added a term; names the fields of the plan to change.
+        ValueError: if the forward added a term.
     """
     if not mean.returned(loss_of(output)):
         raise ValueError(
             "the model's forward adds something to the loss that its loss function returns, such as a router's "
-            "auxiliary loss (config.output_router_logits) or a penalty. With micro-batches it would count once for "
-            "each of them. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None), or remove it from "
-            "the model and add it to the loss that the model returns"
+            "auxiliary loss (config.output_router_logits) or a penalty. With micro-batches this term would count once "
+            "for each of them. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None), or remove the "
+            "term from the model and add it to the loss that the model returns"
         )
 
 
@@ -40,7 +40,7 @@ class AddedToLoss:
     """Warns once that data parallelism averages added terms over the ranks.
 
     Args:
-        mean: the global mean in the loss function that the model calls.
+        mean: the global mean that the model's loss function computes.
     """
 
     def __init__(self, mean: GlobalMean):
@@ -58,9 +58,9 @@ class AddedToLoss:
         if self.mean.dp.rank == 0:
             logger.warning(
                 "the forward of %s adds something to the loss that its loss function returns, such as a router's "
-                "auxiliary loss (config.output_router_logits) or a penalty. Each data-parallel rank computes it from "
-                "its own rows, and the ranks' values are averaged: the result differs from one device unless all ranks "
-                "compute the same value. Remove it from the model; if the program computes it instead, write loss = "
-                "meshwright.global_mean(model, loss, count)",
+                "auxiliary loss (config.output_router_logits) or a penalty. Each data-parallel rank computes this term "
+                "from its own rows, and the ranks' values are averaged. The result differs from one device unless all "
+                "ranks compute the same value. Remove the term from the model. If the program computes it instead, "
+                "write loss = meshwright.global_mean(model, loss, count)",
                 type(model).__name__,
             )

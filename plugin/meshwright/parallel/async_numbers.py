@@ -9,7 +9,7 @@ from meshwright.parallel.collectives import Axis, all_gather
 
 
 def is_deferred(device: torch.device) -> bool:
-    """Whether the host reads the device's numbers one step later instead of waiting for them."""
+    """Return whether the host reads numbers from this device one step later instead of waiting for them."""
     return device.type != "cpu"
 
 
@@ -19,7 +19,7 @@ class Gathered:
     Args:
         own: this rank's numbers, of the same shape on all ranks.
         axis: the axis of these ranks.
-        step: the step in which the numbers were taken, for messages.
+        step: the step in which the numbers were computed; used in messages.
     """
 
     def __init__(self, own: Tensor, axis: Axis, step: int):
@@ -35,7 +35,7 @@ class Gathered:
             self._host = gathered
 
     def numbers(self) -> Tensor:
-        """Return one row per rank; on CUDA without a wait once the device has begun the next step."""
+        """Return one row per rank. On CUDA, this waits only if the device has not begun the next step."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

@@ -1,4 +1,4 @@
-"""Autograd's graph: tensors in an output, the parameters that they depend on, and gradients in backward."""
+"""Helpers for autograd graphs: tensors in an output, parameters that no output depends on, scaled gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an output of a forward pass: in sequences, mappings and dataclasses, at any depth."""
+    """Yield the tensors in a forward pass's output, at any depth of sequences, mappings and dataclasses."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -26,10 +26,10 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
-    """Whether the first tensor in ``output`` depends on ``start`` along a path that avoids the graph node ``gate``.
+    """Return whether the first tensor in ``output`` depends on ``start`` along a path that avoids the node ``gate``.
 
-    Later tensors may be attention weights. The walk skips nodes older than that of ``start``, so it never visits
-    earlier parts of the graph.
+    Later tensors are ignored, since they may be attention weights. The search skips graph nodes older than the node of
+    ``start``, so it never visits earlier parts of the graph.
     """
     if start.grad_fn is None:
         return False
@@ -48,7 +48,7 @@ def bypasses(output: Any, start: Tensor, gate: Any) -> bool:
 
 
 def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that no output depends on; an empty list if the graph does not show them."""
+    """Return the parameters that no output depends on; [] without outputs or under reentrant checkpointing."""
     unused = {id(p): p for p in parameters}
     seen: set[Any] = set()
     nodes: list[Any] = [t.grad_fn for t in outputs]
@@ -58,7 +58,7 @@ def unused_parameters(outputs: list[Tensor], parameters: list[nn.Parameter]) -> 
         node = nodes.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "CheckpointFunctionBackward":  # reentrant: backward builds its part of the graph
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: its part of the graph is built in backward
             return []
         seen.add(node)
         unused.pop(id(getattr(node, "variable", None)), None)
@@ -73,7 +73,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread. A layer that runs then is being recomputed."""
+    """Return whether autograd runs backward on this thread. A layer that runs during backward is being recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 

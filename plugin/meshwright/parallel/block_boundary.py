@@ -1,6 +1,6 @@
-"""The two borders of an attention or MLP block: its input is gathered or shared, its result is reduced.
+"""Hooks at the two borders of an attention or MLP block: gather or share its input, and reduce its result.
 
-A block's first pass checks for stock code that would silently make the sharded block wrong.
+In a block's first pass, the hooks also check for stock code that would silently give wrong results when sharded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Pass:
 
 
 class BlockHooks:
-    """Hooks at the two borders of one block."""
+    """Hooks that gather or share the input of one block and reduce its result."""
 
     def __init__(self, block: Block, axis: Axis, sequence: SequenceSharding | None, streams: DropoutStreams):
         self.axis, self.sequence, self.streams = axis, sequence, streams
@@ -55,12 +55,12 @@ class BlockHooks:
         self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
         self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
         for entry in block.entries:
-            # prepend: an entry may be a projection, whose other hooks must see the gathered input.
+            # prepend, since an entry may be a projection whose other hooks must see the gathered input.
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
             entry.register_forward_hook(self._close, always_call=True)
         for dropout in block.shared_dropouts:
             _SharedDropout(dropout, streams)
-        # Only the projection has the bias; the reduction sums its output and that of its adapters.
+        # Only the projection has a bias. The reduction sums the projection's output and its adapters' output.
         self._row = projection(block.row)
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)
@@ -73,7 +73,8 @@ class BlockHooks:
         x, put_back = hidden_states(args, kwargs, self._names)
         x = _cast_for_autocast(x)
         if self.sequence is None:
-            if self._restore is None and self._rates.is_any_on():  # if set: second column of a layer's own MLP
+            # For the second input projection of an MLP that the layer owns, _restore is set.
+            if self._restore is None and self._rates.is_any_on():
                 self._restore = self.streams.enter_shard(x)
             full = share(x, self.axis)
         else:
@@ -87,7 +88,7 @@ class BlockHooks:
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._projections is not None:
             self._projections.close()
-        if not self._is_whole_module:  # one of the columns of a layer's own MLP
+        if not self._is_whole_module:  # an input projection of an MLP that the layer owns
             return
         current, self._pass = self._pass, None
         if output is None or current is None:  # the block raised
@@ -105,13 +106,13 @@ class BlockHooks:
         """Check once that the result depends on the block's input only through the output projection."""
         if bypasses(output, entered, reduction):
             raise PlanError(
-                f"{self._name} adds its input to its output (a residual connection of its own?), and that part of "
-                "the gradient would count once for each rank. Add it in the decoder layer: x + block(x)"
+                f"{self._name} adds its input to its output (a residual connection?), so the input's gradient through "
+                "this addition would count once per rank. Add the input in the decoder layer: x + block(x)"
             )
         self._is_checked = entered.requires_grad
 
     def _lift_bias(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # Every rank would add the bias to its partial sum: leave it out of the call, add it once after the reduction.
+        # Every rank would add the bias to its partial sum, so it is removed here and added once after the reduction.
         self._bias = self._row._parameters["bias"]
         none = torch.zeros_like(self._bias) if self._bias is not None and is_transposed(self._row) else None
         self._row._parameters["bias"] = none  # Conv1D needs a bias
@@ -128,7 +129,7 @@ class BlockHooks:
         if self._restore is not None:
             self._restore()
             self._restore = None
-        if output is None:  # the projection raised; the hook runs only to put back what it changed
+        if output is None:  # the projection raised; bias and random state are restored already
             return None
         summed = reduce(output, self.axis) if self.sequence is None else self.sequence.reduce_scatter(output)
         if self._pass is not None and self._pass.entered is not None:
@@ -137,7 +138,7 @@ class BlockHooks:
 
 
 class _SharedDropout:
-    """A dropout on an activation that every rank holds whole, between dropouts on sharded activations."""
+    """Hooks that make all ranks draw the same mask in a dropout on an activation that every rank holds whole."""
 
     def __init__(self, dropout: nn.Module, streams: DropoutStreams):
         self.streams = streams
@@ -155,20 +156,20 @@ class _SharedDropout:
             self._restore = None
 
 
-# The names of the arguments if attention takes the same activation three times.
+# Argument names under which attention may get the same activation more than once.
 _TWINS = frozenset({"q", "k", "v", "query", "key", "value", "queries", "keys", "values"})
 
 
 def hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = ()
 ) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Return the activation among a block's arguments, and a function that puts another in its place.
+    """Return the activation among a block's arguments, and a function that returns the arguments with another one.
 
     Args:
         args: the block's positional arguments.
         kwargs: the block's keyword arguments.
-        names: the names of the positional arguments. The same activation under a name in _TWINS is replaced too; as
-            a residual, under another name, it stays.
+        names: the names of the positional arguments. If the same activation is also passed under a name in _TWINS,
+            that argument is replaced too. Under any other name, such as a residual's, the argument stays.
     """
     candidates = [*enumerate(args[:1]), *((n, kwargs.get(n)) for n in ("hidden_states", "x", *kwargs))]
     for place, value in candidates:
@@ -187,6 +188,6 @@ def hidden_states(
 
 
 def _cast_for_autocast(x: Tensor) -> Tensor:
-    """Cast to autocast's dtype, as the projections would, before the collective: that halves its bytes."""
+    """Cast to autocast's dtype before the collective, to halve its bytes; the projections would cast anyway."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -1,7 +1,7 @@
-"""The causal-LM loss of one device, on every rank: one mean over all valid tokens of the global batch.
+"""The causal-LM loss: on every rank the mean over all valid tokens of the global batch, as on one device.
 
-It replaces transformers' ``ForCausalLMLoss`` through ``model.loss_function``, with the same
-arguments: label shift, ``shift_labels``, ``ignore_index`` and ``num_items_in_batch``.
+``CausalLMLoss`` replaces transformers' ``ForCausalLMLoss`` as ``model.loss_function``. It shifts labels in the same way
+and takes the same arguments, including ``shift_labels``, ``ignore_index`` and ``num_items_in_batch``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class CausalLMLoss:
-    """Sums the loss over the valid tokens of all data-parallel ranks and divides by their count; see GlobalMean.
+    """Sums the loss over the valid tokens of all data-parallel ranks and divides by the tokens' count; see GlobalMean.
 
     Args:
         vocab_size: the number of words in the full vocabulary.
@@ -51,11 +51,11 @@ class CausalLMLoss:
         return self.mean.of(loss_sum.reshape(1), valid_labels(targets_N, ignore_index).reshape(1), num_items_in_batch)
 
     def counts(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the number of words to predict in this rank's part of a batch."""
+        """Return the number of valid labels in this rank's part of a batch."""
         return next_words(batch).reshape(1)
 
     def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
-        """Check the output of a forward pass and return it as it is: its loss is global already."""
+        """Check a forward pass's output and return it unchanged, since its loss is already that of the global batch."""
         check_nothing_added(self.mean, output)
         return output
 
@@ -63,7 +63,7 @@ class CausalLMLoss:
         if isinstance(logits, ShardedLogits):
             logits = logits.as_subclass(Tensor)
         words = logits.shape[-1]
-        if words >= self.vocab_size:  # whole, by width: the fake tensors of a traced plan never have the type
+        if words >= self.vocab_size:  # not sharded; a traced step's fake tensors are never ShardedLogits
             logits_NV = at_least_float32(logits.reshape(-1, words))
             return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
         require_words(targets_N, self.vocab_size, "label", ignored=ignore_index)
@@ -86,11 +86,11 @@ def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
 
 def next_words(batch: Mapping[str, Any]) -> Tensor:
-    """Count the valid labels of a batch after the shift: the next words that the loss predicts."""
+    """Return the number of a batch's valid labels after the shift: the tokens that the loss predicts."""
     targets, ignore_index = batch.get("shift_labels"), batch.get("ignore_index", IGNORE_INDEX)
     return valid_labels(shift(batch["labels"], ignore_index) if targets is None else targets, ignore_index)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Cast half-precision logits to float32, since they are too coarse for a softmax over a vocabulary."""
+    """Cast half-precision logits to float32, since half precision is too coarse for a softmax over a vocabulary."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

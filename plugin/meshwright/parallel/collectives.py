@@ -1,7 +1,7 @@
 """Collectives over one mesh axis, and their differentiable forms.
 
-Each differentiable function is named for its forward; its docstring says what the backward does, since
-that is where tensor parallelism goes wrong. Rows are dim 0.
+Each differentiable function is named after its forward. Its docstring also describes its backward, since backward is
+where tensor parallelism goes wrong. A tensor's rows are along dim 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.faults.interpose import own_collectives
 
-# torch 2.13 renamed both; the old names warn there, the new ones are missing before.
+# torch 2.13 renamed both functions: its old names warn, and older versions lack the new names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -28,9 +28,9 @@ class Axis:
 
     Args:
         name: the name of the axis, e.g. "tp".
-        size: its number of ranks.
-        rank: this rank's coordinate on it.
-        group: its process group; None if size is 1 and nothing was launched.
+        size: the number of ranks on the axis.
+        rank: this rank's coordinate on the axis.
+        group: the axis's process group; may be None if ``size`` is 1.
     """
 
     name: str
@@ -88,8 +88,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     if x.device.type != "cpu":
         work = _reduce_scatter(out, x, group=axis.group, async_op=True)
         return lambda: _wait(work, out)
-    # gloo's reduce-scatter is a full all-reduce and a copy: twice the bytes, four times the time
-    # (2 ranks, 4 MiB: 6.6 ms against 1.6 ms). An all-to-all moves just the rows that are needed.
+    # gloo's reduce-scatter is a full all-reduce and a copy, with twice the bytes and four times the time
+    # (2 ranks, 4 MiB: 6.6 ms against 1.6 ms). An all-to-all moves only the rows that each rank needs.
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
     return lambda: torch.sum(_wait(work, parts).view(axis.size, *out.shape), 0, out=out)
@@ -118,7 +118,7 @@ def maximum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def agree(x: Tensor, *axes: Axis) -> Tensor:
-    """Return, on every rank, the value of the rank that comes first on every axis."""
+    """Return, on every rank, the ``x`` of the rank whose coordinate is 0 on all of ``axes``."""
     for axis in axes:
         x = all_gather(x[None], axis)[0]
     return x
@@ -143,12 +143,12 @@ class _Collective(torch.autograd.Function):
 
 
 def _own_rows(x: Tensor, axis: Axis) -> Tensor:
-    # A copy: a view would keep the whole tensor alive for as long as the shard.
+    # A copy, since a view would keep the whole tensor alive as long as the shard.
     return x.chunk(axis.size)[axis.rank].clone()
 
 
 def _sum(x: Tensor, axis: Axis) -> Tensor:
-    # A copy: the reduction is in place, and autograd may hand the same tensor to another consumer.
+    # A copy, since the reduction is in place and autograd may pass the same tensor to another consumer.
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
@@ -157,7 +157,7 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(x: Tensor, axis: Axis) -> Tensor:
-    """Gather all rows for a sharded consumer; backward sums the partial gradients into each row's owner."""
+    """Gather all rows for a sharded consumer; backward sums the partial gradients and keeps this rank's rows."""
     result: Tensor = _Collective.apply(x, axis, all_gather, reduce_scatter)
     return result
 
@@ -169,27 +169,27 @@ def reduce_scatter_rows(x: Tensor, axis: Axis) -> Tensor:
 
 
 def split_rows(x: Tensor, axis: Axis) -> Tensor:
-    """Keep this rank's rows of a replicated tensor; backward gathers, so the gradient is replicated again."""
+    """Keep this rank's rows of a replicated tensor; backward gathers the gradients of all rows."""
     result: Tensor = _Collective.apply(x, axis, _own_rows, all_gather)
     return result
 
 
 def unsplit_rows(x: Tensor, axis: Axis) -> Tensor:
-    """Gather all rows for a replicated consumer; backward keeps this rank's rows of its (equal) gradients."""
+    """Gather all rows for a replicated consumer; backward keeps this rank's rows of the replicated gradient."""
     result: Tensor = _Collective.apply(x, axis, all_gather, _own_rows)
     return result
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:
-    """Hand a replicated tensor to sharded consumers; backward sums their partial gradients."""
+    """Pass a replicated tensor to sharded consumers; backward sums the consumers' partial gradients."""
     return _Collective.apply(x, axis, _same, _sum) if axis.size > 1 else x
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum partial results for a replicated consumer; backward passes its gradient through."""
+    """Sum partial results for a replicated consumer; backward passes the gradient through unchanged."""
     return _Collective.apply(x, axis, _sum, _same) if axis.size > 1 else x
 
 
 def reduce_for_shards(x: Tensor, axis: Axis) -> Tensor:
-    """Sum partial results for sharded consumers; backward sums their partial gradients."""
+    """Sum partial results for sharded consumers; backward sums the consumers' partial gradients."""
     return _Collective.apply(x, axis, _sum, _sum) if axis.size > 1 else x

@@ -1,8 +1,8 @@
 """Cross-entropy over logits that are sharded along the vocabulary.
 
-Each rank reduces its own rows of the vocabulary; one small all-gather (three numbers per token) joins
-the results. The logits are overwritten by their exponentials and, in backward, by their gradient: at
-32k words they are by far the largest tensor of a step, and nothing else may read them (see ShardedLogits).
+Each rank reduces over its own words of the vocabulary. One small all-gather (three numbers per token) combines the
+ranks' results. The logits are overwritten by their exponentials and, in backward, by their gradient, because with 32k
+words they are by far the largest tensor of a step. Nothing else may read them (see ShardedLogits).
 
 Shape suffixes: N tokens, W words of this rank.
 """
@@ -27,7 +27,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         logits_NW: the logits of this rank's words, float32 or float64; overwritten.
         targets_N: the target words by their index in the full vocabulary, or ``ignore_index``.
         first_word: the index of this rank's first word.
-        num_words: the number of the W columns that are words; the rest is padding.
+        num_words: the number of the W columns that are words; the other columns are padding.
         ignore_index: the target of tokens that do not count.
         axis: the TP axis.
     """
@@ -53,7 +53,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         maximum_N, total_N, target_N = statistics_3N
         for rows in _row_blocks(exp_NW):
             block = exp_NW[rows]
-            # A rank that has padding only (a tiny vocabulary) has no finite maximum.
+            # A rank with padding columns only (in a tiny vocabulary) has no finite maximum.
             peak = block.amax(1, keepdim=True).clamp_(min=torch.finfo(block.dtype).min)
             target_N[rows] = block.gather(1, column_N[rows, None])[:, 0]
             block.sub_(peak).exp_()
@@ -74,7 +74,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        # In place: a second backward through the same graph raises in autograd's version check.
+        # In place, so a second backward through the same graph fails autograd's version check.
         grad_NW, scale_N, column_N, is_ours_N = ctx.saved_tensors
         scale_N = scale_N * grad
         target_grad_N = is_ours_N * -grad

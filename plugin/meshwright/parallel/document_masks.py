@@ -1,4 +1,4 @@
-"""Packed rows: transformers finds the ends of documents in ``position_ids``, but only in passes without a cache."""
+"""Keep packed documents apart: transformers finds their ends in ``position_ids``, but only without a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def keep_documents_apart(model: nn.Module) -> None:
     """Turn off the key-value cache, which hides the documents of a packed row, in passes that do not decode.
 
     These are passes with labels, passes with gradients in training, and passes whose positions restart inside a row.
-    A pass that is given ``use_cache`` or ``past_key_values`` stays as it is, as do the passes of ``generate``.
+    Passes that are called with ``use_cache`` or ``past_key_values`` and passes of ``generate`` are unchanged.
     """
     signature = inspect.signature(model.forward)
     if "use_cache" in signature.parameters:

@@ -1,10 +1,10 @@
-"""Random streams of a model whose activations are partly replicated, partly sharded.
+"""Random streams of a model in which some activations are replicated and others are sharded.
 
-Ranks that hold the same activation must draw the same mask (or noise), and ranks that hold different parts of one must
-draw different masks. Every forward pass has its own stream, in training and in evaluation, for everything that draws:
-dropout at any rate and in any mode, NEFTune's noise, a user's hook. The random state is switched at the borders between
-replicated and sharded activations. Each switch draws its seed from the state that it leaves, so activation
-checkpointing, which restores the state at a layer's start, replays the same masks in backward.
+Ranks that hold the same activation must draw the same mask (or noise), and ranks that hold different parts of an
+activation must draw different masks. Every forward pass, in training and in evaluation, has its own stream for
+everything that draws: dropout at any rate and in any mode, NEFTune's noise, a user's hook. The random state is switched
+at the borders between replicated and sharded activations. Each switch draws its seed from the current random state.
+Activation checkpointing restores the state at a layer's start, so it replays the same masks in backward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DropoutStreams:
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
-        """Switch to the stream of a new forward pass: one per data-parallel rank, equal over the TP axis.
+        """Switch to the stream of a new forward pass. It differs between data-parallel ranks, not between TP ranks.
 
         Args:
             device: the device on which the pass draws.
@@ -70,16 +70,16 @@ class DropoutStreams:
         self._passes = {kind: state[kind] for kind in self._passes}
 
     def enter_shard(self, x: Tensor) -> Restore:
-        """Switch to a stream of this rank's own, for code in which each rank of the TP axis holds a part of ``x``."""
+        """Switch to this rank's own stream, for code in which each rank of the TP axis holds a part of ``x``."""
         if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
             return _nothing
         seed = int(torch.randint(_MAX_SEED, ()))  # drawn on the CPU, so that the host does not wait for the device
         return _switch(x.device, seed + 1 + self.tp.rank)
 
     def enter_shared(self, x: Tensor) -> Restore:
-        """Switch to a shared stream, inside :meth:`enter_shard`, for code in which every rank holds all of ``x``.
+        """Inside :meth:`enter_shard`, switch to a shared stream, for code in which every rank holds all of ``x``.
 
-        The ranks' random states differ there, so the first rank's seed is sent to the others.
+        Since the ranks' random states differ, the first rank's seed is sent to the others.
         """
         if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
             return _nothing
@@ -104,7 +104,7 @@ class Rates:
             ]
 
     def is_any_on(self) -> bool:
-        """Whether any dropout is active in the next pass."""
+        """Return whether any dropout is active in the next pass."""
         return any(part.training and getattr(part, name) > 0 for part, name in self._places)
 
 
@@ -113,7 +113,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def dropout_seed() -> int:
-    """Derive a seed from torch's random state without changing it, since loaders draw their orders from it."""
+    """Return a seed derived from torch's random state. The state stays as it is, since loaders draw orders from it."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(state, digest_size=4).digest()) >> 1
 
@@ -127,7 +127,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _switch(device: torch.device, seed: int) -> Restore:
-    """Seed the random states of the CPU, from which later switches draw their seeds, and of the device."""
+    """Seed the random states of the CPU and the device. Later switches draw their seeds from the CPU's state."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     if device.type != "cuda":

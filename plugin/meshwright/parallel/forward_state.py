@@ -28,19 +28,19 @@ class ForwardState:
 
     Args:
         model: the model.
-        inner: the modules inside it that a program may call directly, such as transformers' base model.
+        inner: the modules inside the model that a program may call directly, such as transformers' base model.
         streams: the model's dropout streams.
         tp: the axis whose ranks must get the same inputs.
         dp: the axis whose ranks share a loss.
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
         has_sharded_loss: whether the model's loss function can use sharded logits.
-        has_known_loss: whether a loss that the model returns is that of the global batch.
-        uneven: the check for uneven batches, for losses that are not known.
-        hooked: the search for the program's hooks inside the model, since a loss may be computed from what they see.
-        refuses_internals: whether asking for hidden states or attention maps raises, since a rank has only its share.
-        shares_weights: whether data-parallel ranks gather weights from each other, so that all must run every pass.
-        follow: a callback that takes in parameters frozen or thawed since the last pass; it runs in each pass with
+        has_known_loss: whether the loss that the model returns is the loss of the global batch.
+        uneven: the check for uneven batches, used for losses of an unknown kind.
+        hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
+        refuses_internals: whether requests for hidden states or attention maps raise, since a rank has only its share.
+        shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
+        follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
             gradients enabled, after the guard has compared the ranks.
     """
 
@@ -71,12 +71,12 @@ class ForwardState:
             module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
 
     def keep_logits_sharded(self) -> bool:
-        """Whether the current pass computes a training loss from sharded logits."""
+        """Return whether the current pass computes a training loss from sharded logits."""
         return self._keeps_sharded
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._outermost not in (None, module):
-            return None  # part of the pass that is running
+            return None  # this call is part of a running pass
         self._outermost = module
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
@@ -97,9 +97,10 @@ class ForwardState:
         return tuple(self._averaged(x) for x in args), {name: self._averaged(x) for name, x in kwargs.items()}
 
     def _averaged(self, x: Any) -> Any:
-        """Divide the gradient of a leaf input by dp: it carries the loss's factor dp, and no reduction averages it.
+        """Return ``x``; if it is a leaf input, backward divides its gradient by dp.
 
-        Inputs computed from parameters stay as they are, since the parameters' gradients are averaged.
+        That gradient carries the loss's factor dp, and no reduction averages it. Inputs computed from parameters stay
+        as they are, since the parameters' gradients are averaged.
         """
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
             return scale_gradient(x, 1 / self.dp.size)
@@ -137,9 +138,10 @@ class ForwardState:
 
 
 def _without_graph(output: Any) -> Any:
-    """Detach sharded logits in the outputs from the graph, since the loss has overwritten them.
+    """Detach sharded logits in the output from the graph, since the loss has overwritten them.
 
-    An engine that puts its own node behind each output (DeepSpeed's ZeRO-3) would otherwise go through them.
+    An engine that adds its own graph node to each output (DeepSpeed's ZeRO-3) would otherwise run backward through
+    these logits.
     """
     if isinstance(output, tuple):
         return tuple(x.detach() if isinstance(x, ShardedLogits) else x for x in output)
@@ -151,7 +153,7 @@ def _without_graph(output: Any) -> Any:
 
 
 def arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward call by name, positional ones included."""
+    """Return the arguments of a forward call by name, including positional arguments."""
     return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
 
 

@@ -1,4 +1,4 @@
-"""Make tensor-parallel ranks draw the same tokens in ``generate``, since they share its rows."""
+"""Make tensor-parallel ranks draw the same tokens in ``generate``, since they process the same rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from meshwright.parallel.method_override import MethodOverride
 def sample_together(model: nn.Module, tp: Axis, guard: Guard | None) -> None:
     """Make ``model.generate`` begin with the first rank's random state on all ranks of the TP axis.
 
-    If that rank is seeded like one device, the tokens are those of one device. All ranks end in the same state.
+    If the first rank has the seed of a one-device run, the ranks draw that run's tokens. All ranks end in the same
+    random state.
 
     Args:
         model: a model or an adapter's wrapper around one, changed in place if it has a ``generate``.
-        tp: the axis whose ranks share rows.
-        guard: the guard that checks that all of them call ``generate``; None on one process.
+        tp: the axis whose ranks process the same rows.
+        guard: the guard that checks that all ranks of the axis call ``generate``; None on one process.
     """
     if tp.size == 1 or not callable(getattr(model, "generate", None)):
         return
@@ -29,7 +30,7 @@ def sample_together(model: nn.Module, tp: Axis, guard: Guard | None) -> None:
 
 
 class _SampleTogether(MethodOverride):
-    """A model's ``generate``; see ``sample_together``."""
+    """Replaces a model's ``generate``; see ``sample_together``."""
 
     def __init__(self, model: Any, tp: Axis, guard: Guard | None):
         super().__init__(model.generate)

@@ -15,12 +15,12 @@ from meshwright.parallel.tensor_guards import is_stand_in
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients are reduced together.
+    """Parameters whose gradients are reduced as one flat tensor.
 
     Args:
         parameters: the bucket's parameters, of one dtype and on one device.
-        multiple: the unit to which the flat length is padded: the data-parallel size under ZeRO, whose reduce-scatter
-            needs equal parts; 1 without it.
+        multiple: the divisor of the padded flat length: under ZeRO the data-parallel size, since its reduce-scatter
+            needs equal parts; otherwise 1.
         dtype: the dtype of the flat gradient; float32 for half-precision parameters under ZeRO.
     """
 
@@ -46,7 +46,7 @@ class Bucket:
             yield parameter, flat[offset : offset + parameter.shape.numel()].view(parameter.shape)
 
     def flatten_gradients(self, scale: float, *, extra: int = 0) -> Tensor:
-        """Return the gradients times ``scale`` in one flat tensor, zeros if missing, and ``extra`` zeros behind."""
+        """Return one flat tensor: all gradients times ``scale`` (zeros if missing), then ``extra`` zeros."""
         flat = torch.empty(self.numel + extra, dtype=self.dtype, device=self.parameters[0].device)
         flat[self.offsets[-1] + self.parameters[-1].shape.numel() :].zero_()
         for parameter, segment in self.segments(flat):
@@ -58,9 +58,9 @@ class Bucket:
         return flat
 
     def average_copies(self, flat: Tensor, tp: Axis) -> None:
-        """Replace every copy of a row by the mean over its copies, in place, with one all-reduce.
+        """Replace every copy of a row's gradient by the mean over the copies, in place, with one all-reduce.
 
-        Contributions were multiplied by the number of copies when they arrived (see GradientSync), so
+        Each contribution was multiplied by the number of copies on arrival (see GradientSync), so
         this mean is the sum of the contributions. Gradients that are not partial stay as they are.
         """
         partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
@@ -79,7 +79,7 @@ class Bucket:
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether ``.grad`` is a gradient, not the stand-in for one that ZeRO has taken."""
+    """Return whether ``.grad`` is a gradient and not the stand-in for a gradient that ZeRO has taken."""
     return parameter.grad is not None and not is_stand_in(parameter.grad)
 
 
@@ -91,13 +91,13 @@ def make_buckets(
     accumulate_in_float32: bool,
     last_bytes: int | None = None,
 ) -> list[Bucket]:
-    """Fill buckets with parameters in the given order.
+    """Return buckets of the parameters, in the given order.
 
-    Parameters whose gradients are partial over the TP axis get separate buckets, which come last: they are averaged
-    over that axis first.
+    Parameters whose gradients are partial over the TP axis get separate buckets at the end, since these gradients are
+    first averaged over that axis.
 
     Args:
-        parameters: the parameters, with records.
+        parameters: the parameters, each with a shard record.
         max_bytes: the size limit of a bucket; a larger parameter gets its own bucket.
         multiple: see Bucket.
         accumulate_in_float32: whether gradients of half-precision parameters are flattened in float32.
@@ -113,7 +113,7 @@ def make_buckets(
 def group_parameters(
     parameters: list[nn.Parameter], max_bytes: int, last_bytes: int | None = None
 ) -> list[list[nn.Parameter]]:
-    """Group parameters of one dtype up to ``max_bytes``; the groups are ordered by their last parameter's position."""
+    """Return groups of one dtype and at most ``max_bytes`` each, ordered by the position of their last parameter."""
     tail = len(parameters) if last_bytes is None else _tail_start(parameters, last_bytes)
     groups: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -131,7 +131,7 @@ def group_parameters(
 
 
 def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
-    """The index where the longest tail of at most ``last_bytes`` starts; the tail has at least one parameter."""
+    """Return the start of the longest tail of at most ``last_bytes``. The tail has at least one parameter."""
     start, filled = len(parameters) - 1, parameters[-1].nbytes if parameters else 0
     while start > 0 and filled + parameters[start - 1].nbytes <= last_bytes:
         start -= 1
@@ -140,6 +140,6 @@ def _tail_start(parameters: list[nn.Parameter], last_bytes: int) -> int:
 
 
 def flat_dtype(dtype: torch.dtype, accumulate_in_float32: bool = True) -> torch.dtype:
-    """The dtype of the flat gradients of ``dtype`` parameters, and of the copy that the optimizer steps under ZeRO."""
+    """Return the dtype of flat gradients, and of the copy that ZeRO's optimizer steps, for ``dtype`` parameters."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if is_half and accumulate_in_float32 else dtype

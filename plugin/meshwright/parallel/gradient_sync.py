@@ -2,9 +2,9 @@
 
 Every reduction is an average. The loss carries a factor dp (see GlobalMean), and the gradient of a
 row with n copies is multiplied by n on arrival, so an average gives the required sum. Averaging equal
-values changes nothing, so a backward pass may synchronise into a gradient that an earlier pass
-synchronised. (transformers sums q/k-norm gradients in place in every pass: with two accumulation
-steps and tp=2 they come out 1.5 times too large.)
+values changes nothing, so a gradient that one backward pass has synchronised may be accumulated into
+and synchronised again. (transformers sums q/k-norm gradients in place in every pass. With two
+accumulation steps and tp=2, these gradients are 1.5 times too large.)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.collectives import Axis, start_all_reduce
@@ -25,7 +26,7 @@ from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.sharded_parameter import LocalGradient
 
-IN_FLIGHT = 4  # buckets that are reduced at the same time
+IN_FLIGHT = 4  # number of buckets that are reduced at the same time
 
 
 class Reduction(Protocol):
@@ -33,25 +34,25 @@ class Reduction(Protocol):
 
     @property
     def can_wait(self) -> bool:
-        """Whether passes under ``no_sync`` leave their gradients whole; otherwise they reduce them as usual."""
+        """Whether passes under ``no_sync`` leave gradients unreduced; otherwise every pass reduces its gradients."""
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Called before backward adds to ``parameter.grad``."""
 
     def aside(self, gradients: dict[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside reduce into ``gradients`` instead; called only if ``can_wait`` is False."""
+        """Make backward passes in the context reduce into ``gradients``; called only if ``can_wait`` is False."""
 
     def add(self, gradients: dict[int, Tensor], factor: Tensor) -> None:
         """Add the gradients that :meth:`aside` collected, times ``factor``."""
 
     def hold(self, bucket: Bucket) -> None:
-        """Called for a complete bucket of a pass that does not synchronise."""
+        """Called for each bucket at the end of a pass that does not synchronise."""
 
     def holds(self, bucket: Bucket) -> bool:
-        """Whether the bucket has gradients of such passes that were neither synchronised nor cleared since."""
+        """Return whether the bucket has gradients from :meth:`hold` that were neither synchronised nor cleared."""
 
     def take(self, bucket: Bucket) -> Tensor:
-        """Return the flat gradients of a complete bucket, not yet reduced."""
+        """Return the flat, unreduced gradients of a complete bucket."""
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         """Start the reduction; the returned function waits for it and stores the result."""
@@ -61,14 +62,13 @@ class GradientSync:
     """Hooks on parameters that reduce gradients in buckets, overlapped with backward.
 
     Args:
-        buckets: the buckets, in the order in which backward completes them; partial ones last.
+        buckets: the buckets, in the order in which backward completes them; buckets with partial gradients come last.
         tp: the axis over which copies are averaged.
         reduction: the reduction over the data-parallel axis.
-        unreduced: sharded parameters in no bucket, whose gradients need no reduction.
         meet: a function that compares the ranks, called once per synchronised pass, before the gradients are used.
         in_flight: the number of buckets that are reduced at the same time.
-        peers: all objects that synchronise parameters of the same model, in order. The first overlaps with backward;
-            the others follow at its end, since ranks may get their gradients in different orders.
+        peers: all ``GradientSync`` objects of the same model, in order. The first overlaps with backward. The others
+            run at the end of backward, since the order of their gradients may differ between ranks.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class GradientSync:
         *,
         tp: Axis,
         reduction: Reduction,
-        unreduced: Iterable[nn.Parameter] = (),
         meet: Callable[[], None] = lambda: None,
         in_flight: int = IN_FLIGHT,
         peers: list[GradientSync] | None = None,
@@ -99,10 +98,15 @@ class GradientSync:
         self._finish: list[Callable[[], None]] = []
         self._bucket_of: dict[int, int] = {}
         self._copies: dict[int, Tensor | float] = {}
-        self.extend(buckets, unreduced)
+        self.extend(buckets)
 
     def extend(self, buckets: Iterable[Bucket], unreduced: Iterable[nn.Parameter] = ()) -> None:
-        """Synchronise more parameters, between two backward passes; see the class for the arguments."""
+        """Synchronise more parameters, between two backward passes.
+
+        Args:
+            buckets: as for the class.
+            unreduced: sharded parameters in no bucket, whose gradients need no reduction.
+        """
         for bucket in buckets:
             self._bucket_of |= {id(p): len(self.buckets) for p in bucket.parameters}
             self._copies |= {id(p): record_of(p).copies(p) for p in bucket.parameters if record_of(p).is_grad_partial}
@@ -113,17 +117,17 @@ class GradientSync:
             parameter.register_post_accumulate_grad_hook(_guard)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copied or pickled model gets None instead: its parameters have no hooks.
+        # A copied or pickled model has None in place of this object, since its parameters have no hooks.
         return type(None), ()
 
     @property
     def has_unsynced(self) -> bool:
-        """Whether some gradients are still this rank's own, from passes under ``no_sync``."""
+        """Whether passes under ``no_sync`` left gradients that are not synchronised yet."""
         return any(self.reduction.holds(bucket) for bucket in self.buckets)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate, if the reduction can wait; the next pass synchronises their sum."""
+        """Make backward passes only accumulate, if the reduction can wait; the next pass synchronises their sum."""
         before, self._enabled = self._enabled, not self.reduction.can_wait
         try:
             yield
@@ -132,7 +136,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Gradients computed inside are neither scaled nor reduced."""
+        """Neither scale nor reduce gradients that are computed in this context."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -140,7 +144,7 @@ class GradientSync:
             self._paused = before
 
     def arrive(self, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
-        """Called before ``grad`` is added to ``parameter.grad``; multiplies a partial one by its copies."""
+        """Called before ``grad`` goes to ``parameter.grad``; multiplies a partial ``grad`` by its number of copies."""
         if self._paused:
             return None
         self._check_pass(parameter)
@@ -149,7 +153,7 @@ class GradientSync:
         return None if copies is None else grad * copies
 
     def _check_pass(self, parameter: nn.Parameter) -> None:
-        """Refuse ``torch.autograd.grad``, whose gradients are never reduced; checks once per pass."""
+        """Raise if ``torch.autograd.grad`` runs, whose gradients are never reduced. Check once per pass."""
         task = torch._C._current_graph_task_id()
         if task == self._checked_task:
             return
@@ -166,15 +170,15 @@ class GradientSync:
             ) from error
 
     def expect_none(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Do not wait for these parameters in the next pass; after several calls, for those that all calls named."""
+        """Expect no gradients of these parameters in the next pass; of several calls, the intersection counts."""
         unused = {id(p) for p in parameters}
         self._unused = unused if self._unused is None else self._unused & unused
 
     def begin(self) -> None:
         """Synchronise gradients at the end of the backward pass that is running.
 
-        Passes nested in it (reentrant checkpointing) belong to it. Without this call, gradients are synchronised at
-        the end of the pass in which the first one arrives.
+        Nested passes (reentrant checkpointing) count as parts of this pass. Without this call, gradients are
+        synchronised at the end of the pass in which the first gradient arrives.
         """
         for sync in self._peers:
             sync._begin()
@@ -183,7 +187,7 @@ class GradientSync:
         if self._end_of_pass is not None and self._end_of_pass() is not None:
             return
         end = functools.partial(self._finalize)
-        # Only autograd's engine keeps it alive: a pass that raises drops it uncalled.
+        # Only autograd's engine keeps `end` alive, so a pass that raises drops it without calling it.
         self._end_of_pass = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._task = torch._C._current_graph_task_id()
@@ -200,10 +204,10 @@ class GradientSync:
         index = self._bucket_of[id(parameter)]
         if index < self._next:
             raise ValueError(
-                f"a gradient of {record_of(parameter).name} arrived after its bucket was reduced. Either the loss uses "
-                "the parameter although no output of the forward pass depends on it: use find_unused_parameters=False. "
-                "Or it is used inside and outside of a reentrant checkpoint: use torch.utils.checkpoint with "
-                "use_reentrant=False"
+                f"a gradient of {record_of(parameter).name} arrived after its bucket was reduced. If the loss uses "
+                "the parameter although no output of the forward pass depends on it, set find_unused_parameters=False. "
+                "If the parameter is used both inside and outside of a reentrant checkpoint, call "
+                "torch.utils.checkpoint with use_reentrant=False"
             )
         self._has_gradients = True
         self._missing[index].discard(id(parameter))
@@ -219,7 +223,7 @@ class GradientSync:
             self._next += 1
 
     def _is_idle(self, bucket: Bucket) -> bool:
-        """Whether all parameters of a bucket are frozen, with no gradients left to synchronise."""
+        """Return whether a bucket's parameters are all frozen and have no gradients left to synchronise."""
         return not any(p.requires_grad for p in bucket.parameters) and not self.reduction.holds(bucket)
 
     def _start(self, bucket: Bucket) -> None:
@@ -229,14 +233,14 @@ class GradientSync:
         if bucket.is_grad_partial:
             bucket.average_copies(flat, self.tp)
         self._finish.append(self.reduction.start(bucket, flat))
-        # A reduction keeps its buffers until it is finished: a large model's must not all be alive at once.
+        # A reduction keeps its buffers until it finishes. A large model's buffers must not all be alive at once.
         if len(self._finish) > self._in_flight:
             self._finish.pop(0)()
 
     def _finalize(self) -> None:
         self._end_of_pass = None
-        # Peers count: another rank may have gradients here when this rank has them only in a peer.
-        if not any(sync._has_gradients for sync in self._peers):  # torch.autograd.grad
+        # Peers count too: other ranks may have gradients here while this rank has gradients only in a peer.
+        if not any(sync._has_gradients for sync in self._peers):  # the pass was torch.autograd.grad
             return
         self._unused = None
         if not self._enabled:
@@ -252,7 +256,7 @@ class GradientSync:
 
 
 def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
-    # Weak references: autograd's hooks would keep the parameter, the process groups and their threads alive.
+    # Weak references, since autograd's hooks would keep the parameter, process groups and their threads alive.
     own, synchroniser = weakref.ref(parameter), weakref.ref(sync)
 
     def arrive(grad: Tensor) -> Tensor | None:
@@ -274,6 +278,8 @@ class AllReduce:
 
     def __init__(self, dp: Axis):
         self.dp = dp
+        # The gradients that no_sync() left unsynchronised; a reduction replaces the tensors.
+        self._unreduced = WeakTensorKeyDictionary()
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Do nothing: gradients accumulate in ``.grad`` as on one device."""
@@ -288,14 +294,14 @@ class AllReduce:
         for parameter in bucket.parameters:
             _guard(parameter)
             if parameter.grad is not None:
-                setattr(parameter.grad, _OWN, True)
+                self._unreduced[parameter.grad] = True
 
     def holds(self, bucket: Bucket) -> bool:
-        return any(getattr(parameter.grad, _OWN, False) for parameter in bucket.parameters)
+        return any(p.grad is not None and p.grad in self._unreduced for p in bucket.parameters)
 
     def take(self, bucket: Bucket) -> Tensor:
         flat = bucket.flatten_gradients(1 / self.dp.size, extra=len(bucket.parameters))
-        # One element per parameter records whether this rank has a gradient, since zeros alone do not tell.
+        # One element per parameter records whether this rank has a gradient, since a gradient may be all zeros.
         has_one = flat[bucket.numel :].fill_(1)
         for index, parameter in enumerate(bucket.parameters):
             if parameter.grad is None:
@@ -309,17 +315,13 @@ class AllReduce:
             reduced = wait()
             ranks_with_one = reduced[bucket.numel :]
             for index, (parameter, segment) in enumerate(bucket.segments(reduced)):
-                # No rank had a gradient: leave None, so that the optimizer skips it as on one device.
+                # No rank had a gradient: keep None, so the optimizer skips the parameter as on one device.
                 if parameter.grad is None and not ranks_with_one[index]:
                     continue
                 parameter.grad = segment
                 _guard(parameter)
 
         return finish
-
-
-# Marks a gradient that no_sync() left unsynchronised; a reduction replaces the tensor, and so drops the mark.
-_OWN = "meshwright_own"
 
 
 def _guard(parameter: nn.Parameter) -> None:

@@ -1,4 +1,4 @@
-"""Make guarded parameters plain ones while their own module runs or their optimizer steps."""
+"""Make sharded and partial parameters plain ``nn.Parameter`` objects while their module or optimizer uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.parallel.sharded_parameter import Shard, ShardedParameter, becom
 
 
 class Window:
-    """Makes sharded parameters plain ones between :meth:`open` and :meth:`close`, which serve as hooks."""
+    """Makes sharded parameters plain ``nn.Parameter`` objects between the hooks :meth:`open` and :meth:`close`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
         self.parameters = [p for p in parameters if type(p) is ShardedParameter]
@@ -44,7 +44,7 @@ class OnShards(MethodOverride):
 
 
 class StepWindow:
-    """Makes an optimizer's parameters and their gradients plain tensors while it steps them.
+    """Gives an optimizer's parameters and gradients the classes ``nn.Parameter`` and ``Tensor`` during its step.
 
     torch's optimizers choose their kernels by the class of a parameter.
     """

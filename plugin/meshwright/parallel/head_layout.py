@@ -16,19 +16,19 @@ from meshwright.parallel.row_layout import RowLayout, Span
 class HeadLayout:
     """The heads of one attention block over ``tp`` ranks.
 
-    Each rank gets an equal run of query heads and the key/value heads that they use. If those do not
-    divide evenly, several ranks hold the same head (or one rank holds it twice), so that each local
-    key/value head serves the same number of consecutive local query heads. The stock attention code
-    then runs unchanged on the local heads.
+    Each rank gets the same number of consecutive query heads and the key/value heads that these use. If
+    the key/value heads are not evenly divisible, several ranks hold the same one (or one rank holds it
+    twice). Each local key/value head then serves the same number of consecutive local query heads, and
+    the stock attention code runs unchanged on the local heads.
 
     Args:
         heads: the number of query heads of the full model.
-        kv_heads: the number of key/value heads of the full model; it divides ``heads``.
+        kv_heads: the number of key/value heads of the full model, a divisor of ``heads``.
         head_dim: the width of a head.
-        tp: the size of the TP axis; it divides ``heads``.
+        tp: the size of the TP axis, a divisor of ``heads``.
 
     Example:
-        Six query heads in three groups over two ranks. Rank 1 has heads 3, 4 and 5, of groups 1, 2 and 2:
+        Six query heads in three groups over two ranks. Rank 1 has heads 3, 4 and 5, which belong to groups 1, 2 and 2:
 
         >>> layout = HeadLayout(heads=6, kv_heads=3, head_dim=1, tp=2)
         >>> layout.local_kv_heads(1), layout.queries_per_kv_head
@@ -52,7 +52,7 @@ class HeadLayout:
 
     @property
     def local_heads(self) -> int:
-        """The number of query heads of a rank."""
+        """The number of query heads per rank."""
         return self.heads // self.tp
 
     @property
@@ -65,7 +65,7 @@ class HeadLayout:
         return self.local_heads // self.queries_per_kv_head
 
     def local_kv_heads(self, rank: int) -> tuple[int, ...]:
-        """The key/value heads that a rank holds, by their index in the full model."""
+        """Return the key/value heads that a rank holds, by their index in the full model."""
         group = self.heads // self.kv_heads
         first = rank * self.local_heads
         return tuple((first + i * self.queries_per_kv_head) // group for i in range(self.num_local_kv_heads))
@@ -78,7 +78,7 @@ class HeadLayout:
         return RowLayout(0, self.kv_heads * self.head_dim, spans)
 
     def fused_rows(self) -> RowLayout:
-        """The rows of a projection that stacks all queries, then all keys, then all values."""
+        """Return the layout of a projection that stacks all queries, then all keys, then all values."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         spans = tuple(
             (*own, *self._kv_spans(rank, offset=queries), *self._kv_spans(rank, offset=queries + keys))
@@ -87,7 +87,7 @@ class HeadLayout:
         return RowLayout(0, queries + 2 * keys, spans)
 
     def grouped_rows(self) -> RowLayout:
-        """The rows of a projection that stacks, for each key head, its queries, its key and its value."""
+        """Return the layout of a projection that stacks, for each key head, its queries, its key and its value."""
         group = self.heads // self.kv_heads
 
         def spans(rank: int) -> Iterator[Span]:
@@ -101,19 +101,20 @@ class HeadLayout:
         return RowLayout(0, size, tuple(tuple(spans(rank)) for rank in range(self.tp)))
 
     def rows_in_four(self) -> RowLayout:
-        """The rows of a projection of four parts; each stacks a quarter of the queries, of the values, of the keys.
+        """Return the layout of a projection in four parts, each a quarter of the queries, then values, then keys.
 
-        The model's code splits the local rows in four again, so each rank's number of heads must divide by four.
+        The model's code splits the local rows in four again, so the heads per rank must be a multiple of four.
         """
         if self.kv_heads != self.heads:
             raise PlanError(
-                f"a projection in four parts needs as many key/value heads as query heads, not {self.kv_heads} for "
-                f"{self.heads}; give it another role in ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
+                f"a projection in four parts needs as many key/value heads as query heads, but there are "
+                f"{self.kv_heads} key/value heads and {self.heads} query heads. Give the projection another role in "
+                "ToDistributedConfig.sharding_plan, or use ParallelPlan(tp=1)"
             )
         if self.local_heads % 4:
             raise PlanError(
-                f"a projection in four parts needs a multiple of 4 heads on each rank, not {self.heads} heads over "
-                f"tp={self.tp}; change ParallelPlan.tp"
+                f"a projection in four parts needs a multiple of 4 heads on each rank, but there are "
+                f"{self.heads} heads and tp={self.tp}. Change ParallelPlan.tp"
             )
         own, quarter = self.local_heads // 4, self.heads // 4
 
@@ -140,10 +141,10 @@ class HeadLayout:
         return result
 
     def local_attributes(self, attention: nn.Module) -> dict[str, int]:
-        """The attributes of a stock attention module that count heads or their width, with their local values.
+        """Return the local values of a stock attention module's attributes that count heads or their width, by name.
 
         Raises:
-            PlanError: if a count does not match the projections, since what the module does with it is unknown.
+            PlanError: if a count does not match the projections, since how the module uses the count is then unknown.
         """
         local, own = {}, vars(attention)
         for names, value, local_value in (
@@ -159,7 +160,7 @@ class HeadLayout:
                 if own[name] != value:
                     raise PlanError(
                         f"{type(attention).__name__}.{name} is {own[name]}, but its projections imply {value}, so "
-                        "tensor parallelism cannot tell what it counts. Correct it, or use ParallelPlan(tp=1)"
+                        "tensor parallelism cannot tell what this number counts. Correct it, or use ParallelPlan(tp=1)"
                     )
                 local[name] = local_value
         return local
@@ -174,17 +175,20 @@ _HEAD_WIDTHS = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "d
 
 
 def head_layout(attention: nn.Module, config: object, *, query_width: int, kv_width: int, tp: int) -> HeadLayout:
-    """Read the width of a head from the module, else from the model's config, and count the heads in the widths.
+    """Return the head layout of an attention module.
+
+    The width of a head is read from the module or else from the model's config. The number of heads follows from it and
+    from the widths of the projections.
 
     Args:
         attention: the attention module.
         config: the model's config.
         query_width: the number of columns of the output projection.
-        kv_width: the number of rows that make the keys.
+        kv_width: the number of weight rows that compute the keys.
         tp: the size of the TP axis.
 
     Raises:
-        PlanError: if neither gives the number or width of the heads, or they do not match the projections.
+        PlanError: if the head width is unknown, or the projections' widths are not multiples of it.
     """
     head_dim = _read(attention, _HEAD_WIDTHS)
     for owner in (attention, config):
@@ -193,8 +197,8 @@ def head_layout(attention: nn.Module, config: object, *, query_width: int, kv_wi
         head_dim = head_dim or _read(owner, _HEAD_WIDTHS)
     if not head_dim:
         raise PlanError(
-            f"cannot tell the attention heads of {type(attention).__name__}: neither it nor the model's config "
-            "has num_attention_heads (or num_heads) or head_dim. Set config.num_attention_heads"
+            f"cannot tell the number of attention heads of {type(attention).__name__}: neither the module nor the "
+            "model's config has num_attention_heads (or num_heads) or head_dim. Set config.num_attention_heads"
         )
     if query_width % head_dim or kv_width % head_dim:
         raise PlanError(

@@ -1,7 +1,7 @@
-"""Turn losses that are a mean over a rank's rows or labels into the mean over those of the global batch.
+"""Turn a loss that averages over one rank's rows or labels into the mean over the global batch.
 
-What a model's loss averages over is known from the loss function of transformers that it calls; from its class, for
-families that compute the loss in their own forward; or from ToDistributedConfig.loss_averages_over.
+What a model's loss averages over is known from one of three sources: the transformers loss function that the model
+calls, the class of a model that computes the loss in its own forward, or ToDistributedConfig.loss_averages_over.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Batch = Mapping[str, Any]
 
 
 class BatchLoss(Protocol):
-    """A model's loss, on every rank the loss of the global batch."""
+    """A model's loss, which on every rank is the loss of the global batch."""
 
     mean: GlobalMean
 
     def counts(self, batch: Batch) -> Tensor:
-        """Return the number of items that this rank's loss averages over, one number for each of its means."""
+        """Return the number of items that this rank's loss averages over, with one number for each of its means."""
 
     def of_output(self, batch: Batch, output: Any) -> Any:
-        """Return ``output``, a result of the model's own forward, with its loss made that of the global batch."""
+        """Return ``output``, from the model's own forward, with its loss replaced by that of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class LossKind:
 
     Args:
         counts: a function that counts, in this rank's part of a batch, the items that the loss averages over.
-        is_function: whether the model calls it as ``model.loss_function``; otherwise it is visible in the output only.
-        is_causal_lm: whether it is the causal-LM loss, which works on logits sharded over the vocabulary.
-        has_positions: whether it is the average of two means, over start and end positions.
+        is_function: whether the model calls the loss as ``model.loss_function``; otherwise only the output shows it.
+        is_causal_lm: whether the loss is the causal-LM loss, which works on logits sharded over the vocabulary.
+        has_positions: whether the loss is the average of two means, over start positions and over end positions.
     """
 
     counts: Callable[[Batch], Tensor]
@@ -58,14 +58,14 @@ class LossKind:
 
 
 def find_loss(model: nn.Module, averages_over: AveragesOver | None = None) -> LossKind | None:
-    """Return the kind of a model's loss; None for a loss of the user's own that no option describes.
+    """Return the kind of a model's loss, or None for a user-defined loss that no option describes.
 
     Args:
         model: the model, without adapters around it.
         averages_over: ToDistributedConfig.loss_averages_over.
 
     Raises:
-        PlanError: if ``averages_over`` is set for a loss that is known without it.
+        PlanError: if ``averages_over`` is set for a loss whose kind is known without it.
     """
     kind = _of_function(model) or _of_class(model)
     if averages_over is None:
@@ -91,7 +91,7 @@ def _of_function(model: nn.Module) -> LossKind | None:
 
 
 def _of_class(model: nn.Module) -> LossKind | None:
-    """The loss of a head that computes it in its own forward, in the same way in all families."""
+    """Return the loss kind of a head whose forward computes the loss in the same way in all families, or None."""
     owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
     task = re.search(r"For(\w+?)(Simple)?$", owner.__name__)
     if task is None or not owner.__module__.startswith("transformers.models."):
@@ -99,13 +99,13 @@ def _of_class(model: nn.Module) -> LossKind | None:
     names = _names_read(owner)
     if "CrossEntropyLoss" not in names:
         return None
-    if task[1] == "QuestionAnswering":  # some heads search for spans instead, without ignored_index
+    if task[1] == "QuestionAnswering":  # heads that search for spans instead have no ignored_index
         return LossKind(counts=_positions, has_positions=True) if "ignored_index" in names else None
     return LossKind(counts=_labels) if task[1] in _TASKS else None
 
 
 def _names_read(kind: type) -> set[str]:
-    """The names in the code of a class's forward, and of the base classes' forwards that it calls."""
+    """Return the names in the code of a class's forward and of the base classes' forwards that it calls."""
     names: set[str] = set()
     for owner in (k for k in kind.__mro__ if "forward" in vars(k)):
         code = getattr(inspect.unwrap(vars(owner)["forward"]), "__code__", None)
@@ -122,7 +122,7 @@ def _labels(batch: Batch) -> Tensor:
         raise ValueError(
             "the model's loss is a mean over the labels of the batch, but the model was called without labels, so the "
             "mean over the global batch is unknown. Call model(..., labels=labels). If you set "
-            "ToDistributedConfig.loss_averages_over to 'labels', it may instead be a callable that counts in the batch"
+            "ToDistributedConfig.loss_averages_over='labels', you may instead pass a callable that counts in the batch"
         )
     return valid_labels(labels, batch.get("ignore_index", IGNORE_INDEX))
 
@@ -132,7 +132,7 @@ def _rows(batch: Batch) -> Tensor:
     tensors = (x for x in (labels, *batch.values()) if isinstance(x, Tensor) and x.ndim > 0)
     rows = next(tensors)
     count = torch.tensor(rows.shape[0], device=rows.device)
-    # A rank without rows runs one row whose labels do not count, to stay in step.
+    # To stay in step with other ranks, a rank without rows runs one row whose labels do not count.
     return count * (valid_labels(rows) > 0) if rows is labels and len(rows) == 1 else count
 
 
@@ -153,14 +153,14 @@ _FUNCTIONS = {
 
 
 def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, vocab_size: int) -> BatchLoss:
-    """Make a model return the loss of the global batch.
+    """Make a model return the loss of the global batch, and return the object that computes this loss.
 
     Args:
         model: the model; changed in place.
-        kind: the kind of its loss.
+        kind: the kind of the model's loss.
         mean: the mean over the axis that splits the batch.
         tp: the axis over which a causal LM's logits may be sharded.
-        vocab_size: the number of words in its full vocabulary.
+        vocab_size: the number of words in the model's full vocabulary.
     """
     if kind.is_causal_lm:
         AddedToLoss(mean).watch(model)
@@ -176,7 +176,7 @@ def install_loss(model: Any, kind: LossKind, mean: GlobalMean, *, tp: Axis, voca
 
 
 class HeadLoss:
-    """Replaces a loss function of transformers other than the causal-LM one, with the same arguments.
+    """Replaces a transformers loss function other than the causal-LM loss, and takes the same arguments.
 
     Args:
         stock: the replaced function, called for the mean over this rank's rows.
@@ -197,7 +197,7 @@ class HeadLoss:
                 return None
             return self.mean.of_means(*_span_means(named, named), num_items)
         labels = named["labels"]
-        # transformers' regression losses ignore the number.
+        # transformers' regression losses ignore num_items_in_batch.
         num_items = None if labels.is_floating_point() else num_items
         count = valid_labels(labels, named.get("ignore_index", IGNORE_INDEX))
         own = self.stock(**named)
@@ -208,13 +208,13 @@ class HeadLoss:
         return self.kind.counts(batch).reshape(-1)
 
     def of_output(self, batch: Batch, output: Any) -> Any:
-        """See BatchLoss; the loss is global already."""
+        """See BatchLoss; the loss is already that of the global batch."""
         check_nothing_added(self.mean, output)
         return output
 
 
 class OutputLoss:
-    """Replaces the mean in a forward's output by the mean over the global batch.
+    """Replaces the loss in a forward's output, this rank's mean, by the mean over the global batch.
 
     Args:
         kind: the kind of the loss.
@@ -249,7 +249,7 @@ class OutputLoss:
             return output
         if own.numel() != 1:
             raise ValueError(
-                f"the model returned a loss of shape {tuple(own.shape)}, but only a mean, one number, can "
+                f"the model returned a loss of shape {tuple(own.shape)}, but only a scalar mean can "
                 "become the mean over the global batch. Return loss.mean()"
             )
         if self.kind.has_positions:
@@ -263,7 +263,7 @@ _SPAN_LOGITS = ("start_logits", "end_logits")
 
 
 def _span_means(logits: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return this rank's means over start positions and over end positions, and their numbers of positions."""
+    """Return this rank's means over start positions and over end positions, and how many positions each covers."""
     means, counts = [], []
     for logits_name, positions_name in zip(_SPAN_LOGITS, _SPAN, strict=True):
         scores = logits[logits_name]
@@ -274,5 +274,5 @@ def _span_means(logits: Batch, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _clamped(positions: Tensor, length: int) -> Tensor:
-    """Clamp positions as transformers does: those beyond the row get the ignored index."""
+    """Clamp positions as transformers does: positions beyond the row get the ignored index."""
     return (positions.squeeze(-1) if positions.ndim > 1 else positions).clamp(0, length)

@@ -16,8 +16,8 @@ from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
 
 ADVICE = (
-    "Each tensor-parallel rank computes a part of the sums for the same tokens: if one rank has other tokens, the sums "
-    "belong to no batch. Read the data through the loader that to_distributed or shard_dataloader returned, and skip "
+    "Each tensor-parallel rank computes a part of the sums for the same tokens. If one rank has other tokens, the sums "
+    "mix two batches. Read the data through the loader that to_distributed or shard_dataloader returned, and skip "
     "or sample a batch on all ranks of the axis or on none:\n"
     "    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, ...)"
 )
@@ -26,8 +26,8 @@ ADVICE = (
 class ComparedInputs:
     """Compares the tensors that the ranks of the TP axis pass to a model.
 
-    On the CPU a digest of their bytes is in the statement that the ranks compare. On other devices the host would wait
-    for it, so the digests are gathered there and checked in the next pass.
+    On the CPU, the statement that the ranks compare contains a digest of each tensor's bytes. On other devices the host
+    would have to wait for the digests, so they are gathered on the device and checked in the next pass.
 
     Args:
         tp: the TP axis.
@@ -39,14 +39,14 @@ class ComparedInputs:
         self._names: list[str] = []
 
     def statement(self, model: nn.Module, inputs: dict[str, Any]) -> Statement:
-        """Describe this rank's inputs, for the ranks to compare before the pass runs."""
+        """Return a description of this rank's inputs, which the ranks compare before the pass runs."""
         details = {name: _describe(value) for name, value in inputs.items() if _is_compared(value)}
         mode = "training" if model.training else "evaluation"
         texts = [mode, _precision(inputs), *(f"{name} {value}" for name, value in details.items())]
         return Statement(text=", ".join(filter(None, texts)), details=lambda: details, advice=ADVICE)
 
     def gather(self, inputs: dict[str, Any], step: int) -> None:
-        """Start to compare the inputs on a device, once the ranks agree on which inputs those are."""
+        """Start to compare the inputs on a device; called once the ranks agree on which inputs these are."""
         late = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and _is_late(x)}
         if late:
             self._names = list(late)
@@ -56,7 +56,7 @@ class ComparedInputs:
         """Check the digests that were gathered in the previous pass.
 
         Raises:
-            DivergenceError: if they differ; names the inputs and the ranks.
+            DivergenceError: if the digests differ.
         """
         gathered, self._gathered = self._gathered, None
         if gathered is None:
@@ -79,13 +79,13 @@ def _is_compared(value: Any) -> bool:
 
 
 def _is_late(x: Tensor) -> bool:
-    # A device's kernels may sum in any order, so numbers computed there may differ in their last bits.
+    # A device's kernels may sum in any order, so floating-point inputs may differ in their last bits.
     is_exact = not (x.is_floating_point() or x.is_complex())
     return is_deferred(x.device) and is_exact and is_plain(x) and x.numel() > 0
 
 
 def _describe(value: Any) -> str:
-    """The value itself; for a tensor, its type, its shape and, if the host has it, its digest."""
+    """Return a value's ``repr``; for a tensor, its type and shape, and its digest if the tensor is on the host."""
     if not isinstance(value, Tensor):
         return repr(value)
     shape = describe_tensors(value)

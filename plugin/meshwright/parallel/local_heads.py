@@ -1,6 +1,6 @@
-"""Gives stock attention code this rank's head counts and per-head biases.
+"""Give stock attention code this rank's head counts and per-head biases.
 
-The code reads these separately from the projection weights.
+Attention code reads these counts and biases separately from the projection weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.roles.projection import is_transposed, out_features
 
 
 class LocalConfig:
-    """A model's config with some values replaced, for one module that reads its head counts from it."""
+    """A model's config with some values replaced, for one module that reads its head counts from the config."""
 
     def __init__(self, config: Any, **local: int):
         self.__dict__.update(_config=config, **local)
@@ -30,29 +30,30 @@ class LocalConfig:
 
 def localise_attributes(block: Block) -> None:
     """Set the head counts and widths in a block's modules to those of this rank's part."""
-    for projection in (*block.columns, block.row):
+    module: Any = block.module
+    projections: list[Any] = [*block.columns, block.row]
+    for projection in projections:
         if is_transposed(projection):
-            setattr(projection, "nf", out_features(projection))  # noqa: B010  the width that Conv1D reshapes to
+            projection.nf = out_features(projection)  # the width that Conv1D reshapes to
     for name, value in block.local_attributes.items():
-        setattr(block.module, name, value)
-    if block.heads is not None and block.has_fused_qkv and hasattr(block.module, "config"):
-        local = LocalConfig(
-            block.module.config,
+        setattr(module, name, value)
+    if block.heads is not None and block.has_fused_qkv and hasattr(module, "config"):
+        module.config = LocalConfig(
+            module.config,
             num_attention_heads=block.heads.local_heads,
             num_key_value_heads=block.heads.num_local_kv_heads,
         )
-        setattr(block.module, "config", local)  # noqa: B010  nn.Module's annotations refuse the plain form
 
 
 class HeadInputs:
-    """Cuts an attention block's per-head arguments to this rank's heads: biases, and masks that contain them."""
+    """Cuts an attention block's per-head arguments (biases, and masks that contain biases) to this rank's heads."""
 
     def __init__(self, attention: nn.Module, heads: HeadLayout, axis: Axis):
         self._names = tuple(inspect.signature(attention.forward).parameters)
         self._heads, self._rank = heads, axis.rank
 
     def take_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with only this rank's heads in them."""
+        """Return the arguments, cut to this rank's heads."""
         own = tuple(self._take(name, value) for name, value in zip(self._names, args, strict=False))
         return (*own, *args[len(own) :]), {name: self._take(name, value) for name, value in kwargs.items()}
 

@@ -16,21 +16,21 @@ from meshwright.parallel.tensor_checks import require
 
 IGNORE_INDEX = -100  # the label that transformers' losses skip
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
-BLANK = -(2.0**40)  # the same for floating-point labels, of a row that only keeps a rank in step with the others
+BLANK = -(2.0**40)  # the floating-point label that losses skip, in rows that only keep a rank in step with others
 
 
 def valid_labels(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Count the labels that a loss does not skip."""
+    """Return the number of labels that a loss does not skip."""
     return (labels != (BLANK if labels.is_floating_point() else ignore_index)).sum()
 
 
 def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same rows with targets that every loss skips."""
+    """Return the batch with its targets replaced by values that every loss skips."""
     out = dict(batch)
     for name in TARGETS:
         if isinstance(target := out.get(name), Tensor):
             if "positions" in name:
-                blank: float = torch.iinfo(target.dtype).max  # past the end of every row, which transformers skips
+                blank: float = torch.iinfo(target.dtype).max  # beyond every row, so transformers skips it
             else:
                 blank = BLANK if target.is_floating_point() else batch.get("ignore_index", IGNORE_INDEX)
             out[name] = torch.full_like(target, blank)
@@ -38,25 +38,25 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GlobalMean:
-    """Sums over the data-parallel ranks and divides by the global count.
+    """Computes a global mean: sums over the data-parallel ranks and divides by the global count.
 
     The value is the same on every rank. The gradient carries a factor dp, so that averaging gradients over the
-    data-parallel axis (as torch DDP does) gives the gradient of that value.
+    data-parallel axis (as torch DDP does) gives the gradient of the global mean.
 
     Args:
         dp: the axis over which the batch is split.
-        num_items: what a ``num_items_in_batch`` counts; see ToDistributedConfig.num_items_in_batch.
+        num_items: what ``num_items_in_batch`` counts; see ToDistributedConfig.num_items_in_batch.
     """
 
     def __init__(self, dp: Axis, num_items: NumItems = "auto"):
         self.dp, self.num_items = dp, num_items
-        self.used_items: bool | None = None  # whether the last mean was divided by num_items; None before the first
+        self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
         self._divisors: Tensor | None = None
-        self._last: int | None = None  # number of the last mean's autograd node; the node itself is not kept
+        self._last: int | None = None  # sequence number of the last mean's autograd node, which is not kept
 
     @contextlib.contextmanager
     def divided_by(self, divisors: Tensor) -> Iterator[None]:
-        """Divide every sum inside the context by the divisors of a larger global batch."""
+        """Divide every sum inside the context by ``divisors``, which are those of a larger global batch."""
         self._divisors = divisors
         try:
             yield
@@ -64,11 +64,11 @@ class GlobalMean:
             self._divisors = self._last = None
 
     def divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """Return the divisors of a global batch's sums: its counts, or the number of items that was passed.
+        """Return the divisors of a global batch's sums: its counts, or the ``num_items`` that the program passed.
 
         Args:
             counts: this rank's counts, one for each sum.
-            num_items: the number passed on this rank, if any.
+            num_items: the ``num_items_in_batch`` that this rank's program passed, if any.
         """
         ranks = all_gather(self._with_items(counts.double(), num_items)[None], self.dp)
         return self._divisors_of(ranks, len(counts), has_items=num_items is not None)
@@ -79,7 +79,7 @@ class GlobalMean:
         Args:
             sums: this rank's sums, ``[n]``.
             counts: how many rows or labels each sum covers, ``[n]``.
-            num_items: the number to divide by instead, if the program passed one.
+            num_items: the number to divide by instead of the counts, if the program passed one.
         """
         # float64, since float32 cannot represent every count above 2**24.
         own = torch.cat([sums.detach().double(), self._with_items(counts.double(), num_items)])
@@ -98,18 +98,18 @@ class GlobalMean:
         return mean
 
     def returned(self, loss: Tensor | None) -> bool:
-        """Return whether a loss is the last mean with nothing added to it; True for a loss without a graph."""
+        """Return whether a loss is the last mean with nothing added; also True for a loss without a graph."""
         last, self._last = self._last, None
         return last is None or loss is None or loss.grad_fn is None or loss.grad_fn._sequence_nr() == last
 
     def of_means(self, means: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
-        """Like :meth:`of`, from each rank's means; where a rank's count is 0, its mean may be anything, even NaN."""
+        """Return what :meth:`of` returns, from each rank's means. A mean with count 0 may be anything, even NaN."""
         return self.of(means.where(counts > 0, 0) * counts, counts, num_items)
 
     def _with_items(self, counts: Tensor, num_items: Tensor | float | None) -> Tensor:
         if num_items is None:
             return counts
-        with torch._C.DisableTorchFunctionSubclass():  # num_items may be a tensor that notices when it is read
+        with torch._C.DisableTorchFunctionSubclass():  # num_items may be a tensor subclass that detects reads
             items = torch.as_tensor(num_items, device=counts.device, dtype=counts.dtype)
             return torch.cat([counts, items.reshape(1)])
 
@@ -120,7 +120,7 @@ class GlobalMean:
         return self._items(ranks[:, size], counts[:, 0]).expand(size)
 
     def _items(self, passed: Tensor, counts: Tensor) -> Tensor:
-        """Return the global count that the ranks' ``num_items_in_batch`` stand for, given each rank's own count."""
+        """Return the global count for the ``num_items_in_batch`` that each rank passed, given each rank's own count."""
         if self.dp.size == 1:
             return passed[0]
         if self.num_items == "global":
@@ -134,8 +134,8 @@ class GlobalMean:
                 ),
             )
             return passed[0]
-        # Each rank's own count of this batch has one meaning. A number that equals the global count may also be a
-        # rank's count over a window of dp batches, so its value is ambiguous.
+        # A number that equals the rank's own count is unambiguous. A number that equals the global count may also be
+        # the rank's count over an accumulation window of dp batches.
         if self.num_items == "auto" and not bool((passed == counts).all()):
             raise ItemCountError(
                 f"num_items_in_batch is ambiguous: {_described(passed, counts)}. It may count the global batch or each "

@@ -10,8 +10,8 @@ from typing import Any
 class MethodOverride:
     """Replaces one bound method of a model; the original is ``self.method``.
 
-    It is an object because ``copy.deepcopy`` of a model binds methods to the copy, but keeps a function as it is, so
-    that the copy would call the original model.
+    It is an object, not a function: ``copy.deepcopy`` of a model binds methods to the copy, but keeps a function as it
+    is, so the copy would call the original model.
     """
 
     def __init__(self, method: Callable[..., Any]):

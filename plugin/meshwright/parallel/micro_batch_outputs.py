@@ -1,4 +1,4 @@
-"""The output of a batch that ran as micro-batches: all their outputs joined, or tensors that raise when read."""
+"""The output of a batch that ran as micro-batches: their joined outputs, or tensors that raise when read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.tensor_guards import ShardedLogits, is_metadata
+from meshwright.parallel.tensor_guards import ShardedLogits, UnreadableTensor
 
 
 class Pieces:
     """Collects the outputs of one batch's micro-batches.
 
     Args:
-        rows: the number of rows of each micro-batch; 0 for one that only keeps this rank in step with the others.
-        keeps: whether tensors of all micro-batches are kept (``ToDistributedConfig.gather_logits``).
+        rows: the number of rows of each micro-batch; 0 for a micro-batch that only keeps this rank in step.
+        keeps: whether the output tensors of all micro-batches are kept (``ToDistributedConfig.gather_logits``).
     """
 
     def __init__(self, rows: list[int], *, keeps: bool):
@@ -26,7 +26,7 @@ class Pieces:
         self._outputs: list[Any] = []
 
     def add(self, output: Any) -> None:
-        """Add the output of the next micro-batch; the last one goes to :meth:`whole`."""
+        """Add the output of the next micro-batch. The output of the last one goes to :meth:`whole`."""
         if self.keeps:
             self._outputs.append(_mapped(output, lambda x, _: x.detach(), []))
 
@@ -47,16 +47,16 @@ class Pieces:
 
 
 def _mapped(output: Any, join: Callable[[Tensor, list[Any]], Tensor], before: list[Any], loss: Any = None) -> Any:
-    """Replace each tensor of an output but the loss by ``join(tensor, [its counterparts in before])``."""
+    """Return an output in which ``join(tensor, [its counterparts in before])`` replaces each tensor but the loss."""
 
     def at(value: Any, others: list[Any]) -> Any:
-        if isinstance(value, ShardedLogits):  # which raise by themselves when they are read
+        if isinstance(value, ShardedLogits):  # these already raise when they are read
             return value
         if isinstance(value, Tensor) and value.ndim:
             return join(value, others)
         if isinstance(value, tuple | list):
             return tuple(at(x, [other[i] for other in others]) for i, x in enumerate(value))
-        return None if not isinstance(value, Tensor) else value  # training has no use for a cache
+        return None if not isinstance(value, Tensor) else value  # drop a cache, which training does not use
 
     if isinstance(output, Tensor):
         return output if loss is None else loss
@@ -75,7 +75,7 @@ def _mapped(output: Any, join: Callable[[Tensor, list[Any]], Tensor], before: li
 
 
 class _Read(torch.autograd.Function):
-    """Lets joined outputs be read but not trained on, since the backward passes of most of them are over."""
+    """Allows reading joined outputs, and raises in backward, since most micro-batches' backward passes are over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -91,20 +91,14 @@ class _Read(torch.autograd.Function):
         )
 
 
-class _Unkept(Tensor):
+class _Unkept(UnreadableTensor):
     """Stands in for an output of the whole batch that was not kept; reading it raises."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_metadata(func):
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise UnreadableTensorError(
-            "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
-            "their outputs need not fit in memory together. To read outputs.logits of the batch, pass "
-            "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
-        )
+    _MESSAGE = (
+        "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
+        "their outputs need not fit in memory together. To read outputs.logits of the batch, pass "
+        "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
+    )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "(output of micro-batches, not kept: see ToDistributedConfig.gather_logits)"

@@ -1,4 +1,4 @@
-"""Read a decoder's sizes from its modules for the planner, for a model without a transformers config."""
+"""Read a decoder's sizes from its modules, so that the planner can handle models without a transformers config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shape_of(model: nn.Module, plan: ShardingPlan) -> ModelShape:
     biases = sum(p.numel() for block in (attention, mlp) for p in _biases(block))
     matrices = sum(p.numel() for p in inside.values()) // layers - biases
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    others = outside - structure.embedding.weight.numel() - hidden  # beside the embedding and the final norm
+    others = outside - structure.embedding.weight.numel() - hidden  # without the embedding and the final norm
     head = 0 if _is_tied(structure) or others < vocab * hidden else vocab * hidden
     query, kv = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     gated = sum(out_features(column) for column in mlp.columns) == 2 * ffn

@@ -1,4 +1,4 @@
-"""Find and replace the loss in a model's output, whatever the output's type."""
+"""Find and replace the loss in a model's output of any type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in an output: its ``loss``, a tuple's first item, or a scalar itself; None if it has none."""
+    """Return an output's loss: its ``loss``, a tuple's first item, or the output itself if scalar; None without one."""
     if isinstance(output, tuple | list):
         output = output[0] if output else None
     if isinstance(output, Tensor):

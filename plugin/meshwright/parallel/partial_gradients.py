@@ -1,8 +1,8 @@
-"""Whole parameters with partial gradients: norms under sequence parallelism, and biases.
+"""Unsharded parameters with partial gradients: norms under sequence parallelism, and biases.
 
-Each rank of tp computes a part of such a gradient, and the runtime sums the parts. What the program computes from such
-a parameter outside of the model, for example a penalty on weights, gives every rank the same gradient. Each rank
-therefore divides that one by the number of ranks.
+Each rank of tp computes a part of such a gradient, and the runtime sums the parts. If the program uses such a parameter
+outside of the model, for example in a penalty on weights, every rank gets the same gradient from this use. Each rank
+therefore divides the gradient of this use by the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.parallel.sharded_parameter import become
 
 
 class PartialParameter(nn.Parameter):
-    """Divides gradients from the program's own operations on it by the number of ranks that compute them."""
+    """A parameter that divides gradients of the program's own operations by the number of ranks that compute them."""
 
     @classmethod
     def __torch_function__(
@@ -35,14 +35,14 @@ class PartialParameter(nn.Parameter):
                 result = func(*args, **(kwargs or {}))
             for x in partial.values():
                 if x.requires_grad:
-                    # An in-place operation may return nothing; its graph is then that of an argument.
+                    # An in-place operation may return None; its graph nodes then belong to an argument.
                     _take_a_share((result, args, kwargs), x, first)
         return result
 
 
 @contextlib.contextmanager
 def _own_casts() -> Iterator[None]:
-    """Disable autocast's cache, so that the program's cast of a parameter is not the model's."""
+    """Disable autocast's cache, so that the program and the model do not share a cast of a parameter."""
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -52,11 +52,11 @@ def _own_casts() -> Iterator[None]:
 
 
 class ModelWindow:
-    """Makes partial parameters plain ones while the layers, or a module that holds them, run.
+    """Makes partial parameters plain ``nn.Parameter`` objects while the layers, or modules that hold them, run.
 
     Args:
         model: the model.
-        parameters: its partial parameters.
+        parameters: the model's partial parameters.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]):
@@ -87,20 +87,20 @@ class ModelWindow:
 
     def _become(self, old: type, new: type) -> None:
         for parameter in self.parameters:
-            if type(parameter) is old:  # quantised and fake ones have a class of their own
+            if type(parameter) is old:  # quantised and fake parameters have other classes
                 become(parameter, new)
 
     def _check_places(self) -> None:
-        """Raise if another tensor takes a parameter's place: nothing would sum its gradient over tp."""
+        """Raise if another tensor replaces a parameter, since nothing would sum that tensor's gradient over tp."""
         for module, name, parameter in self._places:
             found = module._parameters.get(name)
             if found is not None and found is not parameter and found.requires_grad:
                 record = record_if_any(parameter)
                 raise ValueError(
                     f"the model runs with another tensor in the place of {name if record is None else record.name}, as "
-                    "torch.func.functional_call does. Each rank of tp computes a part of its gradient, and the runtime "
-                    "sums the parts of the model's own parameters only. Leave this parameter out of the call, compute "
-                    "it inside the model with torch.nn.utils.parametrize, or use ParallelPlan(tp=1)"
+                    "torch.func.functional_call does. Each rank of tp computes a part of that tensor's gradient, but "
+                    "the runtime sums the parts only for the model's own parameters. Leave this parameter out of the "
+                    "call, compute it inside the model with torch.nn.utils.parametrize, or use ParallelPlan(tp=1)"
                 )
 
 
@@ -109,8 +109,8 @@ def _take_a_share(changed: Any, parameter: PartialParameter, first: int) -> None
 
     Args:
         changed: the tensors that the operation returned or may have written.
-        parameter: the parameter that it was given.
-        first: the sequence number of the first graph node that the operation made.
+        parameter: the parameter, an argument of the operation.
+        first: the sequence number of the first graph node that the operation created.
     """
     record = record_if_any(parameter)
     ranks = 1 if record is None else len(record.layout.spans)

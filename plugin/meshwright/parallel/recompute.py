@@ -13,11 +13,11 @@ def can_recompute(model: nn.Module) -> bool:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Make a model recompute its layers in backward; ``can_recompute`` must hold for it."""
+    """Make a model recompute its layers in backward; ``can_recompute(model)`` must be True."""
     _switch(model)({"use_reentrant": False})
 
 
 def _switch(model: nn.Module) -> Any:
-    """Return the method that turns recomputation on, or None; its older name is deprecated."""
+    """Return the method that turns recomputation on, under its new or its deprecated name, or None."""
     old = getattr(model, "gradient_checkpointing_enable", None)
     return getattr(model, "activation_checkpointing_enable", old)

@@ -1,7 +1,7 @@
 """Save only this rank's rows of a block's gathered input, and gather the input again in backward.
 
-The projections of a block all save its input for their weight gradients. Under sequence parallelism
-that input is the whole sequence, and keeping it would undo most of what sharding the activations
+All projections of a block save the block's input for their weight gradients. Under sequence parallelism
+this input is the whole sequence, and keeping it would cost most of the memory that sharding the activations
 saves. As in Megatron (Korthikanti et al. 2022, section 4.2.2), backward does one more all-gather instead.
 """
 
@@ -42,7 +42,7 @@ class GatheredInput:
             self._full = all_gather(self._local, self._axis)
         full = self._full
         self._unpacked += 1
-        if self._unpacked == self._packed:  # the block's last projection has it, so it is freed
+        if self._unpacked == self._packed:  # the block's last projection has used it, so free it
             self._full, self._unpacked = None, 0
         return full.flatten()[: self._numel].view(shape)
 

@@ -1,14 +1,14 @@
-"""Checks during training, over tp and dp, that the replicas of a model agree on everything that must be equal.
+"""Check during training that the replicas of a model over tp and dp agree on everything that must be equal.
 
-On by default.
+The check is on by default.
 
-- The text of each meeting has the optimizer's settings and number of steps, ``requires_grad`` of each parameter, and
-  whether gradients were cleared.
+- The text of each meeting contains the optimizer's settings and number of steps, ``requires_grad`` of each parameter,
+  and whether gradients were cleared.
 - Digests of the weights' memory are compared every few steps and before a save. Replicas over dp get the same reduced
-  gradients and take the same elementwise steps, so they are equal to the bit. So are norms and copied key/value rows
-  whose gradients are averaged over tp. Replicated weights whose gradients each rank of tp computes by itself are equal
-  on the CPU. On CUDA, kernels may add in another order, so there these weights are compared only under
-  ``torch.use_deterministic_algorithms(True)``.
+  gradients and take the same elementwise steps, so they are bitwise equal. Norms and copied key/value rows whose
+  gradients are averaged over tp are bitwise equal too. For other replicated weights, each rank of tp computes the
+  whole gradient itself. These weights are equal on the CPU. On CUDA, kernels may add in another order, so
+  these weights are compared there only under ``torch.use_deterministic_algorithms(True)``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from meshwright.parallel.row_layout import ShardRecord
 from meshwright.parallel.shard_reads import reading_shards
 
 ADVICE = (
-    "Each rank steps a replica of the same weights: after one more step the replicas differ for good, and averaged "
+    "Each rank steps a replica of the same weights. After one more step the replicas differ permanently, and averaged "
     "gradients belong to none of them. Base decisions (a skipped step, a learning rate, what is frozen) on numbers "
     "that are equal on all ranks, such as outputs.loss, and act on all ranks alike"
 )
 WEIGHT_ADVICE = (
-    "From there on each rank trains a different model, and averaged gradients belong to none of them. Either the "
+    "From then on each rank trains a different model, and averaged gradients belong to none of them. Either the "
     "program changed a weight or a gradient on one rank only, or a rank's memory is faulty. Change weights on all "
     "ranks alike, and resume from a checkpoint that was saved before:\n"
     "    mw.load_weights(model, CHECKPOINT)"
@@ -48,12 +48,12 @@ WEIGHT_ADVICE = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a parameter that an axis holds more than once.
+    """Rows of a parameter of which the ranks of an axis hold several copies.
 
     Args:
         name: the parameter's one-device name.
-        start, stop: the range of one-device rows; None for the whole parameter.
-        local: the dim of the rows, and the index in the shard at which they begin.
+        start, stop: the range of the rows in the one-device parameter; None for the whole parameter.
+        local: the dim of the rows, and the index in the shard at which the rows begin.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ReplicaComparison:
         tp, dp: the axes over which the replicas are compared.
         guard: the guard, which counts the steps and holds the meetings.
         every: the number of steps between two comparisons of the weights; 0 for never.
-        has_weights: whether this process holds the weights and the runtime steps them; if not, weights are left out.
+        has_weights: whether this process holds the weights and the runtime steps them; else they are not compared.
     """
 
     def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, guard: Guard, every: int, has_weights: bool):
@@ -113,7 +113,7 @@ class ReplicaComparison:
         self._steps += 1
 
     def statement(self) -> Statement:
-        """Return what must be equal on all ranks before the next step of the optimizer."""
+        """Return a statement of what must be equal on all ranks before the optimizer's next step."""
         trained = bytes(parameter.requires_grad for _, parameter in self._named)
         parts = [f"parameters trained {zlib.crc32(trained):08x}"]
         if self._optimizer is not None:
@@ -122,10 +122,10 @@ class ReplicaComparison:
         return Statement(text=", ".join(parts), details=self._details, advice=ADVICE)
 
     def statement_before_forward(self) -> Statement:
-        """Like :meth:`statement`, plus whether gradients were cleared since the optimizer's last step."""
+        """Return :meth:`statement`, and add whether gradients were cleared since the optimizer's last step."""
         statement = self.statement()
         if self._steps != self._steps_seen:
-            # Only right after a step: passes under no_sync may leave gradients on some ranks.
+            # Only right after a step, since passes under no_sync may later leave gradients on some ranks.
             self._steps_seen = self._steps
             has_any = any(parameter.grad is not None for _, parameter in self._named)
             self._cleared = f"gradients {'kept' if has_any else 'cleared'} since step {self._steps} of the optimizer"
@@ -147,10 +147,10 @@ class ReplicaComparison:
         return found | {f"requires_grad of {name}": str(p.requires_grad) for name, p in self._named}
 
     def compare_weights(self, axis: Axis) -> None:
-        """Compare the weights that the ranks of an axis share, if a comparison is due. All its ranks make the call.
+        """Compare the weights that the ranks of an axis share, if a comparison is due. All ranks must call this.
 
         Raises:
-            DivergenceError: if weights differ; it names them and their ranks, and says since when.
+            DivergenceError: if weights differ; the message says since when.
         """
         self._look(axis)
         if not self.every or self.guard.step - self._compared.get(axis.name, 0) < self.every:
@@ -160,10 +160,10 @@ class ReplicaComparison:
             self._look(axis)
 
     def compare_now(self) -> None:
-        """Compare everything and wait for the result, as before a save. Every rank makes the call.
+        """Compare everything and wait for the result, for example before a save. All ranks must call this.
 
         Raises:
-            DivergenceError: if weights differ; it names them and their ranks, and says since when.
+            DivergenceError: if weights differ; the message says since when.
         """
         if not self.every:
             return
@@ -208,7 +208,7 @@ class ReplicaComparison:
             raise DivergenceError(_parted(differ, axis, gathered.step, before))
 
     def _shared_over(self, axis: Axis) -> list[list[tuple[Tensor, Rows]]]:
-        """Return, for each rank of an axis, the rows that it holds and that the axis holds more than once."""
+        """Return, for each rank of an axis, those of its rows that the axis holds more than once."""
         shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
             record: ShardRecord = parameter.meshwright  # type: ignore[attr-defined]
@@ -228,7 +228,7 @@ class ReplicaComparison:
 
 
 def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
-    """Yield the rows of a rank's shard that the axis holds more than once, be it on another rank or on this one."""
+    """Yield the rows of a rank's shard that the axis holds more than once, on this rank or on others."""
     place, runs = 0, iter(record.layout.copies(rank))
     for start, stop in record.layout.spans[rank]:
         while start < stop:
@@ -239,7 +239,7 @@ def _copied_rows(name: str, record: ShardRecord, rank: int) -> Iterable[Rows]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, str]:
-    """Return the settings of an optimizer's group as text, without tensors on a device: reading one would wait."""
+    """Return an optimizer group's settings as text, without tensors on a device, since the host would wait for them."""
     return {key: text for key, value in group.items() if key != "params" and (text := _text(value)) is not None}
 
 

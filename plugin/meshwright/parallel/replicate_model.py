@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def describe_tensors(model: nn.Module) -> list[str]:
-    """Return a line for each parameter and buffer with all that replicas must share, except the values."""
+    """Return one line per parameter and buffer, with everything that replicas must share except the values."""
     parameters = (
         f"parameter {name} {tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()
@@ -27,10 +27,10 @@ def describe_tensors(model: nn.Module) -> list[str]:
 
 
 def check_agreement(problem: str | None, lines: list[str], axis: Axis) -> None:
-    """Raise on every rank of the axis if one of them has a problem, or if their lines differ.
+    """Raise on every rank of the axis if any rank has a problem, or if the ranks' lines differ.
 
     Raises:
-        ValueError: with the problem or the first line that differs, and the ranks.
+        ValueError: if so; the message gives the problem or the first line that differs, and the ranks.
     """
     if axis.size == 1:
         if problem is not None:
@@ -53,10 +53,10 @@ def check_agreement(problem: str | None, lines: list[str], axis: Axis) -> None:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Give every rank the first rank's values, in place, in groups of one dtype and at most 128 MiB.
+    """Broadcast the first rank's values in place, in groups of tensors of one dtype and at most 128 MiB.
 
-    A larger tensor is sent alone, without a copy. All tensors are sent as bytes: gloo refuses int16 and
-    float8, which torch's ``_broadcast_coalesced`` would send as they are.
+    A larger tensor is sent alone, without a copy. All tensors are sent as bytes, since gloo refuses int16 and
+    float8, which torch's ``_broadcast_coalesced`` would send unchanged.
     """
     if axis.size == 1:
         return
@@ -93,7 +93,7 @@ def _gather(value: T, axis: Axis) -> list[T]:
 
 
 def _by_rank(values: Iterable[str | None], axis: Axis) -> str:
-    """Return what each rank has as text; ranks that have the same are named together."""
+    """Return the ranks' values as text, with one entry for all ranks that have the same value."""
     assert axis.group is not None
     ranks: dict[str | None, list[int]] = {}
     for rank, value in zip(dist.get_process_group_ranks(axis.group), values, strict=True):

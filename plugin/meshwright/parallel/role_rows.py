@@ -1,4 +1,4 @@
-"""Derive the rows that each rank of the TP axis holds of a parameter from its role in its block."""
+"""Derive from a parameter's role in its block which of the parameter's rows each rank of the TP axis holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def rows_of(name: str, shape: tuple[int, ...], role: Role, heads: HeadLayout | N
 
     Args:
         name: the parameter's name, for messages.
-        heads: the block's heads, if it is attention.
+        heads: the block's head layout, if it is an attention block.
         width: the input width of the block's output projection.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model whose modules and parameters have their roles by a sharding plan."""
+"""A model and the roles that a sharding plan gives to its modules and parameters."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _INSIDE_BLOCKS = PROJECTIONS | WIDE_NORM_ROLES | {Role.HEAD_NORM, Role.PER_HEAD,
 
 
 class RoledModel:
-    """A model and the role of each of its modules and parameters that has one.
+    """A model, and the roles of its modules and parameters.
 
     Args:
         model: the decoder.
-        plan: gives the roles.
+        plan: the sharding plan that gives the roles.
 
     Attributes:
-        modules: the modules by name; a module that several names share is there under each.
-        roles: the role of each module, and of each parameter that the plan names directly.
+        modules: the modules by name; a module with several names is listed under each.
+        roles: the role of each module, and of each parameter that the plan lists by its own name.
     """
 
     def __init__(self, model: nn.Module, plan: ShardingPlan):
@@ -62,10 +62,10 @@ class RoledModel:
         return [(f"{name}.{suffix}".lstrip("."), parameter) for suffix, parameter in named]
 
     def only(self, role: Role, kind: type, *, required: bool = True) -> Any:
-        """Return the one module with a role, or None if there is none and none is required.
+        """Return the only module with a role, or None if there is none and ``required`` is False.
 
         Raises:
-            PlanError: if there are several, or the module is not of this kind.
+            PlanError: if several modules have the role, a required one is missing, or it has adapters or another class.
         """
         names = [name for name, r in self.roles.items() if r is role]
         if len(names) > 1:
@@ -80,7 +80,7 @@ class RoledModel:
         module = self.modules[names[0]]
         if is_adapted(module):
             raise PlanError(
-                f"the {role.value} {names[0]!r} has adapters, which cannot be sharded over tp there; leave it out of "
+                f"the {role.value} {names[0]!r} has adapters, which cannot be sharded over tp there. Leave it out of "
                 "LoraConfig.target_modules, or use ParallelPlan(tp=1)"
             )
         if not isinstance(module, kind):
@@ -88,11 +88,11 @@ class RoledModel:
         return module
 
     def check_coverage(self) -> None:
-        """Check that every parameter has a role, and every role a module that can have it.
+        """Raise unless every parameter has a role and every module can be sharded in its role.
 
         Raises:
-            UncoveredParameterError: naming every parameter without a role.
-            PlanError: naming a module that cannot be sharded in its role.
+            UncoveredParameterError: if parameters have no role; the message lists them.
+            PlanError: if a module cannot be sharded in its role.
         """
         covered = {
             full_name
@@ -113,11 +113,11 @@ class RoledModel:
             if role in WIDE_NORM_ROLES and isinstance(self.modules[name], nn.LayerNorm):
                 raise PlanError(
                     f"{self.plan.source} gives {name!r} the role {role.value}, but it is a LayerNorm. Only an RMS norm "
-                    "can be sharded: its mean square is taken over all ranks"
+                    "can be sharded, with its mean square taken over all ranks"
                 )
 
     def _roles_of_parameters(self) -> dict[str, Role]:
-        """Return the roles of parameters that the plan names directly, because their module has no role."""
+        """Return the roles of parameters that the plan lists by their own names, because their module has no role."""
 
         def owner_has_one(name: str) -> bool:
             owner = self.roles.get(name.rpartition(".")[0])
@@ -127,7 +127,7 @@ class RoledModel:
         return {name: role for name in named if (role := self.plan.role_of(name)) is not None}
 
     def _owning_block(self, name: str) -> str | None:
-        """Return the block around a module or parameter: the layer, if it owns its MLP's projections itself."""
+        """Return the block around a module or parameter; for projections of an MLP that a layer owns, the layer."""
         owner = name.rpartition(".")[0]
         if self.roles[name] in _MLP_ROLES and self.roles.get(owner) is Role.LAYER:
             return owner

@@ -1,7 +1,7 @@
 """Describe which rows of a full tensor each rank of the TP axis holds.
 
-One description serves slicing, gathering back, counting each element once in a norm and summing the
-gradients of rows that several ranks hold. "Row" means an index of the sharded dim.
+The same description is used for slicing, for gathering back, for counting each element once in a norm and for
+summing the gradients of rows that several ranks hold. "Row" means an index of the sharded dim.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Span = tuple[int, int]  # start and stop in the full tensor
 class RowLayout:
     """For each rank, the spans of rows along ``dim`` that its local shard concatenates, in order.
 
-    A rank may hold a row that another rank holds too (replicated key/value heads). The shard of a rank that
-    holds fewer rows than the rest (the end of an uneven vocabulary) ends in padding rows of zeros.
+    Several ranks may hold the same row (replicated key/value heads). If a rank holds fewer rows than the
+    other ranks (the end of an uneven vocabulary), its shard ends in padding rows of zeros.
 
     Args:
         dim: the sharded dim.
@@ -47,7 +47,7 @@ class RowLayout:
 
     @staticmethod
     def even(size: int, ranks: int, dim: int = 0, *, parts: Sequence[int] | None = None) -> RowLayout:
-        """Return contiguous equal pieces; with ``parts``, an equal piece of each consecutive part."""
+        """Return a layout of equal contiguous pieces; with ``parts``, each rank has an equal piece of every part."""
         starts, spans = 0, [[] for _ in range(ranks)]  # type: ignore[var-annotated]
         for part in parts or (size,):
             assert part % ranks == 0
@@ -60,7 +60,7 @@ class RowLayout:
 
     @staticmethod
     def padded(size: int, ranks: int, dim: int = 0) -> RowLayout:
-        """Return contiguous pieces of ceil(size / ranks) rows; the last ranks may hold fewer, even none."""
+        """Return a layout of contiguous pieces of ceil(size / ranks) rows; the last ranks may have fewer or none."""
         step = -(-size // ranks)
         return RowLayout(dim, size, tuple(((min(r * step, size), min((r + 1) * step, size)),) for r in range(ranks)))
 
@@ -84,7 +84,7 @@ class RowLayout:
         return sum(stop - start for start, stop in self.spans[rank])
 
     def take(self, full: Tensor, rank: int) -> Tensor:
-        """Return a rank's shard of ``full``, contiguous and in memory of its own."""
+        """Return a contiguous copy of a rank's shard of ``full``."""
         pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.spans[rank]]
         missing = self.local_size - self.real_rows(rank)
         if missing:
@@ -112,7 +112,7 @@ class RowLayout:
         return pairs
 
     def copies(self, rank: int) -> list[tuple[int, int]]:
-        """Return a rank's runs of rows as pairs: length, and how many shard rows hold each of the rows (padding: 1)."""
+        """Return a rank's runs of rows as pairs: the length, and the number of copies of each row (padding: 1)."""
         everywhere = [span for spans in self.spans for span in spans]
         borders = sorted({border for span in everywhere for border in span})
         runs = []
@@ -132,11 +132,11 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Describes what a parameter of this rank is a shard of; stored on it as ``.meshwright``.
+    """Describes the one-device parameter of which this rank holds a shard; stored on the shard as ``.meshwright``.
 
     Args:
-        name: its name in the one-device model.
-        global_shape: its one-device shape.
+        name: the parameter's name in the one-device model.
+        global_shape: the parameter's one-device shape.
         layout: which rows each rank of the TP axis holds.
         rank: this rank's coordinate on the TP axis.
         is_grad_partial: whether a backward pass gives each rank that holds a row only a part of the
@@ -175,7 +175,7 @@ def expanded(runs: list[tuple[int, int]], like: Tensor) -> Tensor:
 
 
 def record_of(parameter: Tensor) -> ShardRecord:
-    """Return the record that sharding left on a parameter."""
+    """Return the shard record of a parameter."""
     record = getattr(parameter, "meshwright", None)
     assert isinstance(record, ShardRecord), "a parameter has no record, so it was not sharded"
     return record

@@ -1,7 +1,7 @@
 """Choose how to keep some of the tensors that a module's forward pass saves for backward.
 
-torch calls only the innermost saved-tensor hooks. These hooks pass on what they do not keep themselves,
-so they nest in each other and in activation checkpointing.
+torch calls only the innermost saved-tensor hooks. The hooks here pass tensors that they do not keep to
+the outer hooks, so they can be nested in each other and in activation checkpointing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Takes a tensor that is about to be saved; returns a function that gives it back, or None to leave it to outer hooks.
+# Takes a tensor to be saved; returns a function that returns the tensor, or None to leave it to the outer hooks.
 Keep = Callable[[Tensor], Callable[[], Tensor] | None]
 
 
 def push(keep: Keep) -> None:
-    """Ask ``keep`` first about every tensor saved from here on, until :func:`pop`."""
+    """Call ``keep``, before outer hooks, for every tensor that is saved until :func:`pop`."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(tensor: Tensor) -> Any:
@@ -33,12 +33,12 @@ def push(keep: Keep) -> None:
 
 
 def pop() -> None:
-    """End the innermost :func:`push`."""
+    """Undo the innermost :func:`push`."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def is_checkpointing() -> bool:
-    """Return whether what is saved now goes to activation checkpointing, which drops and recomputes it."""
+    """Return whether tensors saved now go to activation checkpointing, which drops and recomputes them."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is None:
         return False
@@ -46,7 +46,7 @@ def is_checkpointing() -> bool:
 
 
 def memory(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor's values begin; unlike a data pointer, it exists for a traced plan's fake tensors."""
+    """Return a tensor's storage and offset. Unlike a data pointer, they exist for a traced step's fake tensors."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 

@@ -1,9 +1,9 @@
 """Sequence parallelism: between blocks, each rank of the TP axis holds a share of the tokens.
 
-Outside attention a decoder treats each token by itself, so any share works. A rank has a contiguous run
-of the flattened batch: collectives then need no transposition, and the local shape,
-``[batch, sequence / tp, hidden]``, still determines the full one. If tp does not divide the sequence, zero
-rows pad the end of the flattened batch, and every gather cuts them off again.
+Outside attention a decoder processes each token independently, so ranks may share them in any way. Each rank
+has a contiguous run of the flattened batch. Collectives then need no transposition, and the local shape,
+``[batch, sequence / tp, hidden]``, still determines the full shape. If the sequence length is not divisible
+by tp, zero rows pad the end of the flattened batch, and every gather removes them.
 
 Shape suffixes: B batch, S sequence, L local sequence (padded S / tp), H hidden.
 """
@@ -23,12 +23,12 @@ from meshwright.parallel.collectives import (
 
 
 class SequenceSharding:
-    """Moves activations between "all tokens" and "this rank's tokens"."""
+    """Converts activations between all tokens and this rank's tokens."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
         # The true sequence length of the last forward pass, which recomputation in backward reads too. It
-        # matters only for lengths that tp does not divide.
+        # matters only for lengths that are not divisible by tp.
         self._length = 0
 
     def split(self, x_BSH: Tensor) -> Tensor:
@@ -39,18 +39,18 @@ class SequenceSharding:
     def gather(self, x_BLH: Tensor) -> Tensor:
         """Return all tokens, ``[B, S, H]``, for sharded projections (backward: reduce-scatter).
 
-        A layer that has flattened its tokens to rows gets all rows, padding included.
+        If the layer has flattened its tokens to rows, return all rows, including padding.
         """
         if x_BLH.ndim == 2:
             return gather_rows(x_BLH, self.axis)
         return self._shape_full(gather_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
 
     def unsplit(self, x_BLH: Tensor) -> Tensor:
-        """Return all tokens, ``[B, S, H]``, for replicated consumers (backward: own tokens)."""
+        """Return all tokens, ``[B, S, H]``, for replicated consumers (backward: keep this rank's tokens)."""
         return self._shape_full(unsplit_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
 
     def reduce_scatter(self, x_BSH: Tensor) -> Tensor:
-        """Return this rank's tokens of a partial sum, ``[B, L, H]`` (or rows, as in gather; backward: all-gather)."""
+        """Sum over ranks and return this rank's tokens, ``[B, L, H]``; rows stay rows (backward: all-gather)."""
         if x_BSH.ndim == 2:
             return reduce_scatter_rows(x_BSH, self.axis)
         return self._shape_local(reduce_scatter_rows(self._flatten(x_BSH), self.axis), x_BSH)

@@ -1,4 +1,4 @@
-"""Errors for code that reads this rank's part of a tensor as the whole, with what to call instead."""
+"""Errors for code that reads this rank's part of a tensor as the whole; they say what to call instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.row_layout import ShardRecord
 
 reading_shards = torch._C.DisableTorchFunctionSubclass
-"""A context in which shards are plain tensors, for code that knows they are shards."""
+"""A context manager in which shards behave as plain tensors, for code that handles shards."""
 
 _MODULES_NAMES = """
     linear bilinear embedding embedding_bag matmul rmatmul mm addmm bmm einsum mv dot t
@@ -29,7 +29,7 @@ class Values(Protocol):
     """The values of a parameter that has no memory of its own (ZeRO stage 3)."""
 
     def own(self) -> Tensor:
-        """Return this rank's elements, 1-d; writing into them changes the parameter."""
+        """Return this rank's elements as a 1-d tensor. Writing into it changes the parameter."""
 
     def cut(self, local: Tensor) -> Tensor:
         """Return this rank's elements of a tensor that has the shard's shape."""
@@ -39,12 +39,12 @@ class Values(Protocol):
 
 
 def values_of(x: Any) -> Values | None:
-    """Return the values of a shard that has no memory; None for any other tensor."""
+    """Return the values of a shard that has no memory of its own; None for any other tensor."""
     return getattr(x, "__dict__", {}).get("_meshwright_values")
 
 
 def record_if_any(x: Any) -> ShardRecord | None:
-    """Return the record of what a tensor is a shard of, or None."""
+    """Return a tensor's shard record, or None if it has none."""
     return getattr(x, "__dict__", {}).get("meshwright")
 
 
@@ -72,8 +72,8 @@ def unreadable(
         name: the operation.
         x: the shard.
         into: the tensor that the operation would write the shard's values into, if that is the problem.
-        other: the tensor that it would combine them with, if that is the problem.
-        is_cast: whether it would change the dtype of values that are stored elsewhere.
+        other: the tensor that the operation would combine the shard with, if that is the problem.
+        is_cast: whether the operation would change the dtype of values that are stored elsewhere.
     """
     with reading_shards():
         record, plain, is_gradient = record_if_any(x), plain_name(name), getattr(x, "is_gradient", False)
@@ -85,7 +85,7 @@ def unreadable(
             why = "a cast would not reach the parts that ZeRO stage 3 keeps"
             cure = "call model.to(...), .double(), .float() or the like before to_distributed"
         elif into is not None:
-            why = f"{name}() would write it into a tensor {list(into.shape)} that is not a shard"
+            why = f"{name}() would write this part into a tensor {list(into.shape)} that is not a shard"
             cure = (
                 "make an average of weights after to_distributed (AveragedModel(model), copy.deepcopy(model)), or "
                 "distribute the average too: mw.to_distributed(ema.module, config=config)"
@@ -97,7 +97,7 @@ def unreadable(
             why = f"{name}() would use this part only"
             cure = "call the module that owns the weight, e.g. model.lm_head(hidden), which communicates"
         elif plain in _DRAWS or plain.endswith(("normal", "uniform")):
-            why = f"{name}() would draw other numbers than one device"
+            why = f"{name}() would draw different numbers than on one device"
             cure = "initialise before to_distributed, or load whole values: model.load_state_dict(state)"
         elif is_gradient:
             why = f"the result of {name} differs between the ranks and from one device"

@@ -1,8 +1,8 @@
-"""Parameters and gradients of which this rank holds a part, and which raise if read as the whole.
+"""Classes for parameters and gradients of which this rank holds a part; they raise if the part is read as the whole.
 
 A sharded parameter has the class :class:`ShardedParameter` wherever the user may see it. It is a plain
 ``nn.Parameter`` while its own module runs or its optimizer steps (see :mod:`meshwright.parallel.guard_windows`), so
-neither is slowed down. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
+modules and optimizers are not slowed down. Elementwise arithmetic is exact on shards and gives shards (:class:`Shard`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.parallel.shard_reads import (
 
 
 class Shard(Tensor):
-    """This rank's part of a tensor that is not a parameter: a parameter's ``.data``, or arithmetic with shards."""
+    """This rank's part of a tensor that is not a parameter: a parameter's ``.data``, or a result of arithmetic."""
 
     is_gradient: ClassVar[bool] = False
 
@@ -77,10 +77,10 @@ class ShardedParameter(nn.Parameter):
 
 
 class LocalGradient(Shard):
-    """The gradient of a sharded parameter, or of this rank's elements of one.
+    """The gradient of a sharded parameter, or of this rank's elements of a parameter.
 
-    ``torch.nn.utils.clip_grad_norm_`` on such gradients would clip each rank by a different factor, and
-    the replicas would silently diverge.
+    If reads did not raise, ``torch.nn.utils.clip_grad_norm_`` would clip by a different factor on each rank,
+    and the replicas would silently diverge.
     """
 
     is_gradient = True
@@ -98,8 +98,8 @@ def guard(parameter: nn.Parameter, values: Values | None = None) -> nn.Parameter
     """Make a parameter raise if it is read as the whole.
 
     Args:
-        parameter: a parameter with a record; one with a class of its own (quantised, fake) keeps that class.
-        values: its values, if it has no memory.
+        parameter: a parameter with a record; a class other than ``nn.Parameter`` (quantised, fake) is kept.
+        values: the parameter's values, if it has no memory of its own.
     """
     if values is not None:
         parameter.__dict__["_meshwright_values"] = values
@@ -122,8 +122,8 @@ _METADATA_NAMES = """
 """
 METADATA = frozenset(_METADATA_NAMES.split())
 
-# Each element of the result depends only on the elements in the same place. The names, without underscores, stand for
-# the in-place and list (torch._foreach_*) variants too.
+# In these operations, each element of the result depends only on the elements in the same place. A name, without
+# underscores, stands for the in-place and list (torch._foreach_*) variants too.
 _ELEMENTWISE_NAMES = """
     detach clone contiguous to float double half bfloat16 cpu cuda type zeros_like ones_like full_like empty_like
     copy fill zero add iadd radd sub isub rsub subtract mul imul rmul multiply div truediv itruediv rtruediv divide
@@ -136,7 +136,7 @@ _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function of which an argument is a shard, or raise."""
+    """Run a torch function that has a shard as an argument, or raise if it would read the shard as the whole."""
     if isinstance(func, torch._ops.OpOverload):  # called again by a dispatch mode (a profiler's), not by the program
         with reading_shards():
             return func(*args, **kwargs)

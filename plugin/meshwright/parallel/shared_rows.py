@@ -1,7 +1,7 @@
-"""While backward runs, sum the gradients of rows that several ranks hold, before an engine sees them.
+"""While backward runs, sum the gradients of rows that several ranks hold, before an engine reads them.
 
-The runtime's own synchroniser averages the copies of a whole bucket at a time (see gradient_sync.py). It cannot
-do so for an engine that takes each gradient as it arrives (ZeRO partitions it at once).
+The runtime's own synchroniser averages the copies of a whole bucket at a time (see gradient_sync.py). That is too late
+for an engine that takes each gradient as soon as it arrives, as DeepSpeed's ZeRO does to partition it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def _add_hook(parameter: nn.Parameter, record: ShardRecord, tp: Axis) -> None:
 
 
 def sum_copies(local: Tensor, record: ShardRecord, tp: Axis) -> Tensor:
-    """Return the sum over all copies of each row, on each rank that holds it.
+    """Return ``local`` with each row replaced by the sum over all copies of that row.
 
     Args:
-        local: this rank's part, with the shape of its shard; half precision is summed in float32.
-        record: the parameter's record, which says which rows the shard has.
+        local: this rank's part of the gradient, in its shard's shape; half precision is summed in float32.
+        record: the parameter's shard record.
         tp: the axis whose ranks hold the rows.
     """
     dtype = torch.promote_types(local.dtype, torch.float32)

@@ -1,10 +1,10 @@
 """Run one batch as several micro-batches inside ``model(**batch)``, with the user's loop unchanged.
 
-All but the last micro-batch run forward and backward within the call, into separate gradients. The
-returned loss is that of the whole batch. Its backward runs that of the last micro-batch and adds those
-gradients, so reduction still overlaps with computation and happens once. Without ``backward()``
-nothing is left behind. Under ZeRO stages 2 and 3 each micro-batch's gradients are reduced as they arrive,
-and a rank keeps its shard of their sum.
+All but the last micro-batch run forward and backward inside the call, and their gradients are summed
+separately. The call returns the loss of the whole batch. The backward of this loss runs the backward of
+the last micro-batch and adds the summed gradients, so reduction still overlaps with computation and
+happens once. Without ``backward()``, no gradients stay behind. Under ZeRO stages 2 and 3, each micro-batch's
+gradients are reduced as they arrive, and each rank keeps its shard of their sum.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class SplitForward(MethodOverride):
 
     Args:
         model: a model whose forward returns an output with ``.loss``.
-        count: a function from a rank's number of rows to the number of its micro-batches.
+        count: a function that returns the number of micro-batches for a rank's number of rows.
         dp: the axis over which the batch is already split.
         syncs: the model's synchronisers. If all of them can wait, the gradients of inner micro-batches (all but the
-            last) stay whole; otherwise there is only one, which reduces them.
+            last) stay whole. Otherwise there is only one synchroniser, which reduces these gradients.
         loss: the model's loss, which is made to divide by the counts of the whole batch.
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """
@@ -69,17 +69,17 @@ class SplitForward(MethodOverride):
                     f"{name}.detach()"
                 )
         rows = targets.shape[0]
-        # Every rank runs the same number of passes, since the loss of each is a collective.
+        # Every rank runs the same number of passes, since each pass's loss needs a collective.
         count = int(maximum(torch.tensor(self.count(rows), device=targets.device), self.dp))
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
-        # num_items_in_batch counts the whole batch, so its meaning is settled before the batch is split.
+        # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors):
             return _run(self.model, self.method, self.syncs, self.loss, _split(batch, rows, count), pieces)
 
 
 def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Split all tensors that have the batch's rows along dim 0; a piece without rows gets one that no loss counts."""
+    """Split all tensors with the batch's rows along dim 0. A piece without rows gets one row that no loss counts."""
 
     def rows_of(value: Any, low: int, high: int) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
@@ -143,7 +143,7 @@ class _WholeGradients:
 
 @contextlib.contextmanager
 def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Turn off hooks on gradients inside the context: they run once for the sum, as on one device."""
+    """Turn off gradient hooks inside the context, since they run once, on the sum, as on one device."""
     hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
     for registered, _ in hooks:
         registered.clear()
@@ -179,19 +179,19 @@ class _ReducedGradients:
 def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if grad is None:
         return total
-    # float32, since many small bf16 gradients added in bf16 lose their low bits.
+    # Sum in float32, since many small bf16 gradients added in bf16 lose their low bits.
     grad = grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
     return grad if total is None else total.add_(grad)
 
 
 _TWICE = (
-    "backward ran a second time through a batch that the plan splits into micro-batches, but the first time used up "
-    "the gradients of all but the last one. Call the model again before each backward"
+    "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
+    "used up the gradients of all micro-batches except the last. Call the model again before each backward"
 )
 
 
 class _AddGradients(torch.autograd.Function):
-    """Adds to a loss a number whose gradients are known."""
+    """Adds to a loss a number whose gradients are already computed."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _AddGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Scaled in place and released, since they are as large as all gradients of the model.
+        # Scale these gradients in place and release them, since they are as large as all gradients of the model.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(_TWICE)

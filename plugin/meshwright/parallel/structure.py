@@ -1,8 +1,8 @@
 """Derive every parameter's layout from a model and its sharding plan, without changing the model.
 
-Modules without a role and sizes that do not fit are found here, so a failing call leaves the model as it was. What
-only a forward pass shows, such as a residual connection inside a block, raises PlanError there (see block_boundary.py
-and tensor_parallel.py).
+Modules without a role and sizes that do not fit are found here, so a failing call leaves the model as it was. Faults
+that only a forward pass shows, such as a residual connection inside a block, raise PlanError in that pass (see
+block_boundary.py and tensor_parallel.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Block:
     """An attention or MLP block, which gathers activations, projects them, and reduces the result.
 
     Args:
-        name: name of the module that owns the block, which for an MLP may be the decoder layer itself.
-        entries: the modules that gather their input: the block, or the column projections of a layer's own MLP.
-        local_attributes: the values on a rank of the module's attributes that count heads or their width.
+        name: the name of the module that owns the block; for an MLP this may be the decoder layer itself.
+        entries: the modules that gather their input: the block, or the column projections if a layer owns the MLP.
+        local_attributes: the values, on one rank, of the module's attributes that count heads or their width.
     """
 
     name: str
@@ -69,7 +69,7 @@ class DecoderStructure:
     """The parts of a decoder, and the layout of each parameter by name.
 
     Args:
-        vocab_size: the number of words that the head scores; a few families embed more.
+        vocab_size: the number of words that the head scores; in a few families the embedding has more words.
     """
 
     model: nn.Module
@@ -83,11 +83,11 @@ class DecoderStructure:
 
 
 def describe(model: nn.Module, plan: ShardingPlan, *, tp: int, sequence_parallel: bool) -> DecoderStructure:
-    """Give every module its role and every parameter its layout over ``tp`` ranks.
+    """Return a decoder's structure: each module's role and each parameter's layout over ``tp`` ranks.
 
     Raises:
-        UncoveredParameterError: if a parameter has no role; it names every such parameter.
-        PlanError: if the model's sizes cannot be divided by ``tp``, or its structure is not a decoder's.
+        UncoveredParameterError: if parameters have no role; the message lists them.
+        PlanError: if the model's sizes are not divisible by ``tp``, or its structure is not a decoder's.
     """
     roled = RoledModel(model, plan)
     roled.check_coverage()
@@ -134,15 +134,15 @@ def _check_layerdrop(modules: dict[str, nn.Module]) -> None:
         if (rate := getattr(module, "layerdrop", 0)) and isinstance(rate, float):
             raise PlanError(
                 f"{name or type(module).__name__} skips layers at random (layerdrop={rate:g}): the ranks would skip "
-                "different ones. Set layerdrop to 0 in the model's config"
+                "different layers. Set layerdrop to 0 in the model's config"
             )
 
 
 def _check_embedding(embedding: nn.Embedding) -> None:
     if others := [name for name, _ in embedding.named_parameters() if name != "weight"]:
         raise PlanError(
-            f"{type(embedding).__name__} has parameters beside its table ({', '.join(others)}): each rank would apply "
-            "them to its own words only, so it cannot be sharded over tp. Use ParallelPlan(tp=1)"
+            f"{type(embedding).__name__} has parameters besides its table ({', '.join(others)}): each rank would apply "
+            "them to its own words only, so the embedding cannot be sharded over tp. Use ParallelPlan(tp=1)"
         )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(embedding, option):
@@ -210,7 +210,7 @@ def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: 
         for full_name, parameter in roled.parameters(name):
             if _is_replicated_factor(full_name, full_name.removeprefix(f"{name}."), role):
                 whole = RowLayout.replicated(parameter.shape[0], tp)
-                # The adapter's other factor has this rank's rows or columns only, so this one's gradient is a part.
+                # The adapter's other factor is sharded, so the gradient of this whole factor is partial.
                 layouts[full_name] = ParameterLayout(rows=whole, is_grad_partial=True)
                 continue
             rows = rows_of(full_name, tuple(parameter.shape), role, block.heads, in_features(block.row), tp)
@@ -221,19 +221,19 @@ def _block_layouts(roled: RoledModel, block: Block, tp: int, sequence_parallel: 
                     f"{full_name} has {parameter.shape[rows.dim]} rows in dim {rows.dim}, but its role ({role.value}) "
                     f"and the model's head counts imply {rows.size}"
                 )
-            # Rows that several ranks hold see only each rank's heads or channels, even if every rank holds all rows (a
-            # shared head norm, the only key head). A row bias sees local tokens only.
+            # A copied row gets a gradient from its rank's heads or channels only, even if every rank holds all rows
+            # (a shared head norm, the only key head). An output projection's bias gets it from local tokens only.
             is_partial = sequence_parallel if role in ROW_ROLES and rows.is_replicated else rows.has_copies
             layouts[full_name] = ParameterLayout(rows=rows, is_grad_partial=is_partial)
     return layouts
 
 
 def _is_replicated_factor(name: str, suffix: str, role: Role) -> bool:
-    """Return whether a parameter is the factor of an adapter that lacks the weight's sharded dim."""
+    """Return whether a parameter is an adapter's factor without the weight's sharded dim."""
     if role in ROW_ROLES and suffix.startswith("lora_B.") and suffix.endswith(".bias"):
         raise PlanError(
-            f"{name}: every rank would add this bias of an adapter on an output projection. Use lora_bias=False, or "
-            "ParallelPlan(tp=1)"
+            f"{name} is the bias of an adapter on an output projection, and every rank would add it. Use "
+            "lora_bias=False, or ParallelPlan(tp=1)"
         )
     if role in ROW_ROLES:
         return suffix.startswith("lora_B.")

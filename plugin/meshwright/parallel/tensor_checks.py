@@ -11,12 +11,12 @@ from meshwright.errors import OutOfVocabularyError
 
 
 def require(holds: Tensor, error: Callable[[], Exception]) -> None:
-    """Fail unless a condition holds: with an error on the CPU, with an assertion on a device, as torch's kernels do.
+    """Fail unless ``holds`` is True: raise an error on the CPU, and assert on a device, as torch's kernels do.
 
     Args:
-        holds: a boolean, equal on all ranks that hold the tensors that are checked.
-        error: a function that makes the error. On a device it is called before the outcome is known, and its text is
-            the assertion's message.
+        holds: a boolean tensor, equal on all ranks that hold the checked tensors.
+        error: a function that returns the error. On a device it is called before the outcome is known, and the error's
+            text is the assertion's message.
     """
     if type(holds) is not Tensor:  # a fake tensor of a traced step
         return
@@ -28,7 +28,7 @@ def require(holds: Tensor, error: Callable[[], Exception]) -> None:
 
 
 def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | None = None) -> None:
-    """Raise for words that no rank of the TP axis owns, which would count as zero on all ranks.
+    """Raise if a word is outside of the vocabulary. No rank would own it, so it would count as zero on all ranks.
 
     Args:
         words: indices into the full vocabulary.
@@ -45,8 +45,8 @@ def require_words(words: Tensor, vocab_size: int, what: str, *, ignored: int | N
         found = f"{what} {words[outside][0].item()} is" if words.device.type == "cpu" else f"a {what} is"
         legal = f"0 to {vocab_size - 1}" + ("" if ignored is None else f", or {ignored} for none")
         return OutOfVocabularyError(
-            f"{found} outside of the model's vocabulary of {vocab_size} words ({legal}), so no rank has its row. Use "
-            "the tokenizer of this model, or give the model as many words as the tokenizer has: call "
+            f"{found} outside of the model's vocabulary of {vocab_size} words ({legal}), so no rank has a row for it. "
+            "Use the tokenizer of this model, or give the model as many words as the tokenizer has: call "
             "model.resize_token_embeddings(len(tokenizer)) before to_distributed"
         )
 

@@ -1,4 +1,4 @@
-"""Guards for tensors and models of which this rank holds a part: a use that would be wrong raises.
+"""Guards that raise an error on wrong uses of tensors and models of which this rank holds only a part.
 
 A read never communicates, since a single rank that reads a tensor would hang in a hidden collective.
 """
@@ -24,18 +24,36 @@ _SHAPE: frozenset[Any] = frozenset(
 )
 
 
-def is_metadata(func: Callable[..., Any]) -> bool:
-    """Return whether a function of a tensor reads none of its values."""
-    return func in _METADATA or func in _SHAPE
+class UnreadableTensor(Tensor):
+    """A tensor that raises where an operation would read its values."""
+
+    _MESSAGE: ClassVar[str]
+
+    @classmethod
+    def _allows(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        return func in _METADATA or func in _SHAPE
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if cls._allows(func, args):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise UnreadableTensorError(cls._MESSAGE)
 
 
-class ShardedLogits(Tensor):
+class ShardedLogits(UnreadableTensor):
     """Logits of this rank's vocabulary rows, in training with labels.
 
     Models scale and cap logits before the loss, so elementwise arithmetic with numbers works.
-    Everything else raises and names the option that gathers the logits.
+    Everything else raises an error that names the option that gathers the logits.
     """
 
+    _MESSAGE = (
+        "in training with labels the logits stay sharded over the vocabulary, and each rank has only its own "
+        "words. To read outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval "
+        "mode or without labels, where the logits are whole"
+    )
     _ELEMENTWISE: ClassVar[set[Any]] = {
         torch.tanh,
         Tensor.tanh,
@@ -53,32 +71,25 @@ class ShardedLogits(Tensor):
     }
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def _allows(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         others_are_numbers = not any(isinstance(arg, Tensor) for arg in args[1:])
-        if func in _METADATA or (func in cls._ELEMENTWISE and others_are_numbers):
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise UnreadableTensorError(
-            "in training with labels the logits stay sharded over the vocabulary, and each rank has only its own "
-            "words. To read outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval "
-            "mode or without labels, where the logits are whole"
-        )
+        return func in _METADATA or (func in cls._ELEMENTWISE and others_are_numbers)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "ShardedLogits(not gathered: see ToDistributedConfig.gather_logits)"
 
 
-class HeldGradient(Tensor):
+class HeldGradient(UnreadableTensor):
     """Stands in ``parameter.grad`` for a gradient that ZeRO has moved to its shards.
 
-    It has the parameter's shape and no memory. Setting it to None or zeroing it clears the gradient.
+    The placeholder has the parameter's shape and no memory. Setting ``parameter.grad`` to None, or zeroing it in
+    place, clears the gradient.
     """
 
+    _MESSAGE = (
+        "under ZeRO the reduced gradient is in shards over the data-parallel axis, not in parameter.grad. Clip "
+        "with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
+    )
     _CLEARING: ClassVar[set[Any]] = {Tensor.zero_, torch._foreach_zero_, Tensor.requires_grad_, Tensor.detach_}
 
     @classmethod
@@ -90,17 +101,13 @@ class HeldGradient(Tensor):
 
     @staticmethod
     def restore(grad: Tensor) -> None:
-        """Reset a stand-in whose clearing has been applied to the gradient that it stands for."""
+        """Mark a stand-in as not cleared, once its clearing has been applied to the sharded gradient."""
         if is_stand_in(grad):
             grad.__dict__["is_cleared"] = False
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in cls._CLEARING:
             tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -111,12 +118,7 @@ class HeldGradient(Tensor):
                     else:
                         tensor.zero_()
             return args[0]
-        if is_metadata(func):
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise UnreadableTensorError(
-            "under ZeRO the reduced gradient is in shards over the data-parallel axis, not in parameter.grad. Clip "
-            "with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
-        )
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "HeldGradient(in the ZeRO shards: see meshwright.full_gradients)"
@@ -139,7 +141,7 @@ def refuse_wrapping(model: nn.Module) -> None:
 
 
 def is_stand_in(grad: Tensor | None) -> bool:
-    """Return whether this is a stand-in. Its mark says so, since in a traced step its class is a fake tensor's."""
+    """Return whether ``grad`` is a stand-in, by its mark: in a traced step its class is that of a fake tensor."""
     return grad is not None and "is_cleared" in grad.__dict__
 
 

@@ -1,8 +1,9 @@
 """Apply tensor and sequence parallelism to a stock decoder: give its parameters their shards, and add hooks.
 
-In each pass a block has one gather at its input and one reduction at its output: four collectives per layer,
-not one per projection. Without sequence parallelism the input does nothing in forward and an all-reduce in
-backward, and the output the reverse. With it, the two are an all-gather and a reduce-scatter.
+In each pass a block has one gather at its input and one reduction at its output. These are four collectives per
+layer instead of one per projection. Without sequence parallelism, forward all-reduces the output and backward
+all-reduces the input's gradient. With sequence parallelism, forward all-gathers the input and reduce-scatters the
+output; backward does the reverse of each.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def make_shards(
     source: ShardSource,
     keep: Keep = lambda _, shard: shard,
 ) -> Shards:
-    """Return this rank's shard of each parameter, or what ``keep`` makes of it; the model is not changed."""
+    """Return each parameter's record and its shard on this rank, passed through ``keep``. The model is not changed."""
     shards: Shards = {}
-    # Largest first: making a shard may need its full tensor, which is then in memory with the fewest other shards.
+    # Largest first: a shard may need its full tensor, and the fewest other shards are in memory at the start.
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
     for name, parameter in named:
         if id(parameter) not in shards:
@@ -67,7 +68,7 @@ def make_shards(
 
 
 def shard_shape(parameter: nn.Parameter, layout: Any | None) -> torch.Size:
-    """Return the shape of a rank's shard of a parameter, given its ParameterLayout; None if it has none."""
+    """Return the shape of a rank's shard of a parameter. ``layout`` is its ParameterLayout, or None without one."""
     shape = list(parameter.shape)
     if layout is not None and not layout.rows.is_replicated:
         shape[layout.rows.dim] = layout.rows.local_size
@@ -92,7 +93,7 @@ def attach_shards(model: nn.Module, shards: Shards) -> None:
 def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     """Give a parameter other values, of any shape and device; its attributes and hooks stay."""
     if parameter.shape != values.shape:
-        # An old graph may hold a node that expects the old shape; torch drops it when the dtype changes.
+        # An old graph may hold a node that expects the old shape; torch drops that node when the dtype changes.
         other = torch.float32 if parameter.dtype is not torch.float32 else torch.float64
         parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     if not parameter.is_meta:
@@ -101,7 +102,7 @@ def _set_values(parameter: nn.Parameter, values: Tensor) -> None:
     # torch cannot give memory to a meta tensor, and torch.utils.swap_tensors refuses tensors with weak references.
     made = nn.Parameter(values, requires_grad=parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, made)
-    parameter._backward_hooks = parameter._backward_hooks  # the swap took torch's record of them along
+    parameter._backward_hooks = parameter._backward_hooks  # restores torch's record of the hooks, which the swap moved
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     if type(made) is not nn.Parameter:  # a fake tensor, while a plan is traced
         parameter.__class__ = type(made)
@@ -151,7 +152,7 @@ def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
 
 
 def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: DecoderStructure) -> None:
-    """Make what the program computes from a parameter count once where the runtime sums its gradient over tp.
+    """Count the program's own use of a parameter once, although the runtime sums the parameter's gradient over tp.
 
     Args:
         model: a model whose parameters have records.
@@ -163,7 +164,7 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
     window = ModelWindow(model, partial)
     blocks = [block.module for block in structure.blocks]
     inside = [getattr(decoder, "base_model", None), structure.final_norm, *structure.layers, *blocks]
-    # Not the decoder itself, whose forward may be the program's own and add a penalty.
+    # The decoder itself is left out, since its forward may be the program's own and add a penalty.
     for module in {id(x): x for x in inside if isinstance(x, nn.Module) and x is not decoder}.values():
         window.over(module)
 
@@ -176,8 +177,8 @@ class _SequenceRegion:
     """The region from the first layer's input to the final norm's output, in which each rank has its own tokens.
 
     It starts after the embedding because models derive positions and masks from the embedding's full
-    length, and ends with the norm so that ``last_hidden_state`` is whole. In a model without a known
-    final norm it ends with the last layer.
+    length. It ends with the norm so that ``last_hidden_state`` is whole. In a model without a known final
+    norm, it ends with the last layer.
     """
 
     def __init__(self, structure: DecoderStructure, sequence: SequenceSharding, streams: DropoutStreams):
@@ -195,7 +196,7 @@ class _SequenceRegion:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, put_back = hidden_states(args, kwargs)
         restore = self.streams.enter_shard(x)
-        if in_backward():  # activation checkpointing runs this layer alone
+        if in_backward():  # activation checkpointing recomputes only this layer
             self._restore_recomputed = restore
         else:
             self._restore, self._is_open = restore, True
@@ -228,7 +229,7 @@ class _SequenceRegion:
 
 
 def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if a layer gets an input with a gradient beside its hidden states: each rank would have a part of it."""
+    """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient."""
     if not torch.is_grad_enabled():
         return
     hidden, _ = hidden_states(args, kwargs)
@@ -241,15 +242,15 @@ def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs:
         named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         raise PlanError(
             f"{type(module).__name__} is given {', '.join(n for n, value in named.items() if has_gradient(value))} "
-            "beside its hidden states, with a gradient. Under tensor parallelism each rank would have only a part of "
-            "that gradient. Use ParallelPlan(tp=1)"
+            "beside its hidden states, and this input requires a gradient. Under tensor parallelism each rank would "
+            "have only a part of that gradient. Use ParallelPlan(tp=1)"
         )
 
 
 class _WideNorm:
     """Makes an RMS norm over a sharded width use the mean square over all ranks.
 
-    The stock module divides by the root mean square of the local part. Its output times
+    The stock module divides by the root mean square of the local part. The module's output times
     ``rms_local / rms_global`` is exact, however the module applies its weight.
     """
 

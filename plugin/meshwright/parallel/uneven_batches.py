@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class UnevenBatches:
-    """Compares over dp how much the ranks' own losses average over, and warns the first time it differs.
+    """Compares over dp how many items the ranks' own losses average over, and warns the first time they differ.
 
-    The comparison is a collective at the end of the backward pass, which all ranks reach. A model whose loss is known
-    does not need it.
+    The comparison is a collective at the end of the backward pass, which all ranks reach. A loss of a known kind needs
+    no comparison.
 
     Args:
         dp: the axis over which gradients are averaged.
@@ -40,7 +40,7 @@ class UnevenBatches:
 
     @contextlib.contextmanager
     def of_batch(self, batch: Any) -> Iterator[None]:
-        """Count in this batch instead of the model's inputs, since a program may take labels out before the call."""
+        """Count this batch, not the model's inputs, since a program may remove labels before it calls the model."""
         self._batch = batch if isinstance(batch, Mapping) else None
         try:
             yield
@@ -48,25 +48,25 @@ class UnevenBatches:
             self._batch = None
 
     def look(self, inputs: Mapping[str, Any], output: Any, known: Tensor | None = None) -> None:
-        """Compare once the gradient of a loss comes back to the model's output.
+        """Compare the ranks once backward from a loss reaches the model's output.
 
         Args:
             inputs: the inputs of the pass.
             output: the model's output.
-            known: the output's loss, if it is that of the global batch. A pass whose gradient comes back through it is
-                not compared.
+            known: the output's loss, if it is the loss of the global batch. A pass in which backward reaches this loss
+                is not compared.
         """
-        # Sharded logits are used by the known loss only, which overwrites them.
+        # Only the known loss uses sharded logits, and it overwrites them.
         tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) is Tensor]
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
-        device = tensors[0].device  # a hook that held its own tensor would keep it alive for ever
+        device = tensors[0].device  # a hook that held its own tensor would keep that tensor alive forever
         is_queued = is_known = False
 
         def compare() -> None:
             if not is_known:
-                # To the device where the group communicates; a batch may still be on the host.
+                # Moved to the group's device, since a batch may still be on the host.
                 self._compare(rows_and_labels(batch, with_mask=is_pass).to(device, non_blocking=True))
 
         def queue(_: Tensor) -> None:
@@ -101,24 +101,24 @@ class UnevenBatches:
         if self.dp.rank > 0 or self.tp.rank > 0:
             return
         logger.warning(
-            "the model's loss is not one that is known, or the program computes its own, and the data-parallel ranks "
+            "the model's loss is of an unknown kind, or the program computes its own, and the data-parallel ranks "
             "had %s. Data parallelism averages the ranks' means, so a row or label of a rank that has fewer of them "
             "weighs more than on one device. For the mean over the global batch, write loss = "
-            "meshwright.global_mean(model, loss, count), where count is how many items this rank's loss is the mean "
-            "of, for example (labels != -100).sum(). If the model returns the loss, you may set "
+            "meshwright.global_mean(model, loss, count), where count is the number of items that this rank's loss "
+            "averages over, for example (labels != -100).sum(). If the model returns the loss, you may set "
             "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch instead",
             said_of_ranks(ranks),
         )
 
 
 def said_of_ranks(ranks: list[list[float]]) -> str:
-    """Return as text what each rank has, as ``rows_and_labels`` counted it."""
+    """Return each rank's counts from ``rows_and_labels`` as text."""
     what = "{:g} rows" if ranks[0][1] < 0 else "{:g} rows with {:g} labels or tokens that count"
     return "; ".join(f"{what.format(*rank)} on rank {index}" for index, rank in enumerate(ranks))
 
 
 def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
-    """Return how many rows a batch has, and how many labels that count or, without labels, tokens that are not padding.
+    """Return the numbers of rows and of valid labels in a batch. Without labels, count tokens that are not padding.
 
     The second number is -1 if it is unknown.
     """
@@ -135,7 +135,7 @@ def rows_and_labels(batch: Mapping[str, Any], *, with_mask: bool) -> Tensor:
 
 
 def _read_later(x: Tensor) -> Callable[[], list[list[float]]]:
-    """Begin to copy a tensor to the host; the returned function gives its values, one step later without a wait."""
+    """Start to copy a tensor to the host. The returned function returns its values, one step later without a wait."""
     if x.device.type != "cuda":
         return x.tolist
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Warn of the program's own forward hooks inside a distributed model, which see only what this rank has."""
+"""Warn about the program's own forward hooks inside a distributed model, which see only this rank's activations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HookedModules:
         model: the model whose inner modules are searched.
         structure: the model's structure; None without tensor parallelism.
         sequence_parallel: whether the layers have this rank's tokens only.
-        is_split: whether modules run once for each of several micro-batches; may change later.
+        is_split: whether modules run once for each of several micro-batches; this attribute may change later.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HookedModules:
         self.is_split = is_split
 
     def look(self) -> None:
-        """Warn of such modules, once, if a loss computed from what their hooks see would be wrong."""
+        """Warn once if a loss that is computed from what the program's hooks see would be wrong."""
         if self._has_warned or not (self._cut or self._borders or self.is_split):
             return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
@@ -68,7 +68,7 @@ class HookedModules:
 
 
 def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn.Module]:
-    """Return the modules whose inputs or outputs are this rank's part over tp."""
+    """Return the modules whose inputs or outputs are sharded over tp."""
     if structure is None:
         return []
     if sequence_parallel:

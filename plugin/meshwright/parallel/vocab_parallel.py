@@ -14,7 +14,7 @@ from meshwright.parallel.tensor_guards import ShardedLogits
 
 
 class VocabParallelEmbedding:
-    """Hooks that make a stock embedding look up the rows this rank holds, and sum over the axis."""
+    """Hooks that make a stock embedding look up the rows that this rank holds and sum the results over the axis."""
 
     def __init__(self, embedding: nn.Embedding, rows: RowLayout, axis: Axis):
         self.axis, self.words = axis, rows.size
@@ -57,7 +57,7 @@ class VocabParallelHead:
 
 
 def gather_words(logits: Tensor, axis: Axis) -> Tensor:
-    """Return whole logits from each rank's words; differentiable for a replicated consumer."""
+    """Gather whole logits from each rank's words; differentiable for a replicated consumer."""
     if axis.size == 1:
         return logits
     words_first = logits.movedim(-1, 0).contiguous()

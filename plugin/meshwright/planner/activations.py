@@ -1,7 +1,7 @@
 """The bytes that forward saves for backward on one rank of this version's runtime, operation by operation.
 
 Each number is the size of a tensor that the code saves: transformers' layers, torch's fused attention, and the
-runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measures the same in a traced step.
+runtime's own loss and sequence parallelism. ``meshwright plan --trace`` measures the same bytes in a traced step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ class Saved:
     """The bytes that forward saves for one micro-batch.
 
     Args:
-        layer: bytes of one decoder layer; ``attention`` those of its attention block.
-        kept: bytes of one layer that backward recomputes.
-        shared: bytes of the sines and cosines, computed once for all layers.
-        arguments: bytes of the positions and masks that recomputed layers are called with.
+        layer: bytes that one decoder layer saves.
+        attention: bytes that the attention block of the layer saves.
+        kept: bytes that one layer saves if backward recomputes the layer.
+        shared: bytes of the rotary sines and cosines, which are computed once for all layers.
+        arguments: bytes of the positions and masks that are passed to recomputed layers.
         head: bytes of the last norm, the head and the loss, including the logits.
-        logits: bytes of the logits alone, as the loss keeps them.
+        logits: bytes of the logits alone, in the form that the loss saves.
     """
 
     layer: float
@@ -35,7 +36,7 @@ class Saved:
     logits: float
 
     def total(self, layers: int, recomputed: int) -> float:
-        """Return the bytes of a model in which backward recomputes ``recomputed`` layers."""
+        """Return the bytes that a model saves if backward recomputes ``recomputed`` of its ``layers``."""
         held = (layers - recomputed) * self.layer + recomputed * self.kept + self.shared + self.head
         return held + (self.arguments if recomputed else 0)
 
@@ -46,10 +47,11 @@ class _Sizes:
 
     Args:
         hidden: elements of the residual stream between blocks.
-        query, keys: elements of q, and of k or of v.
+        query: elements of q.
+        keys: elements of k, equal to those of v.
         ffn: elements of the MLP's inner activation.
         words: elements of the logits.
-        heads, key_heads: heads of q and of k.
+        heads, key_heads: number of heads of q, and of k.
     """
 
     hidden: float
@@ -66,7 +68,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
 
     Args:
         shape: the model.
-        plan: the plan, of which tp, sequence_parallel and micro_batch matter.
+        plan: the plan; only its tp, sequence_parallel and micro_batch are used.
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
 
@@ -79,7 +81,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     """
     b, traits, tp = element_bytes, shape.traits, plan.tp
     n = plan.micro_batch * seq_len
-    # The share of the positions between blocks that this rank holds, padded if tp does not divide them.
+    # This rank's share of the positions between blocks, after padding to a multiple of tp.
     share = -(-seq_len // tp) / seq_len if plan.sequence_parallel else 1.0
     sizes = _Sizes(
         hidden=shape.hidden * share,
@@ -90,7 +92,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
         heads=shape.heads / tp,
         key_heads=shape.local_kv_width(tp) / shape.head_dim,
     )
-    # A norm saves its input in 32 bits, one number per position, and the factor of its weight.
+    # A norm saves its input in 32 bits, one number per position, and the tensor that it multiplies by its weight.
     normed = 4 if traits.norms_in_float32 else b
     norm = n * (sizes.hidden * (4 + normed) + 4 * share)
     norm += 4 * shape.hidden if traits.norm_copies_weight else 0
@@ -100,7 +102,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
 
     logits = 4.0 * n * sizes.words
-    # The head reads whole rows. The last term is the targets and, over tp, which rank has their words.
+    # The head's input has all positions. The last term is the targets and, with tp, which rank has each target's logit.
     head = norm + n * shape.hidden * b + logits + n * (8 if tp == 1 else 22)
     head += n * sizes.words * b if traits.caps_logits else 0
     shared = 2.0 * seq_len * shape.head_dim * (4 if traits.rotates_in_float32 else b)
@@ -116,12 +118,12 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
 
 
 def _is_masked(shape: ModelShape, seq_len: int) -> bool:
-    """Return whether a window needs a mask, with which the fused kernel needs keys and values for every query head."""
+    """Return whether a window needs a mask; with a mask, the fused kernel needs a key and value head per query head."""
     return shape.window is not None and shape.window < seq_len and not shape.traits.keeps_scores
 
 
 def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
-    """Return the bytes of the masks that the layers are called with: one for windowed layers, one for the others."""
+    """Return the bytes of the masks that are passed to the layers: one for layers with a window, one for the others."""
     if shape.traits.keeps_scores:
         kinds = (shape.window_layers > 0) + (shape.window_layers < shape.layers)
         return n * seq_len * b * kinds
@@ -129,15 +131,16 @@ def _masks(shape: ModelShape, n: int, seq_len: int, b: int) -> float:
 
 
 def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
-    """Return the bytes per position between q, k, v and the output projection."""
+    """Return the bytes per position that attention saves, from q, k and v to the output projection."""
     if shape.traits.keeps_scores:
-        # q, k and v for every query head, and the output; scores capped, their softmax in 32 bits and back.
+        # Attention saves q, k and v for every query head, the output, capped scores, their 32-bit softmax and a cast.
         capped = b
         scores = sizes.heads * seq_len * (capped + 4 + (b if b < 4 else 0))
         return b * 4 * sizes.query + scores
     masked = _is_masked(shape, seq_len)
-    keys = sizes.query if masked and sizes.key_heads > 1 else sizes.keys  # one head is repeated without a copy
-    # The v of a fused projection is a view of it, and leads to an output that is copied, unless v is repeated.
+    keys = sizes.query if masked and sizes.key_heads > 1 else sizes.keys  # a single key head is repeated without a copy
+    # After a fused projection, attention's output is copied. Unless v is repeated, v is a view that keeps the whole
+    # projection alive.
     values = keys
     if shape.traits.fused_qkv:
         values = sizes.query + (keys if masked else sizes.query + 2 * sizes.keys)
@@ -145,7 +148,7 @@ def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
 
 
 def _query_norm(sizes: _Sizes, traits: Traits, n: int, b: int, tp: int) -> float:
-    """Return the bytes of a layer's norms of q and k."""
+    """Return the bytes that a layer's norms of q and k save."""
     width, heads = sizes.query + sizes.keys, sizes.heads + sizes.key_heads
     normed = 4 if traits.norms_in_float32 else b
     if traits.query_norm == "head":
@@ -153,6 +156,6 @@ def _query_norm(sizes: _Sizes, traits: Traits, n: int, b: int, tp: int) -> float
     if traits.query_norm == "whole":
         if tp == 1:
             return n * (width * (4 + normed) + 8)
-        # The mean of squares is reduced over tp, in steps that each save their factors.
+        # The mean of squares is reduced over tp, in several operations that each save their factors.
         return n * (width * 12 + 32) if b == 4 else n * (width * (12 + b) + 36) + 4 * width
     return 0.0

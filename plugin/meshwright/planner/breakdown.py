@@ -1,4 +1,4 @@
-"""The parts of the estimated time of a step."""
+"""The parts of the estimated time of a training step."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step; the parts add up to ``total``.
+    """The estimated seconds of one training step by part; the parts add up to ``total``.
 
     Args:
-        matmul: the matmuls of the layers and the head, in the slowest stage.
+        matmul: the matmuls of the layers and the head, in the slowest pipeline stage.
         attention: the attention kernels.
-        elementwise: norms, activations, residuals, the loss, and kernel launches that compute cannot hide.
-        recompute: the layers that backward recomputes.
+        elementwise: norms, activation functions, residual sums, the loss, and kernel launches that compute cannot hide.
+        recompute: the recomputation of layers in backward.
         tensor: communication over tp.
         context: communication over cp that attention does not hide.
         data: communication over dp that compute does not hide.
-        bubble: waiting in the pipeline, including transfers between stages.
+        bubble: the idle time in the pipeline, including transfers between stages.
         optimizer: the optimizer step.
-        other: the fixed cost of a step, and waiting for the slowest of many nodes.
+        other: the fixed time of a step, and the wait for the slowest node.
     """
 
     matmul: float
@@ -44,7 +44,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of a part of the model for one micro-batch, forward and backward."""
+    """Seconds for a part of the model and one micro-batch: by kind of work, and in total for forward and backward."""
 
     matmul: float = 0.0
     attention: float = 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import ModelShape
 
-BUCKET_BYTES = 25 * 2**20  # ToDistributedConfig.bucket_size_mb
+BUCKET_BYTES = 25 * 2**20  # the default of ToDistributedConfig.bucket_size_mb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Parameter:
     Args:
         numel: elements on this rank.
         full: elements of the whole parameter if the ranks of tp hold partial gradients of it, otherwise 0.
-        layer: index of its decoder layer; -1 before the first layer, and the number of layers after the last.
+        layer: index of the decoder layer; -1 before the first layer, and the number of layers after the last layer.
     """
 
     numel: int
@@ -35,7 +35,7 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
 
     Args:
         shape: the model.
-        plan: the plan, of which tp and sequence_parallel matter.
+        plan: the plan; only its tp and sequence_parallel are used.
 
     Example:
         >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -43,7 +43,7 @@ def parameters(shape: ModelShape, plan: Candidate) -> Iterator[Parameter]:
         True
     """
     tp, hidden = plan.tp, shape.hidden
-    words = -(-shape.vocab // tp)  # on the first rank
+    words = -(-shape.vocab // tp)  # rows of the embedding on the first rank
     yield Parameter(numel=words * hidden)
     if shape.positions:
         yield _seen_in_part(shape.positions * hidden, tp, plan.sequence_parallel, -1)
@@ -89,7 +89,7 @@ def _layer(shape: ModelShape, plan: Candidate, layer: int) -> Iterator[Parameter
 
 
 def _seen_in_part(numel: int, tp: int, by_part: bool, layer: int) -> Parameter:
-    """Return a parameter that each rank holds whole, with a gradient from the rank's own positions or heads."""
+    """Return a parameter that each rank holds whole. If ``by_part``, each rank computes a partial gradient of it."""
     return Parameter(numel=numel, full=numel if tp > 1 and by_part else 0, layer=layer)
 
 
@@ -109,9 +109,9 @@ def buckets(members: list[Parameter], element_bytes: int) -> list[list[int]]:
 
 
 def units(members: list[Parameter]) -> list[list[int]]:
-    """Return the units that ZeRO-3 gathers at once, as indices into ``members``, in the order of backward.
+    """Return the units of ZeRO-3, as indices into ``members``, in the order of backward.
 
-    A unit is a layer, or a parameter outside of the layers (see optim.zero3_layers.ShardedWeights).
+    ZeRO-3 gathers a unit at once: a layer, or a parameter outside the layers (see optim.zero3_layers.ShardedWeights).
 
     Args:
         members: the parameters in the order of the model.

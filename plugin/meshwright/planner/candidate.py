@@ -24,11 +24,11 @@ class Job:
         weight_bytes: bytes per weight as the layers read it.
         gradient_bytes: bytes per gradient element.
         optimizer_bytes: bytes of optimizer state per weight: 8 for Adam over 32-bit weights, 12 with a 32-bit master
-            copy of 16-bit ones.
+            copy of 16-bit weights.
         activation_bytes: bytes per activation element: 2, or 4 if everything is computed in 32 bits.
         fused_attention: whether the attention kernel keeps its scores on chip (flash attention, SDPA's fused kernels).
-        own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; otherwise it runs on
-            one like Megatron-LM.
+        own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; if not, the job runs
+            on a library like Megatron-LM.
         on_cpu: whether the job runs on CPU with gloo.
 
     Raises:
@@ -59,7 +59,7 @@ class Job:
             raise PlanError(f"--precision={self.precision!r} must be 'bf16' or 'fp8'")
 
     def in_32_bits(self) -> Job:
-        """Return the same job with everything in 32 bits, as Adam trains a float32 model.
+        """Return the same job for a float32 model and Adam, with everything in 32 bits.
 
         Example:
             >>> Job(seq_len=8, global_batch=2).in_32_bits().activation_bytes
@@ -78,12 +78,14 @@ class Candidate:
     """A plan in the planner's search space.
 
     Args:
-        replicate: number of data-parallel groups, each with a whole copy of the state that ``shard`` divides.
-        shard: number of data-parallel ranks over which ZeRO shards the state; ``dp`` is the product of both.
+        replicate: number of data-parallel groups, each with a whole copy of the state, sharded over ``shard`` ranks.
+        shard: number of data-parallel ranks over which ZeRO shards the state; ``dp`` is ``replicate * shard``.
         tp: tensor-parallel size.
         sequence_parallel: whether to shard the activations between blocks over tp too.
-        cp: context-parallel size, by ring exchange if ``ring``, otherwise by all-to-all (Ulysses).
-        pp: number of pipeline stages, each with ``interleave`` chunks of layers.
+        cp: context-parallel size.
+        ring: whether context parallelism exchanges keys and values in a ring, rather than by all-to-all (Ulysses).
+        pp: number of pipeline stages.
+        interleave: number of chunks of layers per stage.
         micro_batch: sequences that one data-parallel rank runs at once.
         accumulation: micro-batches per step.
         zero_stage: what ZeRO shards: 1 the optimizer state, 2 gradients too, 3 weights too.
@@ -156,7 +158,9 @@ class Candidate:
 
 @lru_cache(maxsize=1024)
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage: as even as possible, fewer at the ends, which hold the vocabulary.
+    """Return the number of layers of each stage, as even as possible.
+
+    Extra layers go to the inner stages first, since the first and the last stage hold the vocabulary.
 
     Example:
         >>> stage_layers(70, 12)

@@ -1,4 +1,4 @@
-"""The catalogue of accelerators, with the figures of their data sheets."""
+"""The catalogue of accelerators, with the figures from their data sheets."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from meshwright.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator, by its data sheet.
+    """An accelerator, described by the figures of its data sheet.
 
     Args:
-        name: its name in the catalogue.
+        name: the name in the catalogue.
         memory: device memory in bytes.
-        flops: dense 16-bit matrix operations per second; ``flops_8bit`` those in 8 bits, or None.
+        flops: floating-point operations per second of dense 16-bit matmuls.
+        flops_8bit: operations per second of dense 8-bit matmuls; None without 8-bit units.
         bandwidth: bytes per second between the device and its memory.
         fast_link: bytes per second that one device sends to others in its fast domain (NVLink, xGMI, PCIe).
-        fast_domain: number of devices that the fast link joins.
+        fast_domain: number of devices that the fast link connects.
         slow_link: bytes per second that one device sends to other nodes, in the systems in which it is usually sold.
-        sustained: fraction of ``flops`` that the best matmul of all shapes reaches; ``sustained_8bit`` likewise.
-        shares_host: whether the device is the host's processor, whose processes share cores. Nothing runs
-            asynchronously there, so the time of a launch adds to the compute that it starts.
+        sustained: fraction of ``flops`` that the fastest shape of matmul reaches.
+        sustained_8bit: fraction of ``flops_8bit`` that the fastest shape of matmul reaches.
+        shares_host: whether the device is the host's processor, whose cores the processes share. Kernels are not
+            asynchronous on it, so the time to launch a kernel adds to the kernel's time.
         source: where these figures come from.
     """
 
@@ -50,8 +52,8 @@ _GB, _T = 1e9, 1e12
 _GIB = 2**30
 _NVIDIA = "NVIDIA data sheet, dense figures; "
 
-# ``sustained``: "Maximum achievable matmul FLOPS", measured by the ml-engineering book (github:stas00/ml-engineering,
-# compute/accelerator); devices that its table lacks keep the default.
+# The values of ``sustained`` are the "Maximum achievable matmul FLOPS" that the ml-engineering book measured
+# (github:stas00/ml-engineering, compute/accelerator). Devices that are not in the book's table keep the default.
 CATALOGUE: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -123,7 +125,7 @@ def device(name: str) -> Device:
     """Return a device of the catalogue.
 
     Raises:
-        PlanError: the name is not in the catalogue; the message has the nearest ones.
+        PlanError: the name is not in the catalogue; the message lists the nearest names.
 
     Example:
         >>> device("h100-sxm").flops / 1e12

@@ -13,11 +13,11 @@ from meshwright.planner.shapes import ModelShape
 
 @dataclass(kw_only=True)
 class AxisTraffic:
-    """Collectives over one axis in one phase of a step.
+    """The collectives over one axis in one phase of a step.
 
     Args:
         counts: kind -> number of calls.
-        bytes: total size of the whole tensors that they gather or reduce.
+        bytes: total size of the whole tensors that these collectives gather or reduce.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class AxisTraffic:
 def step_traffic(
     shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, gloo: bool = False
 ) -> dict[str, dict[str, AxisTraffic]]:
-    """Return phase -> axis -> collectives of one step.
+    """Return the collectives of one step, as phase -> axis -> ``AxisTraffic``.
 
     Args:
         shape: the model.
@@ -67,7 +67,7 @@ def _tensor(
     traits, micro, blocks = shape.traits, plan.accumulation, 2 * shape.layers
     rows = plan.micro_batch * seq_len
     whole = rows * shape.hidden * b
-    # Recomputed outputs are reduced again, except for a layer's last one, which backward does not need.
+    # Recompute reduces the outputs of blocks again, except a layer's last output if no norm reads that output.
     again = 0
     if plan.recompute == "full":
         again = blocks if traits.norms_outputs else shape.layers
@@ -98,7 +98,7 @@ def _tensor(
 
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
-    phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.dp)  # the sum and the count of tokens
+    phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.dp)  # the loss's sum and token count
     if plan.accumulation > 1:
         phases["forward"]["dp"].add("all-gather", 1, 8 * plan.dp)  # the count of the batch's tokens
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
@@ -114,7 +114,7 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
             phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * 4)
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
-            # One more number per parameter says whether this rank has a gradient.
+            # One extra number per parameter says whether this rank has a gradient of the parameter.
             phases["backward"]["dp"].add("all-reduce", 1, (numel + len(bucket)) * b)
 
 
@@ -122,15 +122,15 @@ def _gathered_weights(
     members: list[Parameter], shape: ModelShape, plan: Candidate, b: int, gloo: bool,
     phases: dict[str, dict[str, AxisTraffic]],
 ) -> None:  # fmt: skip
-    """Add ZeRO-3's collectives: gathers of each unit in forward and backward, reduce-scatters of its gradients."""
+    """Add ZeRO-3's collectives: all-gathers of each unit's weights, and reduce-scatters of its gradients."""
     forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
     micro = plan.accumulation
     for unit in units(members):
         numel = math.ceil(sum(members[index].numel for index in unit) / plan.dp) * plan.dp
         first = members[unit[0]]
         is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
-        # The embedding and the head both gather a tied matrix. The head keeps it until backward, and the embedding's
-        # backward does not read it.
+        # The embedding and the head both gather a tied matrix. The head keeps the gathered matrix until backward, and
+        # the embedding's backward does not read the matrix.
         is_kept = is_embedding or (is_head and not shape.tied)
         is_twice = shape.tied and unit[0] == 0
         forward.add("all-gather", micro * (1 + is_twice), numel * b)

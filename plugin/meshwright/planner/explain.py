@@ -1,4 +1,6 @@
-"""The answer of a search as text: the chosen plan, its time and memory, why no other, and what would change it."""
+"""Describe the result of a search: the chosen plan, its time and memory, the reasons against the other plans, and the
+changes that would lead to another plan.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,22 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.search import Choice, Search, search
+from meshwright.planner.space import Space
 
-TIE = 0.03  # relative difference between runs of one plan
+TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
 _GIB = 2**30
-_GROWTH = 12  # doublings of the cluster to try when nothing fits
-_DEVICES_A_SEQUENCE = 128  # most devices that may share one sequence
+_GROWTH = 12  # doublings of the cluster to try if no plan fits
+_DEVICES_A_SEQUENCE = 128  # largest number of devices that may share one sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The answer for a changed cluster or job.
+    """The best plan for a changed cluster or job.
 
     Args:
         what: the change.
-        plan: the best plan then; None if no plan fits.
-        speed: tokens per second, relative to the present choice.
+        plan: the best plan after the change; None if no plan fits.
+        speed: tokens per second, relative to the best plan without the change.
     """
 
     what: str
@@ -35,12 +38,12 @@ class Change:
 
 
 def ties(found: Search) -> int:
-    """Return the number of first choices whose estimates are too close to rank."""
+    """Return how many choices, counting the first, have times too close to the first's to rank."""
     return sum(choice.time.total <= found.choices[0].time.total * (1 + TIE) for choice in found.choices)
 
 
 def changes(found: Search) -> list[Change]:
-    """Return the answers for twice the batch, half the interconnect, and twice the memory of a device."""
+    """Return the best plans for twice the batch, half the link bandwidth, and twice the memory of a device."""
     cluster, job = found.cluster, found.job
     double = dataclasses.replace(job, global_batch=2 * job.global_batch)
     half = dataclasses.replace(cluster, slow_link=cluster.slow / 2)
@@ -61,7 +64,8 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    other = search(found.shape, cluster, job, found.profile, allow_future=found.allow_future, top=1, budget=budget)
+    space = Space(shape=found.shape, cluster=cluster, job=job, allow_future=found.allow_future)
+    other = search(space, found.profile, top=1, budget=budget)
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]
@@ -74,20 +78,19 @@ def no_fit(found: Search) -> PlanError:
     largest = sorted(memory.parts.items(), key=lambda item: -item[1])[:2]
     where = " and ".join(f"{name} {gib(value)}" for name, value in largest)
     return PlanError(
-        f"no plan fits: the leanest, {plan.label}, needs {gib(memory.total)} of the {gib(found.budget)} that a "
-        f"{found.cluster.device.name} may hold, {gib(memory.total - found.budget)} too much ({where}). "
+        f"no plan fits: the leanest plan, {plan.label}, needs {gib(memory.total)}, but may fill {gib(found.budget)} of "
+        f"each {found.cluster.device.name}, so it needs {gib(memory.total - found.budget)} too much ({where}). "
         f"What would make one fit: {'; '.join(_remedies(found))}"
     )
 
 
 def _remedies(found: Search) -> Iterator[str]:
-    shape, cluster, job, profile = found.shape, found.cluster, found.job, found.profile
+    cluster, job = found.cluster, found.job
 
     def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
+        space = Space(shape=found.shape, cluster=cluster, job=job, allow_future=later or found.allow_future)
         try:
-            other = search(
-                shape, cluster, job, profile, allow_future=later or found.allow_future, top=1, budget=found.budget
-            )
+            other = search(space, found.profile, top=1, budget=found.budget)
         except PlanError:
             return None
         return other.choices[0].plan.label if other.choices else None
@@ -160,7 +163,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
 
 
 def reasons(found: Search) -> Iterator[tuple[str, str]]:
-    """Yield (axis values, why they were rejected), first the legal ones that do not fit."""
+    """Yield (axis values, the reason against them), first for legal values that do not fit."""
     for name, (plan, memory) in found.binding.items():
         yield name, f"does not fit: its leanest plan, {plan.label}, needs {gib(memory.total)}"
     same: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""How a model family differs from Llama where its config does not say so: in its matrices and in what forward saves."""
+"""Differences between model families and Llama that configs do not state: in matrices and in what forward saves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Families whose MLP has two matrices, up and down. The config does not show it: BitNet's is gated and has Arcee's
-# activation.
+# Families whose MLP has two matrices, up and down. The config does not show this: BitNet's MLP has the same activation
+# as Arcee's, but is gated.
 NOT_GATED = frozenset(
     {
         "apertus", "arcee", "biogpt", "bloom", "codegen", "ctrl", "falcon", "gpt2", "gpt_bigcode", "gpt_neo",
@@ -15,11 +15,11 @@ NOT_GATED = frozenset(
         "persimmon", "phi", "starcoder2", "xglm",
     }
 )  # fmt: skip
-# Those of them whose projections have biases only if the config says so.
+# Families of NOT_GATED whose projections have biases only if the config says so.
 _BIASES_IN_CONFIG = frozenset({"apertus", "arcee", "falcon", "jais2", "mpt", "nanochat", "nemotron"})
 _WITHOUT_NORM_BIASES = frozenset({"apertus", "arcee", "mpt", "nanochat"})
 LEARNED_POSITIONS = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
-# Families in which embedding and head are one matrix unless the config says otherwise. All Gemmas belong here too.
+# Families in which embedding and head are one matrix unless the config says otherwise; ``is_tied`` adds all Gemmas.
 _TIED = frozenset(
     {
         "biogpt", "bloom", "cohere", "cohere2", "cohere_compass_text", "ctrl", "ernie4_5", "falcon", "gpt2",
@@ -27,12 +27,12 @@ _TIED = frozenset(
         "opt", "smollm3", "starcoder2", "vaultgemma", "xglm",
     }
 )  # fmt: skip
-# Families whose sizes do not follow from the usual fields of a config, and why.
+# Families whose sizes do not follow from the usual fields of a config, and the reasons.
 UNKNOWN_SIZES = {
     "gemma4_unified_text": "the heads of its layers are of different widths",
-    "minicpm3": "latent attention",
+    "minicpm3": "it uses latent attention",
     "moshi": "its MLP is half as wide as its config says",
-    "youtu": "latent attention",
+    "youtu": "it uses latent attention",
 }
 
 
@@ -42,7 +42,7 @@ def is_tied(family: str, config: Mapping[str, Any]) -> bool:
 
 
 def has_biases(family: str) -> bool:
-    """Return whether a family's projections have biases without a field in its config."""
+    """Return whether a family's projections always have biases, without a config field for them."""
     return family in NOT_GATED - _BIASES_IN_CONFIG
 
 
@@ -52,22 +52,22 @@ def has_norm_biases(family: str) -> bool:
 
 
 def shares_one_key_head(config: Mapping[str, Any]) -> bool:
-    """Return whether the config has a flag for a single key head instead of a number of them."""
+    """Return whether the flag ``multi_query`` of the config says that there is a single key head."""
     return bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Properties of a layer's computation that decide what backward needs.
+    """Properties of a family's code that decide which tensors forward saves for backward.
 
     Args:
-        norms: number of norms on the residual stream of a layer.
+        norms: number of norms per layer on the residual stream.
         norms_in_float32: whether a norm multiplies by its weight in 32 bits.
-        norm_copies_weight: whether a norm makes its own 32-bit weight, 1 + weight.
-        query_norm: how q and k are normed: each "head", or the "whole" projection; None for not at all.
+        norm_copies_weight: whether a norm computes a new 32-bit tensor, 1 + weight.
+        query_norm: what a norm of q and of k covers: each "head", or the "whole" projection; None without such norms.
         rotates_in_float32: whether sines and cosines stay in 32 bits.
-        fused_qkv: whether one projection makes q, k and v; its output then lives as long as v.
-        keeps_scores: whether attention stores its scores, as it must to cap them.
+        fused_qkv: whether one projection makes q, k and v, so that its whole output stays alive as long as v.
+        keeps_scores: whether attention stores its scores, as eager attention does, for example to cap them.
         caps_logits: whether the head's logits are capped.
         qkv_bias, output_bias, mlp_bias: whether these projections have biases.
 
@@ -90,7 +90,7 @@ class Traits:
 
     @property
     def norms_outputs(self) -> bool:
-        """Whether a block's output is normed before it is added to the residual stream."""
+        """Whether a block's output is normalized before it is added to the residual stream."""
         return self.norms == 4 or self.query_norm == "whole"
 
 
@@ -98,8 +98,8 @@ def traits_of(family: str, config: Mapping[str, Any]) -> Traits:
     """Return the traits of a transformers model.
 
     Args:
-        family: the ``model_type`` of its config.
-        config: its config as a dict.
+        family: the ``model_type`` of the model's config.
+        config: the model's config as a dict.
 
     Example:
         >>> traits_of("qwen3", {}).query_norm

@@ -1,4 +1,4 @@
-"""The memory of one rank of this version's runtime during a step: what it holds, and its peak."""
+"""The memory of one rank of this version's runtime during a step: the tensors that it holds, and the peak."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, unit
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.shapes import ModelShape
 
-IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: buckets that are reduced at the same time; one under ZeRO-3
+IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: number of buckets that are reduced at the same time; 1 under ZeRO-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +19,12 @@ class Footprint:
     """The memory of one rank, in bytes.
 
     Args:
-        parameters: the weights; under ZeRO-3 this rank's part, in 32 bits.
+        parameters: the weights; under ZeRO-3, this rank's shard in 32 bits.
         gradients: the gradients after backward.
         optimizer: Adam's state and, in ZeRO stages 1 and 2, the 32-bit copy of 16-bit weights.
         activations: the tensors that forward saves for backward.
         accumulated: the sum of the gradients of all micro-batches but the last; 0 for a single micro-batch.
-        peaks: the peak of "forward", "backward" and "optimizer" (the step), including everything above.
+        peaks: phase -> peak, including everything above. The phases are "forward", "backward" and "optimizer".
     """
 
     parameters: float
@@ -70,11 +70,13 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
     recomputed = shape.layers if plan.recompute == "full" else 0
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
-    forward = _forward(shape, plan, saved, recomputed, seq_len, b, gathered)
-    backward = _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu, gathered)
+    micro = _MicroBatch(
+        shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered
+    )
+    forward, backward = _forward(micro), _backward(micro, members, cpu)
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
-        # Their gradients are reduced as they arrive, and each rank adds up its part.
+        # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
         accumulated /= ranks
         inner = backward if plan.accumulation == 2 else backward + accumulated
         forward = max(accumulated + forward, inner)
@@ -82,7 +84,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     elif accumulated:
         forward = accumulated + max(forward, weights)
     activations = saved.total(shape.layers, recomputed) + gathered.head
-    # On CPU the optimizer steps one parameter after the other, on other devices all of them at once.
+    # On CPU the optimizer steps one parameter after the other, on other devices all parameters at once.
     temporary = (2 * max(member.numel for member in members) if cpu else elements) * state / ranks
     return Footprint(
         parameters=weights,
@@ -112,45 +114,55 @@ class _Gathered:
         return _Gathered(layers=layer * min(2, shape.layers), head=head)
 
 
-def _forward(
-    shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, seq_len: int, b: int, gathered: _Gathered
-) -> float:
-    n = plan.micro_batch * seq_len
+@dataclass(frozen=True, kw_only=True)
+class _MicroBatch:
+    """One micro-batch on one rank: its sizes, and what forward saves and gathers for it."""
+
+    shape: ModelShape
+    plan: Candidate
+    seq_len: int
+    element_bytes: int
+    saved: Saved
+    recomputed: int
+    gathered: _Gathered
+
+
+def _forward(micro: _MicroBatch) -> float:
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+    saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words = -(-shape.vocab // plan.tp)
-    # The loss reads 32-bit logits, which are a copy of 16-bit ones; sharded logits are overwritten in place.
+    # The loss reads 32-bit logits, a copy if the logits are 16-bit. It overwrites sharded logits in place.
     loss = n * words * (b if b < 4 else 0) if plan.tp > 1 else n * words * (4 + (b if b < 4 else 0))
     at_loss = saved.total(shape.layers, recomputed) + loss
-    # At the end of the last layer its saved tensors, its output, and that output before its reduction over tp exist.
+    # When the last layer ends, its saved tensors are alive, and its output before and after the reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head
     in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
     return max(at_loss + gathered.head, in_layer + gathered.layers)
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
-    """Return the bytes of the whole rows of a block's output, before and after they are reduced over tp."""
+    """Return the bytes of a block's output for all positions, both before and after the reduction over tp."""
     return n * shape.hidden * b * (2 if plan.tp > 1 else 1)
 
 
-def _backward(
-    shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, members: list[Parameter], seq_len: int, b: int,
-    cpu: bool, gathered: _Gathered,
-) -> float:  # fmt: skip
-    n = plan.micro_batch * seq_len
+def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+    saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
     total = saved.total(shape.layers, recomputed)
-    # The 32-bit gradient of the logits is a new tensor on one device; sharded, it overwrites its input. Then it is cast
-    # or passes through the cap.
+    # The 32-bit gradient of the logits is a new tensor without tp; with tp it overwrites the logits. Then the gradient
+    # is cast, or passes backward through the cap.
     is_copied = b < 4 or shape.traits.caps_logits
     at_loss = total + (8 * n * words if plan.tp == 1 else n * words * b * is_copied)
     at_head = total - saved.logits + n * words * b + words * shape.hidden * b + rows
     kept = saved.kept if recomputed else saved.layer
-    norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six tensors of its size in 32 bits
+    norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six 32-bit tensors of a norm's size
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
     if shape.traits.keeps_scores:
-        attention += 2 * n * b * seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
+        attention += 2 * n * b * micro.seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
     counts = Counter(member.layer for member in members)
-    # The sum of the earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
+    # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.dp > 1
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
@@ -160,7 +172,7 @@ def _backward(
     for member, arrival, most in _gradients(members, plan, b, cpu):
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:
-            # A layer's activations are freed as its gradients arrive, the MLP's first.
+            # A layer's activations are freed as its gradients arrive, first those of the MLP.
             left = 1 - arrived[layer] / counts[layer]
             of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
             rest += layer * kept + of_attention * saved.attention + of_mlp * (saved.layer - saved.attention)
@@ -169,7 +181,7 @@ def _backward(
         elif layer == shape.layers:
             rest += shape.layers * kept + gathered.head
         elif shape.tied:
-            arrival += member.numel * b  # the embedding's gradient, which is added to the head's
+            arrival += member.numel * b  # the embedding's gradient, which is added to the gradient of the tied head
         arrived[layer] += 1
         left_over -= b * member.numel if before else 0
         peak = max(peak, max(arrival, most) + rest + left_over)
@@ -181,8 +193,8 @@ def _gradients(
 ) -> Iterator[tuple[Parameter, float, float]]:
     """Yield (parameter, bytes, most bytes) in the order in which the gradients arrive.
 
-    The bytes are those of all gradients and their buffers when this gradient arrives, and the most while the reduction
-    of its bucket starts, if the bucket is complete.
+    The bytes are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket, the
+    most bytes are their largest size while the reduction of the bucket starts.
     """
     is_gathered = plan.zero_stage == 3 and plan.dp > 1
     in_flight = 1 if is_gathered else IN_FLIGHT
@@ -195,15 +207,15 @@ def _gradients(
     held, started, most = 0.0, 0, 0.0
 
     def start(number: int) -> None:
-        """Start the reduction of a bucket, and finish the oldest one if too many are in flight."""
+        """Start the reduction of a bucket, and finish the oldest reduction if too many are in flight."""
         nonlocal held, most
         wide = 4 if is_sharded else b
         flat, raw = sizes[number] * wide, sizes[number] * b
         held += flat
-        # To be summed, partial gradients over tp are held as whole parameters, and once more as one tensor.
+        # The sum over tp holds partial gradients twice: as whole parameters, and joined into one tensor.
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
         if is_sharded:
-            # gloo receives into its own buffer, and frees what it has sent.
+            # gloo receives into its own buffer, and frees the tensor that it has sent.
             most = max(most, held + flat / plan.dp + (flat if cpu else 0))
             held += flat / plan.dp - raw
         most = max(most, held)

@@ -6,7 +6,7 @@ _GIB = 2**30
 
 
 def gib(value: float) -> str:
-    """Return bytes as text.
+    """Return a number of bytes as text.
 
     Example:
         >>> gib(1.5 * 2**30)

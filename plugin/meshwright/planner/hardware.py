@@ -1,4 +1,4 @@
-"""A cluster's devices and links, the efficiencies that calibration fits, and the profile file that holds them."""
+"""A cluster's devices and links, the efficiencies that calibration fits, and the profile file with the efficiencies."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Cluster:
         device: the accelerator.
         gpus: number of devices in the cluster.
         gpus_per_node: number of devices per node.
-        fast_link: bytes per second of one device inside its fast domain (default: the device's own).
-        slow_link: bytes per second of one device between domains, its share of the node's network cards (default: the
-            device's own).
+        fast_link: bytes per second of one device inside its fast domain (default: ``device.fast_link``).
+        slow_link: bytes per second of one device between domains, as its share of the node's network cards (default:
+            ``device.slow_link``).
 
     Raises:
         PlanError: a size is below one, or the devices do not fill whole nodes.
@@ -67,7 +67,7 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """The number of devices that the fast link joins."""
+        """The number of devices that the fast link connects."""
         return min(self.gpus, max(self.gpus_per_node, self.device.fast_domain if self.gpus_per_node < 8 else 0))
 
     @property
@@ -85,19 +85,22 @@ class Coefficients:
 
     Args:
         matmul: fraction of the device's sustained matmul rate that a large matmul reaches.
-        matmul_8bit: the same for 8-bit matmuls, as a multiple of ``matmul``.
-        saturation: slowdown of small matmuls, whose time grows by saturation * 128 * (1/rows + 1/inner + 1/columns).
+        matmul_8bit: fraction of the sustained 8-bit rate that a large matmul reaches, as a multiple of ``matmul``.
+        saturation: slowdown of small matmuls, whose time is multiplied by
+            1 + saturation * 128 * (1/rows + 1/inner + 1/columns).
         attention: fraction of the peak rate that the attention kernel reaches.
-        elementwise: traffic of norms, activations and residuals, as a multiple of the bytes that they must move.
+        elementwise: traffic of norms, activation functions and residual sums, as a multiple of the bytes that they must
+            move.
         launch: seconds that the host needs to launch one layer's forward: about 50 kernels of 12 microseconds in eager
             PyTorch, fewer if kernels are fused or captured.
         fast_link: fraction of the fast link's rate that a collective reaches.
         slow_link: fraction of the slow link's rate that a collective reaches.
-        latency: seconds from one device of a domain to the next; five times that for each doubling of the domains.
+        latency: seconds from one device of a domain to the next. Each doubling of the number of domains adds five times
+            as much.
         overlap: fraction of the data-parallel communication that compute can hide.
-        optimizer: time of the optimizer step, as a multiple of its traffic over the bandwidth.
+        optimizer: time of the optimizer step, as a multiple of its traffic divided by the memory bandwidth.
         step: fixed seconds per training step.
-        straggler: fraction of the step that each doubling of the nodes adds.
+        straggler: fraction of the step time that each doubling of the number of nodes adds.
     """
 
     matmul: float = 0.85
@@ -147,12 +150,13 @@ class HardwareProfile:
         name: description of what was measured.
         coefficients: the efficiencies.
         band: relative error; nine of ten runs take between the estimate / (1 + band) and the estimate * (1 + band).
-        rows: number of measurements behind the coefficients; 0 for the catalogue's.
+        rows: number of measurements behind the coefficients; 0 for the coefficients of the catalogue.
         measured: key -> text, for example software versions and the date.
         device: the measured machine; None if the coefficients apply to a device of the catalogue.
         dtype: the measured dtype, "float32", "bfloat16" or "float16"; set with ``device``.
-        processes: processes per node that ran at once. Processes of one host share its cores, so other numbers differ.
-        nodes: measured nodes; the links between nodes are known from two on.
+        processes: number of processes per node that ran at once. Processes share the cores of their host, so the result
+            for another number of processes differs.
+        nodes: number of measured nodes; the links between nodes are known if there are at least two.
         points: the raw measurements.
 
     Example:
@@ -179,11 +183,11 @@ class HardwareProfile:
         Args:
             gpus: number of devices in the cluster.
             gpus_per_node: number of devices per node.
-            slow_link: bytes per second of one device between nodes; required if one node was measured and more are
-                asked for.
+            slow_link: bytes per second of one device between nodes; required if only one node was measured and the
+                cluster has more.
 
         Raises:
-            PlanError: the profile has no measurements for a size.
+            PlanError: the profile has no device, or no measurements for these sizes.
         """
         if self.device is None:
             raise PlanError(f"profile {self.name!r} has no measured device; name one with --gpu")
@@ -192,15 +196,15 @@ class HardwareProfile:
         busy = min(gpus, per_node)
         is_shared = self.device.shares_host and busy != self.processes
         if is_shared or busy > self.processes:
-            why = "they share its cores" if is_shared else "its links to more are not known"
+            why = "processes share its cores" if is_shared else "links between more devices were not measured"
             raise PlanError(
-                f"profile {self.name!r} is valid for {self.processes} process(es) per host, not {busy}: {why}; use "
+                f"profile {self.name!r} is valid for {self.processes} process(es) per host, not {busy}: {why}. Use "
                 f"--gpus-per-node {self.processes}, or meshwright calibrate --processes {busy}"
             )
         if gpus > per_node and self.nodes == 1 and slow_link is None:
             raise PlanError(
-                f"profile {self.name!r} measured one node, but --gpus {gpus} need {math.ceil(gpus / per_node)}; give "
-                f"--interconnect, launch meshwright calibrate with torchrun on two nodes or, if one node has all "
+                f"profile {self.name!r} measured one node, but --gpus {gpus} needs {math.ceil(gpus / per_node)} nodes; "
+                f"give --interconnect, launch meshwright calibrate with torchrun on two nodes or, if one node has all "
                 f"{gpus}, use meshwright calibrate --processes {gpus}"
             )
         return Cluster(device=self.device, gpus=gpus, gpus_per_node=per_node, slow_link=slow_link)

@@ -10,10 +10,10 @@ from meshwright.planner.candidate import Candidate, Job, layers_of
 from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
 
-_CONTEXT = 0.6e9  # the device's context and kernels
-_GROUP = 0.15e9  # buffers of one communicator
-_PROCESS = 0.4e9  # Python, torch and transformers
-_SLACK = 0.03  # share of the allocated memory in blocks that the allocator cannot fill
+_CONTEXT = 0.6e9  # bytes of the device's context and kernels
+_GROUP = 0.15e9  # bytes of the buffers of one communicator
+_PROCESS = 0.4e9  # bytes of Python, torch and transformers
+_SLACK = 0.03  # unfilled parts of the allocator's blocks, relative to the allocated memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +22,14 @@ class Memory:
 
     Args:
         weights: the weights as the layers read them.
-        gradients: their gradients.
+        gradients: the gradients of the weights.
         optimizer: the optimizer state, including the 32-bit copy of the weights.
-        activations: the tensors that forward saves for backward, of all micro-batches in flight.
+        activations: the tensors that forward saves for backward, for all micro-batches in flight.
         logits: the tensors of the head and the loss at their peak.
-        unsharded: layers that ZeRO-3 has gathered.
-        working: temporary tensors of the running layer and of the optimizer step.
-        communication: communicators and their buckets.
-        slack: the context and the allocator's unfilled blocks.
+        unsharded: the layers that ZeRO-3 has gathered.
+        working: the temporary tensors of the running layer and of the optimizer step.
+        communication: the communicators and the gradient buckets.
+        slack: the device's context, and the unfilled parts of the allocator's blocks.
         stage: index of the pipeline stage.
     """
 
@@ -78,7 +78,7 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
 
 
 def in_flight(plan: Candidate, stage: int) -> float:
-    """Return the number of micro-batches whose activations a stage holds at once; a chunk counts 1 / interleave.
+    """Return the number of micro-batches whose activations a stage holds; an interleaved chunk counts 1 / interleave.
 
     Example:
         >>> in_flight(Candidate(pp=4, accumulation=16), 0)
@@ -91,7 +91,7 @@ def in_flight(plan: Candidate, stage: int) -> float:
 
 
 def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
-    """Return the peak of a rank of this version's runtime, including the memory of the process and the allocator."""
+    """Return the peak memory of a rank of this version's runtime, with the process and the allocator."""
     held = footprint(shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu)
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
@@ -112,7 +112,7 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
 
 
 def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Memory:
-    """Return the peak of one rank of one pipeline stage."""
+    """Return the peak memory of one rank of a pipeline stage."""
     if job.own_runtime and plan.runs_today:
         return runtime_memory(shape, plan, job)
     t, layers = plan.tp, layers_of(plan, shape.layers)[stage]
@@ -136,16 +136,16 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     logits = 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
     if last:
-        # 16-bit logits kept, a 32-bit copy saved, two 32-bit temporaries in backward.
+        # The 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward.
         logits = (12 + job.activation_bytes) * rows * shape.vocab / t
     unsharded = 0.0
     if plan.zero_stage >= 3 and sharded > 1:
         unit = max(shape.layer_parameters, shape.vocab * shape.hidden if first or last else 0) / t
         unsharded = 2 * unit * job.weight_bytes + unit * job.gradient_bytes
-    step = 4 * elements / sharded  # the update of one step in 32 bits, when the activations are freed
+    step = 4 * elements / sharded  # the 32-bit update of one step, when the activations are already freed
     groups = sum(size > 1 for size in (plan.dp, plan.tp, plan.cp, plan.pp))
     communication = groups * _GROUP + (2 * BUCKET_BYTES if plan.dp > 1 else 0)
-    # The head's backward, the last layer's and the optimizer step peak at different times.
+    # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
     peak = max(working + activations, logits + activations, step)
     rest = peak - activations if peak > activations else 0.0
     is_logits = logits >= working
@@ -180,7 +180,7 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
 
 
 def _optimizer_bytes(plan: Candidate, job: Job) -> int:
-    """Return the bytes of optimizer state per weight; on this runtime only ZeRO copies 16-bit weights in 32 bits."""
+    """Return the optimizer's bytes per weight; this runtime has 32-bit copies of 16-bit weights only under ZeRO."""
     if not job.own_runtime:
         return job.optimizer_bytes
     return 2 * job.weight_bytes if plan.zero_stage == 0 else 8 if job.weight_bytes == 4 else 12

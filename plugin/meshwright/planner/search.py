@@ -1,4 +1,7 @@
-"""Find the fastest plans that fit. Every legal plan gets a lower bound of its time; slow bounds are not simulated."""
+"""Find the fastest plans that fit into memory.
+
+Each of these plans gets a lower bound on its step time, and only plans with low bounds are simulated.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Region, Space
 from meshwright.planner.time import StepModel
 
-_HEADROOM = 0.90  # share of the device's memory to fill: with more, the first unusual batch fails
+_HEADROOM = 0.90  # share of the device's memory that a plan may fill; with more, the first unusual batch fails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +30,8 @@ class Choice:
         plan: the plan.
         time: the time of a step.
         memory: the memory of the device that needs the most.
-        tokens_per_second: tokens per second and device.
-        mfu: model FLOPs per second over the peak; causal attention counts half, recompute does not count.
+        tokens_per_second: tokens per second per device.
+        mfu: model FLOPs per second, divided by the peak; causal attention counts half, recompute does not count.
     """
 
     plan: Candidate
@@ -43,13 +46,13 @@ class Search:
     """The outcome of a search.
 
     Args:
-        shape, cluster, job, profile, allow_future: the problem.
+        shape, cluster, job, profile, allow_future: the arguments of the search.
         choices: the fastest plans that fit, best first.
         pruned: axis value that was left out -> the reason.
-        considered: number of legal plans; ``fitting`` of them fit, and ``simulated`` of those were simulated.
+        considered, fitting, simulated: numbers of plans that are legal, that fit, and that were simulated.
         budget: memory per device that a plan may fill, in bytes.
         smallest: the legal plan that needs the least memory, and its memory.
-        binding: axis value that no fitting plan has -> its plan that needs the least memory, and that memory.
+        binding: axis value that no fitting plan has -> its plan with the least memory, and that memory.
     """
 
     shape: ModelShape
@@ -68,38 +71,26 @@ class Search:
 
 
 def search(
-    shape: ModelShape,
-    cluster: Cluster,
-    job: Job,
-    profile: HardwareProfile | None = None,
-    *,
-    allow_future: bool = False,
-    top: int = 5,
-    budget: float | None = None,
-    most_zero: int = 3,
+    space: Space, profile: HardwareProfile | None = None, *, top: int = 5, budget: float | None = None
 ) -> Search:
     """Return the fastest plans that fit.
 
     The search is complete: it covers every legal plan. Two rules save work without changing the answer. If a plan fits,
-    the same plan with more recompute is slower and is skipped. A plan whose lower bound is slower than the best plans
-    found is not simulated.
+    the same plan with more recompute is slower and is skipped. A plan is not simulated if its lower bound is above
+    the times of the best plans found so far.
 
     Args:
-        shape: the model.
-        cluster: the devices.
-        job: sequence length and global batch.
+        space: the model, the devices and the job, and which plans to include.
         profile: the coefficients (default: the catalogue's).
-        allow_future: whether to include plans that this version's runtime cannot run.
         top: number of plans to return.
         budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
-        most_zero: the highest ZeRO stage to include.
 
     Raises:
         PlanError: there is no legal plan.
     """
+    shape, cluster, job = space.shape, space.cluster, space.job
     profile = profile or HardwareProfile(name="catalogue")
     budget = budget if budget is not None else _HEADROOM * cluster.device.memory
-    space = Space(shape=shape, cluster=cluster, job=job, allow_future=allow_future, most_zero=most_zero)
     model = StepModel(shape, cluster, profile.coefficients)
     considered = 0
     bounded: list[tuple[float, int, Candidate, Memory]] = []
@@ -120,7 +111,7 @@ def search(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(space.pruned.items(), 6))
         raise PlanError(
             f"no legal plan for {shape.name} on {cluster.gpus} devices with a global batch of {job.global_batch}: "
-            f"{reasons}. Change --global-batch to a multiple of the devices, or --gpus"
+            f"{reasons}. Change --global-batch to a multiple of the number of devices, or change --gpus"
         )
 
     fitting = len(bounded)
@@ -140,7 +131,7 @@ def search(
         cluster=cluster,
         job=job,
         profile=profile,
-        allow_future=allow_future,
+        allow_future=space.allow_future,
         choices=tuple(
             Choice(
                 plan=plan, time=time, memory=memory, mfu=peak / total,
@@ -159,7 +150,10 @@ def search(
 
 
 def _fitting(space: Space, region: Region, budget: float) -> Iterator[tuple[Candidate, Memory, int]]:
-    """Yield (plan, memory, number tried) for a region, with the fastest recompute that fits or else the leanest."""
+    """Yield (plan, memory, number of plans tried) for each micro-batch size and ZeRO stage of a region.
+
+    The plan has the fastest kind of recompute that fits or, if none fits, the kind that needs the least memory.
+    """
     shape, job = space.shape, space.job
     for micro in space.micro_batches(region):
         any_fits = False
@@ -181,7 +175,10 @@ def _fitting(space: Space, region: Region, budget: float) -> Iterator[tuple[Cand
 
 
 def _fewest_recomputed(space: Space, plan: Candidate, memory: Memory, budget: float) -> tuple[Candidate, Memory, int]:
-    """Return the plan with the fewest recomputed layers that fits, since each recomputed layer takes time."""
+    """Return the fitting plan that recomputes the fewest layers, its memory, and the number of plans tried.
+
+    Each recomputed layer takes time.
+    """
     low, high, weighed = 0, max(layers_of(plan, space.shape.layers)), 0
     best = (plan, memory)
     fields = vars(plan)

@@ -23,7 +23,7 @@ from meshwright.planner.family_traits import (
     traits_of,
 )
 
-_NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # their code ignores the window in the config
+_NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -49,17 +49,17 @@ class ModelShape:
         head_dim: width of one head.
         ffn: width of the MLP.
         vocab: rows of the embedding.
-        gated: whether the MLP has gate, up and down projections, not just up and down.
+        gated: whether the MLP has a gate projection besides up and down.
         tied: whether embedding and head are one matrix.
-        window: most tokens that a query sees; None for all before it.
-        window_layers: number of layers with that window; the others see everything.
+        window: largest number of tokens that a query attends to; None for all tokens before it.
+        window_layers: number of layers with that window; the other layers have no window.
         biases: bias elements per layer.
         norms: elements of the norm weights per layer.
         positions: rows of a learned position table; 0 for rotary positions or ALiBi.
         traits: properties of the family's code that decide what backward needs.
 
     Raises:
-        PlanError: a size is below one, or kv_heads does not divide heads.
+        PlanError: a size is below one, or heads is not divisible by kv_heads.
 
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -107,7 +107,7 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def local_kv_width(self, tp: int) -> int:
-        """Return the width of the keys on one of ``tp`` ranks, which share a key head if there are too few.
+        """Return the width of the keys on one of ``tp`` ranks; several ranks share a key head if there are too few.
 
         Example:
             >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
@@ -143,12 +143,12 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Elements of the output head; 0 if it shares them with the embedding."""
+        """Elements of the output head; 0 if it shares its matrix with the embedding."""
         return 0 if self.tied else self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All elements, each counted once."""
+        """Elements of all parameters; a tied matrix counts once."""
         return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters + self.hidden
 
     @property
@@ -174,7 +174,7 @@ class ModelShape:
     def flops(self, seq_len: int) -> float:
         """Return the floating-point operations of forward and backward for one token.
 
-        There are six per parameter of a matmul, and those of causal attention; recompute is not counted.
+        A parameter of a matmul counts six operations, and causal attention is added. Recompute is not counted.
         """
         matmul = self.layers * (self.attention_parameters + self.mlp_parameters) + self.vocab * self.hidden
         return 6 * matmul + 12 * self.layers * self.query_width * self.attended(seq_len)
@@ -185,8 +185,8 @@ def describe(source: Any, *, name: str | None = None) -> ModelShape:
 
     Args:
         source: a config as a dict, a config object (anything with ``to_dict``), the path of a config.json, or the path
-            of a directory that holds one.
-        name: name of the model (default: that of the path or the config).
+            of a directory that contains one.
+        name: name of the model (default: the name in the path or the config).
 
     Raises:
         PlanError: the file cannot be read, the model is not a decoder, a field is missing, or a size is below one.
@@ -277,7 +277,7 @@ def _config(source: Any) -> tuple[Mapping[str, Any], str]:
         return source, str(source.get("_name_or_path") or source.get("model_type") or "model")
     if hasattr(source, "to_dict"):
         config = source.to_dict()
-        attention = getattr(source, "_attn_implementation", None)  # to_dict leaves it out
+        attention = getattr(source, "_attn_implementation", None)  # to_dict omits this field
         return _config({**config, "_attn_implementation": attention} if attention else config)
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""Event simulation of a pipeline schedule. A closed formula for the bubble would be wrong for uneven stages."""
+"""Event simulation of a pipeline schedule, since a closed formula for the bubble is wrong for uneven stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Event:
         stage: index of the pipeline stage.
         chunk: index of the stage's chunk of layers.
         micro_batch: index of the micro-batch.
-        is_forward: whether it is a forward; otherwise a backward.
+        is_forward: whether the event is a forward; if not, it is a backward.
         start, end: seconds since the step began.
     """
 
@@ -33,7 +33,7 @@ class Event:
 
 @lru_cache(maxsize=256)
 def stage_order(stage: int, stages: int, micro_batches: int, interleave: int = 1) -> tuple[Op, ...]:
-    """Return the order in which one stage runs its forwards and backwards: 1F1B, interleaved if asked.
+    """Return the order in which one stage runs its forwards and backwards: 1F1B, or interleaved 1F1B.
 
     The interleaved order is Megatron-LM's (Narayanan et al. 2021): micro-batches go through the chunks in groups of
     ``stages`` micro-batches.
@@ -71,8 +71,8 @@ def pipeline_time(
     """Return the seconds from the first forward to the last backward of a pipeline.
 
     Args:
-        forward: seconds of one micro-batch's forward on each stage, in all of its chunks together.
-        backward: the same for backward.
+        forward: seconds of one micro-batch's forward on each stage, summed over the stage's chunks.
+        backward: seconds of one micro-batch's backward on each stage, summed over the stage's chunks.
         micro_batches: micro-batches per step.
         interleave: chunks per stage.
         transfer: seconds to send activations to the next stage.
@@ -84,7 +84,7 @@ def pipeline_time(
     stages = len(forward)
     if stages == 1:
         return micro_batches * (forward[0] + backward[0])
-    # Between warm-up and drain a schedule repeats itself, so a long one is extrapolated from two shorter ones.
+    # Between warm-up and drain a schedule repeats itself, so its time is extrapolated from two shorter schedules.
     short = stages * max(4, 12 // interleave)
     if micro_batches > short + stages:
         rest = micro_batches % stages
@@ -102,7 +102,7 @@ def pipeline_events(
     interleave: int = 1,
     transfer: float = 0.0,
 ) -> Iterator[Event]:
-    """Yield every forward and backward of a schedule, stage by stage and in the order of each stage.
+    """Yield every forward and backward of a schedule, stage by stage, in the order in which the stage runs them.
 
     Args:
         forward, backward, micro_batches, interleave, transfer: as in ``pipeline_time``.
@@ -165,5 +165,5 @@ def _run(
             left -= at - cursor[stage]
             cursor[stage], clock[stage] = at, now
         if left == before:
-            raise AssertionError("the schedule waits for itself")
+            raise AssertionError("the pipeline schedule has a deadlock")
     return max(clock), ready_forward, ready_backward

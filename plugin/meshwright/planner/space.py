@@ -1,4 +1,4 @@
-"""Enumerate the plans that are legal for a model on a cluster, with the reasons against the others."""
+"""Enumerate the plans that are legal for a model on a cluster, and record the reasons against all other plans."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
 FUTURE = "this version cannot run it; --allow-future plans it anyway"
-_CHUNKS = 8  # most interleaved chunks per stage; more would only add transfers
-_CONTEXT = 64  # most context-parallel ranks
+_CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
+_CONTEXT = 64  # largest context-parallel size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """One layout of the ranks, for any micro-batch, ZeRO stage and recompute.
+    """A layout of the ranks, without a choice of micro-batch size, ZeRO stage and recompute.
 
     Args:
         dp: data-parallel size.
@@ -35,7 +35,7 @@ class Region:
 class Space:
     """The candidates for a model, a cluster and a job.
 
-    ``pruned`` maps each axis value that is left out to the reason; it is filled while ``regions`` is read.
+    ``pruned`` maps each omitted axis value to the reason. Iterating over ``regions()`` fills it.
 
     Args:
         shape: the model.
@@ -61,7 +61,7 @@ class Space:
     job: Job
     allow_future: bool = False
     most_zero: int = 3
-    pruned: dict[str, str] = field(default_factory=dict)
+    pruned: dict[str, str] = field(default_factory=dict, init=False)
 
     def regions(self) -> Iterator[Region]:
         """Yield the legal layouts of the ranks, in a fixed order."""
@@ -90,7 +90,7 @@ class Space:
                             yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, interleave=interleave)
 
     def micro_batches(self, region: Region) -> list[int]:
-        """Return the micro-batch sizes that divide a rank's sequences and, with a pipeline, fill it."""
+        """Return the micro-batch sizes that divide a rank's sequences and leave enough micro-batches for a pipeline."""
         rows = self.job.global_batch // region.dp
         sizes = [size for size in divisors(rows) if rows // size >= region.pp or size == 1]
         if region.interleave > 1:
@@ -98,7 +98,7 @@ class Space:
         return sizes
 
     def zero(self, region: Region) -> list[tuple[int, int, int]]:
-        """Return (stage, replicate, shard) for each way to shard the state over the data-parallel ranks."""
+        """Return (ZeRO stage, replicate, shard) for each way to shard the state over the data-parallel ranks."""
         dp, cp = region.dp, region.cp
         ways = [(0, dp, 1)]
         if dp * cp > 1:
@@ -154,7 +154,7 @@ class Space:
         if tp > domain:
             return f"crosses the fast domain of {domain} devices"
         if domain % tp and tp > 1:
-            return f"does not divide the fast domain of {domain} devices"
+            return f"is not a divisor of {domain}, the number of devices in the fast domain"
         for name in ("heads", "ffn"):
             if getattr(shape, name) % tp:
                 return f"{name}={getattr(shape, name)} is not divisible by {tp}"
@@ -180,11 +180,11 @@ class Space:
             return FUTURE
         if pp > self.shape.layers:
             return f"more stages than the {self.shape.layers} layers"
-        # Uneven stages are legal, but all wait for the longest one; allow those that idle little.
+        # Uneven stages are legal, but all stages wait for the longest. Allow them if little time is idle.
         longest = -(-self.shape.layers // pp)
         idle = 1 - self.shape.layers / (longest * pp)
         if idle > 0.15:
-            return f"{self.shape.layers} layers over {pp} stages leave {idle:.0%} of them idle"
+            return f"{self.shape.layers} layers over {pp} stages leave the stages idle for {idle:.0%} of the time"
         return None
 
     def _interleaves(self, pp: int, rows: int) -> list[int]:

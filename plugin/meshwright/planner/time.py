@@ -1,4 +1,4 @@
-"""Estimate the time of one training step under a plan, and its parts."""
+"""Estimate the time of one training step under a plan, by part."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import pipeline_time
 
 _TILE = 128  # size of a matmul's tile in each of its three dims
-_SCORE_BYTES = 13  # bytes per attention score in forward: product, softmax and dropout in 16 bits, and the mask
-_ALIGNED = 8  # without a fused kernel, head widths that are no multiple of this cannot use the matrix units
-_MISALIGNED = 8  # slowdown then: the rate of a device's 32-bit units is about a sixteenth, but nearly reached
-_CAST_BYTES = 4  # bytes moved per element cast to 8 bits: read, written, and written transposed for backward
-_REMOTE = 5.0  # latency of a message to another node, relative to one inside the node
+_SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
+_ALIGNED = 8  # without a fused kernel, head widths that are not a multiple of this cannot use the matrix units
+_MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the peak rate, but nearly reach their rate
+_CAST_BYTES = 4  # bytes moved per element cast to 8 bits: one read, one write, one transposed write for backward
+_REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
 
 class StepModel:
     """Estimates the time of a training step.
 
     The model follows Megatron-LM's analyses (Narayanan et al. 2021, Korthikanti et al. 2022) and adds what their closed
-    formulas omit: small matmuls are less efficient, attention has its own efficiency, a layer takes no less than its
-    kernels' launches, rings that cross nodes share the network cards, the pipeline is simulated, and a step waits for
-    the slowest of many nodes.
+    formulas omit: small matmuls are less efficient, attention has its own efficiency, a layer takes at least as long
+    as its kernel launches, rings that cross nodes share the network cards, the pipeline is simulated, and a step waits
+    for the slowest node.
 
     Args:
         shape: the model.
@@ -44,12 +44,12 @@ class StepModel:
     def __init__(self, shape: ModelShape, cluster: Cluster, coefficients: Coefficients):
         self.shape, self.cluster, self.k = shape, cluster, coefficients
         self.memory_rate = cluster.device.bandwidth
-        self._layers: dict[object, Work] = {}  # many plans of a search have equal layers
+        self._layers: dict[object, Work] = {}  # a cache: in a search, many plans have equal layers
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
     def matmul(self, rows: float, inner: float, columns: float, *, eight_bit: bool = False) -> float:
-        """Return the seconds of a matmul; the smaller its sizes, the more time goes to partly filled tiles."""
+        """Return the seconds of a matmul, with a penalty for small sizes, whose tiles are only partly filled."""
         device, k = self.cluster.device, self.k
         rate = device.flops * device.sustained * k.matmul
         if eight_bit and device.flops_8bit:
@@ -58,13 +58,13 @@ class StepModel:
         return 2 * rows * inner * columns / rate * tail
 
     def ring(self, volume: float, size: int, stride: int) -> float:
-        """Return the seconds of one all-gather or reduce-scatter; an all-reduce takes two.
+        """Return the seconds of one all-gather or reduce-scatter; an all-reduce takes twice as long.
 
         Args:
             volume: bytes of the whole buffer.
             size: ranks in the group.
-            stride: distance in ranks between two neighbours of the group; the ranks in between run rings of their own
-                and share the node's network cards.
+            stride: distance in ranks between two neighbours of the group. The ranks in between belong to other rings,
+                which run at the same time and share the node's network cards.
         """
         if size == 1:
             return 0.0
@@ -74,12 +74,12 @@ class StepModel:
         if size * stride > domain:
             inside = max(1, domain // stride)
             rate = min(rate, self.cluster.slow * k.slow_link * inside)
-        # Inside a domain a ring goes from neighbour to neighbour; between domains the libraries use trees.
+        # Inside a fast domain a ring goes from neighbour to neighbour; between domains the libraries use trees.
         hops = inside - 1 + _REMOTE * math.log2(size / inside)
         return volume * (size - 1) / size / rate + k.latency * hops
 
     def layer(self, plan: Candidate, job: Job) -> Work:
-        """Return the work of one layer."""
+        """Return the seconds of one layer for one micro-batch."""
         key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute, job)
         if key not in self._layers:
             self._layers[key] = self._layer(plan, job)
@@ -96,20 +96,21 @@ class StepModel:
             + self.matmul(rows, h, f * (2 if shape.gated else 1), eight_bit=eight)
             + self.matmul(rows, f, h, eight_bit=eight)
         )
-        # Without a fused kernel all scores are computed, causal or not, and pass through memory several times.
+        # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
         seen = shape.attended(job.seq_len) if job.fused_attention else job.seq_len
         attention = 4 * rows * q * seen / (self.cluster.device.flops * k.attention)
         if not job.fused_attention and shape.head_dim % _ALIGNED:
             attention *= _MISALIGNED
         scores = 0.0 if job.fused_attention else _SCORE_BYTES * rows * shape.heads / t * job.seq_len
-        # Two norms read and write, two residual sums read twice and write, plus the rotation of q and k and the gate.
+        # A norm reads once and writes once, a residual sum reads twice and writes once, and a layer has two of each.
+        # The other terms are the rotation of q and k, and the gate.
         split = t if plan.sequence_parallel else 1
         traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
         traffic *= job.activation_bytes / 2
         elementwise = k.elementwise * traffic / self.memory_rate
         cast = 0.0
         if eight and self.cluster.device.flops_8bit:
-            # Weights are cast once per step and their casts kept, so only the inputs count.
+            # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
             cast = k.elementwise * _CAST_BYTES * rows * (2 * h + q + f) / self.memory_rate
         elementwise += cast
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
@@ -137,7 +138,7 @@ class StepModel:
         )
 
     def _launched(self, busy: float, launches: float) -> float:
-        """Return the time of kernels and their launches, which add up on a host that is also the device."""
+        """Return the time of kernels with launches, which do not overlap if the device is the host's processor."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
     def _context(self, plan: Candidate, job: Job, rows: float, attention: float) -> float:
@@ -152,17 +153,17 @@ class StepModel:
         return self.ring(volume, plan.cp, t)
 
     def head(self, plan: Candidate, job: Job) -> Work:
-        """Return the work of the head and the loss; the vocabulary is split over tp."""
+        """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         matmul = self.matmul(rows, self.shape.hidden, columns)
-        # Logits in 16 bits and the loss in 32 bits: 14 bytes per logit, each moved about twice.
+        # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
         loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
         return Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], Work, Work]:
-        """Return the seconds of each stage's forward and backward, and the work of a layer and of the head in them."""
+        """Return the seconds of each stage's forward and its backward, and the ``Work`` of a layer and of the head."""
         layer, head = self.layer(plan, job), self.head(plan, job)
         share = recomputed_share(plan, self.shape.layers)
         skipped = layer.recompute * (1 - share) if plan.recompute == "full" else 0.0
@@ -182,7 +183,7 @@ class StepModel:
         piped = busy
         if plan.pp > 1:
             transfer = self.transfer(plan, job)
-            # A transfer slows the compute beside it, once per chunk of layers.
+            # A transfer slows the compute that runs at the same time, once per chunk of layers.
             shared = (1 - k.overlap) * transfer * plan.interleave
             piped = pipeline_time(
                 [value + shared for value in forward],
@@ -212,10 +213,10 @@ class StepModel:
         )
 
     def bound(self, plan: Candidate, job: Job) -> float:
-        """Return a lower bound of ``step(plan, job).total`` that needs no simulation."""
+        """Return a lower bound on ``step(plan, job).total`` that needs no simulation."""
         forward, backward, _, _ = self.stages(plan, job)
         busy = [f + b for f, b in zip(forward, backward, strict=True)]
-        # A stage waits until the first forward reaches it and, after its last backward, for those of earlier stages.
+        # A stage waits for its first forward and, after its last backward, for the backwards of the earlier stages.
         piped, before = 0.0, 0.0
         for stage in busy:
             piped = max(piped, before / plan.interleave + plan.accumulation * stage)
@@ -235,7 +236,7 @@ class StepModel:
         return volume / rate + self.k.latency * (1 if inside else _REMOTE)
 
     def stage_parameters(self, plan: Candidate) -> float:
-        """Return the elements on a rank of the largest stage, before ZeRO shards them."""
+        """Return the number of parameter elements on a rank of the largest stage, before ZeRO shards them."""
         shape = self.shape
         ends = shape.embedding_parameters + (shape.head_parameters if plan.pp == 1 else 0)
         return (max(layers_of(plan, shape.layers)) * shape.layer_parameters + ends) / plan.tp
@@ -275,7 +276,7 @@ class StepModel:
 
 
 def _at_least(value: float, floor: float) -> float:
-    """Return a smooth maximum: kernels that take little longer than their launches hide the launch time only partly."""
+    """Return a smooth maximum, since kernels that take little longer than their launches hide them only partly."""
     return float((value**4 + floor**4) ** 0.25)
 
 

@@ -1,1 +1,1 @@
-"""Which rank holds which part of a tensor, and how the parts move when that changes."""
+"""Computes which rank holds which part of a tensor, and moves the parts between layouts."""

@@ -1,4 +1,4 @@
-"""Turns what users pass (our meshes or torch's, placements with negative dims, DTensors) into checked layouts."""
+"""Converts users' meshes (ours or torch's), placements (with negative dims) and DTensors to checked layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.resharding.regions import Layout, sizes
 
 _REDUCTIONS = ("sum", "avg", "max", "min")
 _SHARDED = 1 + len(_REDUCTIONS)  # codes from here on are Shard(0), Shard(1), ...
-_BITS = 7  # per placement
+_BITS = 7  # bits per placement
 
 # The dtypes that the collectives of both gloo and NCCL support; complex numbers are sent as pairs of reals.
 COLLECTIVE_DTYPES = frozenset(
@@ -32,10 +32,10 @@ _described: WeakKeyDictionary[DeviceMesh, ProcessMesh] = WeakKeyDictionary()
 
 
 def process_mesh(mesh: ProcessMesh | DeviceMesh) -> ProcessMesh:
-    """Return the ranks and names of a mesh.
+    """Return a mesh as a ``ProcessMesh``, with its ranks and axis names.
 
     Raises:
-        ValueError: not a mesh; a ``DeviceMesh`` with a repeated rank.
+        ValueError: if ``mesh`` is not a mesh, or is a ``DeviceMesh`` with a repeated rank.
     """
     if isinstance(mesh, ProcessMesh):
         return mesh
@@ -50,8 +50,8 @@ def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement],
     """Return the layout of a tensor of this shape, with non-negative dims.
 
     Raises:
-        ValueError: placements of the wrong number or kind; a dim that the tensor lacks; a rank outside the world;
-            a ``DeviceMesh`` whose groups are in another order than its ranks.
+        ValueError: if the number or kind of the placements is wrong, the tensor lacks a dim, the mesh has a rank
+            outside the world, or the groups of a ``DeviceMesh`` are in another order than its ranks.
     """
     grid = process_mesh(mesh)
     if isinstance(mesh, DeviceMesh):
@@ -79,10 +79,10 @@ def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement],
 
 
 def layout_of(tensor: DTensor) -> Layout:
-    """Return the layout of a DTensor, as known on a rank of its mesh.
+    """Return the layout of a DTensor; this rank must be in the DTensor's mesh.
 
     Raises:
-        ValueError: as ``make_layout``; a local tensor whose shape does not fit the placements.
+        ValueError: in the cases of ``make_layout``, and if the local tensor's shape does not fit the placements.
     """
     layout = make_layout(tensor.device_mesh, tensor.placements, tensor.shape)
     rank = dist.get_rank()
@@ -96,10 +96,10 @@ def layout_of(tensor: DTensor) -> Layout:
 
 
 def encode(placements: Sequence[Placement]) -> int:
-    """Return placements as one integer below 2**63, which a collective can carry.
+    """Return placements as one integer below 2**63, which a collective can send.
 
     Raises:
-        ValueError: more axes or dims than fit.
+        ValueError: if there are more axes or dims than fit.
 
     Example:
         >>> decode(encode([Shard(1), Partial("avg")]), 2)
@@ -121,7 +121,7 @@ def encode(placements: Sequence[Placement]) -> int:
 
 
 def decode(number: int, ndim: int) -> tuple[Placement, ...]:
-    """Return the placements of a mesh of ``ndim`` axes from their integer."""
+    """Return the placements that ``encode`` turned into ``number``, for a mesh of ``ndim`` axes."""
     codes = [number >> _BITS * axis & (2**_BITS - 1) for axis in range(ndim)]
     named = [Replicate(), *map(Partial, _REDUCTIONS)]
     return tuple(Shard(code - _SHARDED) if code >= _SHARDED else named[code] for code in codes)
@@ -131,7 +131,7 @@ def check_dtype(dtype: torch.dtype, layout: Layout) -> None:
     """Raise unless the values of each ``Partial`` can be reduced.
 
     Raises:
-        ValueError: an average of integers, an order of complex numbers, a dtype that collectives do not support.
+        ValueError: if integers would be averaged, complex numbers ordered, or collectives do not support the dtype.
     """
     for placement in layout.placements:
         if not isinstance(placement, Partial):
@@ -158,7 +158,7 @@ def _check_order(mesh: DeviceMesh, grid: ProcessMesh) -> None:
 
 
 def _checked(placement: Placement, ndim: int) -> Placement:
-    # The exact types: subclasses, such as FSDP's strided shards, mean another arrangement of the elements.
+    # Exact types only, since subclasses such as FSDP's strided shards arrange the elements in another way.
     if type(placement) is Shard:
         if not -ndim <= placement.dim < ndim:
             change = f"use a dim from {-ndim} to {ndim - 1}" if ndim else "use Replicate() or Partial()"

@@ -1,4 +1,4 @@
-"""Moves a DTensor, without autograd: through torch if it can, else by reduction and transfer."""
+"""Moves a DTensor, without autograd: by torch's ``redistribute`` if possible, else by a reduction and a transfer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.resharding.transfer import transfer, without_partial
 
 
 def move(tensor: DTensor, source: Layout, device_mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """Return the tensor on this mesh under these placements.
+    """Return the tensor moved to ``device_mesh`` and ``placements``.
 
     ``source`` is the tensor's layout, the same on all ranks. The tensor's own placements are right only on the ranks
     of its mesh: outside, torch's operators may choose other placements for their results.
@@ -39,8 +39,9 @@ def move(tensor: DTensor, source: Layout, device_mesh: DeviceMesh, placements: t
 def settle(grad: DTensor, layout: Layout, other: Layout) -> tuple[DTensor, Layout]:
     """Return a gradient and its layout, known on all ranks, ready to be moved from ``layout`` to ``other``.
 
-    torch may leave a gradient in any placements, which only the ranks of its mesh know. Within one mesh that is enough.
-    To move to another mesh, the gradient first takes its tensor's placements, with ``Replicate`` for ``Partial``.
+    torch may give a gradient any placements, and only the ranks of its mesh know them. This is enough for a move within
+    one mesh. For a move to another mesh, the gradient is first redistributed to its tensor's placements, with
+    ``Replicate`` in place of ``Partial``.
     """
     if layout.same_grid(other):
         return grad, Layout(layout.mesh, grad.placements)
@@ -55,13 +56,13 @@ def wrap(
     shape: Sequence[int],
     stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """Return the DTensor of a global shape and stride (by default contiguous) with this rank's part of it.
+    """Return a DTensor of a global shape and stride (default: contiguous) from this rank's part.
 
     Outside the mesh only the dtype and device of ``local`` matter.
     """
     shape = torch.Size(shape)
     if device_mesh.get_coordinate() is None:
-        # DTensor empties it, but takes the global shape of a scalar from it.
+        # DTensor empties ``local``, but takes the global shape of a scalar from it.
         local = local.new_empty(0 if shape else ())
     stride = torch.empty(shape, device="meta").stride() if stride is None else stride
     return DTensor.from_local(local, device_mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,4 +1,4 @@
-"""Which box of a tensor each rank holds: a function of shape, mesh and placements that needs no processes."""
+"""Computes which box of a tensor each rank holds, from the shape, the mesh and the placements alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor lives: a mesh, and one placement for each of its axes.
+    """The layout of a tensor: a mesh, and one placement for each axis of the mesh.
 
     Args:
         mesh: the mesh of the ranks.
@@ -71,7 +71,7 @@ class Layout:
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return the part of a tensor of this shape that a rank of the mesh stores.
 
-        If two axes shard one dim, the later axis splits the part that the earlier one left.
+        If two axes shard the same dim, the later axis splits the parts of the earlier axis.
         """
         coordinate = self.mesh.coordinate(rank)
         assert coordinate is not None
@@ -99,7 +99,7 @@ class Layout:
         return Layout(self.mesh, placements)
 
     def same_grid(self, other: Layout) -> bool:
-        """Return whether both meshes put the same ranks in the same places, whatever their axes are called."""
+        """Return whether both meshes have the same ranks in the same places, regardless of axis names."""
         return (self.mesh.shape, self.mesh.ranks) == (other.mesh.shape, other.mesh.ranks)
 
     def __str__(self) -> str:
@@ -107,5 +107,5 @@ class Layout:
 
 
 def of_gradient(layout: Layout) -> Layout:
-    """Return the layout of a tensor's gradient: that of the tensor, but replicated where the tensor is partial."""
+    """Return the layout of a tensor's gradient: the tensor's layout, with ``Replicate`` in place of ``Partial``."""
     return layout.with_partial(Replicate())

@@ -33,7 +33,7 @@ class Piece:
 def plan(shape: tuple[int, ...], source: Layout, target: Layout) -> tuple[Piece, ...]:
     """Return the pieces that fill every rank of ``target`` from ``source``, in the same order on all ranks.
 
-    A rank copies what it already holds from itself. Replicas share the rest of the work: a piece comes from the
+    A rank copies the elements that it already holds. Replicas share the rest of the work: a piece comes from the
     holder that has sent the least so far.
 
     Args:
@@ -95,10 +95,10 @@ def without_partial(shape: tuple[int, ...], source: Layout, target: Layout) -> L
 
 
 def transfer(held: Tensor, shape: tuple[int, ...], source: Layout, target: Layout, device: torch.device) -> Tensor:
-    """Return what this rank stores under ``target``; every rank of both layouts makes this call.
+    """Return this rank's part of a tensor under ``target``; every rank of both layouts must make this call.
 
     Args:
-        held: the tensor that this rank stores under ``source``; unread outside that mesh.
+        held: the tensor that this rank stores under ``source``; outside that mesh, only its dtype is used.
         shape: the global shape.
         source: a layout without ``Partial``.
         target: any layout.
@@ -139,7 +139,7 @@ def _pack(parts: list[Tensor]) -> Tensor:
 
 
 def _exchange(outgoing: dict[int, Tensor], lengths: dict[int, int], device: torch.device) -> dict[int, Tensor]:
-    """Send each rank its bytes, and return the bytes that came from each."""
+    """Send each rank its bytes, and return the bytes received from each rank."""
     wire = wire_device(device)
     received = {rank: torch.empty(length, dtype=torch.uint8, device=wire) for rank, length in lengths.items()}
     messages = {rank: message.to(wire) for rank, message in outgoing.items()}

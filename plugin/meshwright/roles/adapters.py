@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) on a decoder's projections, recognised by their structure.
 
-PEFT wraps a projection in a module that holds it as ``base_layer``, with ``lora_A`` and ``lora_B`` by adapter name. It
-wraps the model in modules with one child each. The core does not import PEFT.
+PEFT wraps a projection in a module that holds the projection as ``base_layer`` and the adapters, by name, in ``lora_A``
+and ``lora_B``. PEFT wraps the model in modules with one child each. ``meshwright`` does not import PEFT.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from meshwright.errors import PlanError
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is a projection with low-rank adapters."""
+    """Return whether a module is a projection with low-rank adapters."""
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))
 
 
-def projection(module: nn.Module) -> Any:
+def projection(module: Any) -> Any:
     """Return the projection itself, without its adapters."""
-    return getattr(module, "base_layer") if is_adapted(module) else module  # noqa: B009  no attribute of nn.Module
+    return module.base_layer if is_adapted(module) else module
 
 
 def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the model inside PEFT's wrappers, and the prefix that these give to its parameters' names.
+    """Return the prefix that PEFT's wrappers add to parameter names, and the model inside the wrappers.
 
     Raises:
         PlanError: if an adapter uses a method of PEFT other than LoRA.
@@ -63,7 +63,7 @@ def refuse_unloading(model: nn.Module) -> None:
 
 
 def refuse_merging(model: nn.Module) -> None:
-    """Make the methods that merge adapters raise: under ZeRO stage 3 no rank has the whole weights."""
+    """Make the methods that merge adapters raise, since under ZeRO stage 3 no rank has the whole weights."""
     _refuse(
         model,
         ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"),
@@ -98,27 +98,27 @@ def _refuse(model: nn.Module, methods: tuple[str, ...], message: str) -> None:
 
 
 def check_adapters(modules: dict[str, nn.Module]) -> None:
-    """Check that the adapters on a decoder's modules can be sharded with them.
+    """Check that the adapters on a decoder's modules can be sharded over tp.
 
     Raises:
-        PlanError: if one cannot; the message names the module and the reason.
+        PlanError: if an adapter cannot be sharded; the message gives the module and the reason.
     """
     for name, module in modules.items():
         kind = type(module).__name__
         if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
             raise PlanError(
-                f"{name!r} is trained beside adapters (modules_to_save), which cannot be sharded over tp; leave it out "
-                "of LoraConfig.modules_to_save, or use ParallelPlan(tp=1)"
+                f"{name!r} is trained beside adapters (modules_to_save), but such a module cannot be sharded over tp; "
+                "leave it out of LoraConfig.modules_to_save, or use ParallelPlan(tp=1)"
             )
         if hasattr(module, "base_layer") and not is_adapted(module):
-            raise PlanError(f"{name!r} is a {kind}, but only LoRA adapters can be sharded over tp; merge it first")
+            raise PlanError(f"{name!r} is a {kind}, but only LoRA adapters can be sharded over tp; merge the adapter")
         if not is_adapted(module):
             continue
         found: Any = module
         if variants := sorted({type(v).__name__ for v in getattr(found, "lora_variant", {}).values()}):
             raise PlanError(
-                f"{name!r} has the LoRA variant {', '.join(variants)} (such as DoRA), which cannot be sharded over tp; "
-                "use plain LoRA, or ParallelPlan(tp=1)"
+                f"{name!r} has the LoRA variant {', '.join(variants)}, and variants such as DoRA cannot be sharded "
+                "over tp; use plain LoRA, or ParallelPlan(tp=1)"
             )
         if len(getattr(found, "lora_embedding_A", ())) or not isinstance(found.base_layer, nn.Linear):
             raise PlanError(

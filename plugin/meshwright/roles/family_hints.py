@@ -1,4 +1,4 @@
-"""Hints for what a family's structure does not show: the order of fused rows, the role of a lone weight."""
+"""Hints for what a family's structure does not show, such as the order of fused rows or the role of a bare weight."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Hint:
     Args:
         name: the end of its dotted name inside the layer.
         role: its role.
-        when: the config values under which the hint applies; the first hint for a name that applies wins.
+        when: the config values under which the hint applies. If several hints for a name apply, the first is used.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Hint:
     when: Mapping[str, object] = field(default_factory=dict)
 
 
-# Latent attention: the heads are computed from two narrow projections that are alike on all ranks.
+# Latent attention: the heads are computed from two narrow projections that all ranks hold whole.
 _LATENT = (
     Hint("self_attn", Role.ATTENTION),
     Hint("q_proj", Role.PER_HEAD),
@@ -86,7 +86,7 @@ def hints_for(config: object) -> dict[str, Role]:
     return hints
 
 
-# Families that no plan shards correctly, although one may seem to fit.
+# Families that no sharding plan shards correctly, although roles may be inferred for them.
 _REFUSALS = {
     "diffllama": "its heads work in pairs, the first half of them with the second",
     "doge": "its attention mask is computed from the values of all heads (self_attn.dt_proj)",

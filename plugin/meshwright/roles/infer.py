@@ -1,7 +1,7 @@
 """Infers a sharding plan from a decoder's structure, for a family without a written plan.
 
-Each module's role follows from its kind, its name and its shape. A module whose role is unclear is left out,
-so that the completeness check names it: a wrong guess would give wrong gradients.
+Each module's role follows from its kind, its name and its shape. A module whose role is unclear is left out of the
+plan, and the completeness check then lists it, since a wrong guess would give wrong gradients.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _ATTENTION_NAMES = {
     Role.V: {"v_proj", "value_proj", "v", "value", "wv", "to_v", "v_lin"},
     Role.O: {"o_proj", "out_proj", "output_proj", "o", "out", "wo", "to_out", "dense", "proj", "c_proj"},
 }
-_DOWN_NAMES = {"down_proj", "fc2", "lin2", "linear2", "linear_fc2", "w2", "dense_4h_to_h", "fc_out"}  # MLPs' alone
+_DOWN_NAMES = {"down_proj", "fc2", "lin2", "linear2", "linear_fc2", "w2", "dense_4h_to_h", "fc_out"}  # of MLPs only
 
 
 def infer_plan(model: nn.Module, hints: Mapping[str, Role] | None = None) -> ShardingPlan:
     """Infer which module of a decoder plays which role.
 
-    Fused projections are not inferred, since their shape does not show whether the rows are ordered by kind or by
-    head. Neither is a norm inside a block whose name does not say what it norms. Give hints for those, or register a
-    plan.
+    Roles of fused projections are not inferred, since a shape does not show whether the rows are ordered by kind or by
+    head. The role of a norm inside a block is not inferred if its name does not say what it normalises. Give hints for
+    both, or register a plan.
 
     Args:
         model: the decoder.
-        hints: end of a module's or parameter's name inside a layer -> role, if the structure does not show it.
+        hints: the roles that the structure does not show: end of a name inside a layer -> role.
 
     Raises:
         PlanError: if no stack of decoder layers is found, or a block has a norm without weights and without a hint.
@@ -79,7 +79,7 @@ def _token_embedding(model: nn.Module, layers_name: str) -> tuple[str, nn.Embedd
 
 
 def _ask(model: nn.Module, method: str) -> nn.Module | None:
-    """Call a getter of a transformers model; None if the model does not implement it."""
+    """Return what a getter of a transformers model returns; None if the model does not implement the getter."""
     try:
         found: nn.Module | None = getattr(model, method)()
         return found
@@ -88,15 +88,16 @@ def _ask(model: nn.Module, method: str) -> nn.Module | None:
 
 
 def _layers_width(layers: nn.ModuleList, embedding: nn.Embedding) -> int:
-    """Return the hidden size: the embedding's, or most projections' input width if embeddings have another one."""
+    """Return the hidden size: the embedding's width or, if no projection reads that, the most common input width."""
     widths = [in_features(m) for m in layers[0].modules() if is_projection(m)]
     return embedding.embedding_dim if embedding.embedding_dim in widths else max(widths, key=widths.count)
 
 
 def _outer_roles(model: nn.Module, layers_name: str, embedding: nn.Embedding, hidden: int) -> dict[str, Role]:
-    """Return the roles of the modules before and after the layers; other stacks of layers are left out.
+    """Return the roles of the modules before and after the layers, without other stacks of layers.
 
-    Each rank has all tokens there, so a module that is not sharded over the vocabulary stays whole.
+    Each rank has all tokens before and after the layers, so a module that is not sharded over the vocabulary stays
+    whole.
     """
     roles: dict[str, Role] = {}
     norms_after: list[str] = []
@@ -131,7 +132,7 @@ def _heads(model: nn.Module, embedding: nn.Embedding) -> list[nn.Module]:
 
 
 def _common_roles(layers_name: str, layers: list[dict[str, Role]]) -> dict[str, Role]:
-    """Use a wildcard for a name with the same role in all layers that have it, else one entry per layer."""
+    """Merge the layers' roles: a wildcard for a name with the same role in all layers that have it, else all names."""
     common: dict[str, Role] = {}
     for name in dict.fromkeys(name for roles in layers for name in roles):
         found = {roles[name] for roles in layers if name in roles}
@@ -185,7 +186,7 @@ def _is_weightless_norm(module: nn.Module) -> bool:
 
 
 def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
-    """Yield each module's name and its own projections; an MLP's may belong to the layer itself ('')."""
+    """Yield the name and the direct projections of each module that has any; the layer itself is named ''."""
     for name, module in layer.named_modules():
         linears = {n: child for n, child in module.named_children() if is_projection(child)}
         if linears:
@@ -195,7 +196,7 @@ def _linear_groups(layer: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]
 def _attention_block(
     layer: nn.Module, block_name: str, linears: dict[str, nn.Module], hidden: int, hinted: Mapping[str, Role]
 ) -> dict[str, Role]:
-    """Return the roles of an attention block and its modules; empty if it is not one."""
+    """Return the roles of an attention block and its modules; empty for any other module."""
     if not block_name:
         return {}
     roles = {n: r for n in linears for r, names in _ATTENTION_NAMES.items() if n.lower() in names}
@@ -234,9 +235,9 @@ def _query_key_norms(block: nn.Module, block_name: str, projections: Mapping[Rol
 def _mlp_block(
     block_name: str, linears: dict[str, nn.Module], hidden: int, hinted: Mapping[str, Role]
 ) -> dict[str, Role]:
-    """Return the roles of an MLP block and its projections; empty if it is not one."""
+    """Return the roles of an MLP block and its projections; empty for any other module."""
     prefix = f"{block_name}." if block_name else ""
-    if all(in_features(m) == out_features(m) == hidden for m in linears.values()):  # only names tell them apart
+    if all(in_features(m) == out_features(m) == hidden for m in linears.values()):  # shapes do not show which is down
         rows = {n: m for n, m in linears.items() if n.lower() in _DOWN_NAMES}
     else:
         rows = {n: m for n, m in linears.items() if out_features(m) == hidden and in_features(m) != hidden}

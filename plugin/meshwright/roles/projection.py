@@ -1,4 +1,4 @@
-"""Linear projections in both of their forms: torch's, and GPT-2's ``Conv1D`` with its weight transposed.
+"""Linear projections in two forms: torch's ``nn.Linear``, and GPT-2's ``Conv1D``, whose weight is transposed.
 
 A projection may be wrapped in adapters; these functions look at the projection itself.
 """
@@ -11,12 +11,12 @@ from meshwright.roles.adapters import projection
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Whether a module is a linear projection, with or without a bias or adapters."""
+    """Return whether a module is a linear projection, with or without a bias or adapters."""
     return isinstance(projection(module), nn.Linear) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a projection's weight is ``[in, out]`` (transformers' ``Conv1D``), not ``[out, in]``."""
+    """Return whether a projection's weight is ``[in, out]`` (transformers' ``Conv1D``), not ``[out, in]``."""
     module = projection(module)
     weight = getattr(module, "weight", None)
     return type(module).__name__ == "Conv1D" and getattr(weight, "ndim", 0) == 2 and hasattr(module, "nf")

@@ -1,4 +1,4 @@
-"""Which sharding plan a model gets: the user's, its family's, or one inferred from its structure."""
+"""Finds a model's sharding plan: the user's, its family's, or one inferred from its structure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def register_plan(model_type: str, plan: ShardingPlan) -> None:
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """Return the plan in the model's config, else its family's, else one inferred with its family's hints.
+    """Return the sharding plan in the model's config, else its family's, else one inferred with the family's hints.
 
     Raises:
         PlanError: if the family cannot be sharded over tp, no plan can be inferred, or the config names an

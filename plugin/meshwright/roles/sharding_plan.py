@@ -1,4 +1,4 @@
-"""A sharding plan is data: which module plays which role in a decoder."""
+"""The sharding plan: data that says which module plays which role in a decoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 
 class Role(enum.Enum):
-    """What a module is in a Llama-style decoder; the runtime decides how each role is sharded."""
+    """The role of a module in a Llama-style decoder; the runtime decides how each role is sharded."""
 
     # Structure: the modules at which activations are gathered and reduced.
     LAYER = "decoder layer"
@@ -44,7 +44,7 @@ class Role(enum.Enum):
 
     @property
     def is_structural(self) -> bool:
-        """True for modules that own no parameters themselves."""
+        """Whether modules with this role own no parameters themselves."""
         return self in (Role.LAYER, Role.ATTENTION, Role.MLP)
 
 
@@ -61,9 +61,9 @@ class ShardingPlan:
     """The roles of a model family's modules.
 
     Args:
-        roles: name of a module, or of a parameter whose module has no such role, -> role. A ``*`` stands for
-            exactly one dotted component, so ``model.layers.*.mlp`` is the MLP of every layer; an exact name
-            wins over a wildcard.
+        roles: the role of each module, by name; also the role of a parameter that its module's role does not cover. A
+            ``*`` stands for exactly one dotted component, so ``model.layers.*.mlp`` is the MLP of every layer. An exact
+            name takes precedence over a wildcard.
         source: the plan's origin, for messages.
 
     Example:
@@ -87,7 +87,7 @@ class ShardingPlan:
         object.__setattr__(self, "_patterns", tuple((tuple(p.split(".")), r) for p, r in patterns))
 
     def role_of(self, name: str) -> Role | None:
-        """The role of a module (or parameter), or None."""
+        """Return the role of a module or parameter; None if it has none."""
         parts = name.split(".")
         for pattern, role in self._patterns:
             if len(pattern) == len(parts) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True)):

@@ -9,13 +9,13 @@ from torch import nn
 from meshwright.roles.projection import is_projection
 from meshwright.roles.sharding_plan import Role, ShardingPlan
 
-# As transformers names them; PEFT keeps the trained copy of such a layer beside the original.
+# The names in transformers. PEFT keeps the trained copy of such a layer beside the original.
 _NAMES = ("score", "classifier", "qa_outputs")
 _COPIES = ("", ".original_module", ".modules_to_save.default")
 
 
 def fitted(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
-    """A family's plan for its causal LM, fitted to a model of that family with another head.
+    """Return a family's plan for its causal LM, adapted to a model of that family with another head.
 
     Args:
         plan: the family's plan; the names of its decoder's modules begin with "model.".

@@ -1,7 +1,7 @@
-"""Checks a plan without training and in one process: runs one step of a small model on fake ranks.
+"""Checks a plan without training: runs one step of a small model on fake ranks, in one process.
 
-The collectives send nothing, so the numbers of the step mean nothing; the check follows each tensor's type (see
-``types``). ``meshwright verify`` compares numbers; this check says where and why they would differ.
+The collectives send nothing, so the numbers of the step mean nothing. Instead, the check follows each tensor's type
+(see ``types``). ``meshwright verify`` compares numbers; this check says where and why numbers would differ.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import ParallelPlan
 from meshwright.construct.initial_weights import InitialWeights
-from meshwright.distribute.check_launch import build_axes
-from meshwright.distribute.installation import Installation, structure_of
+from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.roles import ShardingPlan, plan_for
@@ -33,7 +31,7 @@ from meshwright.tracing.fake_world import fake_world
 
 __all__ = ["Finding", "check_plan"]
 
-ROWS, LENGTH = 2, 11  # a length that neither 2 nor 4 divides
+ROWS, LENGTH = 2, 11  # a length that is not a multiple of 2 or 4
 
 
 def check_plan(
@@ -43,12 +41,13 @@ def check_plan(
     batch: Mapping[str, Tensor] | None = None,
     sharding_plan: ShardingPlan | None = None,
 ) -> list[Finding]:
-    """Find where a plan would take one rank's part of a tensor for the whole, or leave a gradient unsummed.
+    """Find where a plan would treat one rank's part of a tensor as the whole, or would not sum a gradient.
 
-    Runs the ranks of the tp axis one after the other in this process, each with a model of its own.
+    Runs the ranks of the tp axis one after the other in this process, each with its own model.
 
     Args:
-        model_factory: returns the whole model, with few layers and small sizes; it is called ``tp + 1`` times.
+        model_factory: a function that returns the whole model, with few layers and small sizes. It is called
+            ``tp + 1`` times.
         plan: the plan to check.
         batch: the arguments of a training step; by default random tokens, which are also the labels.
         sharding_plan: the roles of the modules, instead of the registered or inferred plan.
@@ -71,8 +70,12 @@ def check_plan(
     for rank in range(plan.tp):
         with fake_world(plan.world_size, rank * _stride(plan)):
             model = model_factory().train()
-            runtime, structure = _install(model, plan, sharding_plan)
-            found = _check_step(model, runtime, structure, inputs)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+            installation = Installation.on_fake_rank(model, plan, sharding_plan)
+            installation.make_weights(InitialWeights.find(model, None).make).attach(model)
+            installation.install(optimizer, seed=0)
+            structure = installation.structure
+            found = _check_step(model, installation.runtime, structure, inputs)
             if expected is not None and structure is not None and not found:
                 own = RowsRead.of(model, structure, inputs)
                 found += [Finding(name, "reads", problem) for name, problem in compare_rows(expected, own, rank)]
@@ -92,26 +95,6 @@ def _stride(plan: ParallelPlan) -> int:
     return coordinates.get(tuple(here), 1)
 
 
-def _install(model: Any, plan: ParallelPlan, roles: ShardingPlan | None) -> tuple[Runtime, DecoderStructure | None]:
-    """Do what ``to_distributed`` does on this rank, without communication."""
-    decoder = without_wrappers(model)[1]
-    config = ToDistributedConfig(plan=plan, sharding_plan=roles)
-    tp, dp = build_axes(plan, torch.device("cpu"))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    installation = Installation(
-        model=model,
-        plan=plan,
-        config=config,
-        structure=structure_of(decoder, plan, config),
-        loss=find_loss(decoder),
-        runtime=Runtime(tp=tp, dp=dp, parameters=[], plan=plan),
-        device=torch.device("cpu"),
-    )
-    installation.make_weights(InitialWeights.find(model, None).make).attach(model)
-    installation.install(optimizer, seed=0)
-    return installation.runtime, installation.structure
-
-
 def _check_step(
     model: nn.Module, runtime: Runtime, structure: DecoderStructure | None, inputs: dict[str, Tensor]
 ) -> list[Finding]:
@@ -127,11 +110,11 @@ def _check_step(
         with mode.watching(model):
             loss = model(**inputs).loss
     except RuntimeError:
-        if mode.findings:  # they caused the failure, e.g. shapes that do not match
+        if mode.findings:  # the findings caused the failure, e.g. shapes that do not match
             return [*findings, *mode.findings]
         raise
     if (typed := mode.type_of(loss)) is not None and typed.kind is not Kind.INVARIANT:
-        problem = f"{typed.kind.value}, and should be {Kind.INVARIANT.value}, on the ranks of tp"
+        problem = f"{typed.kind.value} on the ranks of tp, but should be {Kind.INVARIANT.value}"
         mode.findings.append(Finding("the loss", "is", problem))
     with _Reductions(runtime.tp, runtime.dp) as sent:
         loss.backward()
@@ -147,7 +130,7 @@ def _declare(mode: TypeMode, parameter: nn.Parameter) -> None:
 
 
 def _held_rows(model: nn.Module) -> Iterator[Finding]:
-    """Yield parameters with a row that no rank holds, or that several hold without summing its gradient."""
+    """Yield parameters with a row that no rank holds, or with an unsummed gradient of a row that several ranks hold."""
     for parameter in model.parameters():
         record: ShardRecord = record_of(parameter)
         held = [0] * record.layout.size
@@ -165,7 +148,7 @@ def _held_rows(model: nn.Module) -> Iterator[Finding]:
 
 
 def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator[Finding]:
-    """Yield gradients that nothing reduces, or whose reduction was not issued."""
+    """Yield a finding for each gradient that is not reduced, or whose reduction was not issued."""
     buckets = [bucket for sync in runtime.syncs for bucket in sync.buckets]
     bucketed = {id(p) for bucket in buckets for p in bucket.parameters}
     for parameter in model.parameters():
@@ -182,7 +165,7 @@ def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator
             yield Finding(names, "has a gradient", "that is partial over tp, and no all-reduce of it was issued")
         if runtime.dp.size > 1 and not any(size >= bucket.numel for size in sent.sizes["dp"]):
             name = record_of(bucket.parameters[0]).name
-            yield Finding(name, "has a gradient", "that is one data-parallel rank's, and no reduction of it was issued")
+            yield Finding(name, "has a gradient", "of one data-parallel rank only, and no reduction of it was issued")
 
 
 class _Reductions(TorchDispatchMode):
@@ -207,7 +190,7 @@ class _Reductions(TorchDispatchMode):
 def _rows_of(
     model: nn.Module, inputs: dict[str, Tensor], roles: ShardingPlan | None, plan: ParallelPlan
 ) -> RowsRead | None:
-    """Return which rows of its projections the whole model reads, to compare each rank's with them."""
+    """Return the rows that the whole model reads from each projection, as the reference for ranks; None without tp."""
     if plan.tp == 1:
         return None
     decoder = without_wrappers(model)[1]
@@ -217,7 +200,7 @@ def _rows_of(
 
 def _tokens(model: Any) -> dict[str, Tensor]:
     head = model.get_output_embeddings()
-    # Some models have an embedding for padding, which the head does not predict.
+    # Some models have an additional embedding for padding, which the head does not predict.
     words = min(x for x in (model.get_input_embeddings().num_embeddings, getattr(head, "out_features", None)) if x)
     ids = torch.randint(3, words, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}

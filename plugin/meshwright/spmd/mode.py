@@ -27,7 +27,7 @@ _SIGNATURES: dict[tuple[Any, Any], tuple[tuple[Kind, ...], Kind]] = {
     (collectives.all_gather, collectives._own_rows): ((Kind.VARYING,), Kind.INVARIANT),
     (collectives._same, collectives._sum): ((Kind.INVARIANT,), Kind.REPLICATED),
     (collectives._sum, collectives._same): ((Kind.PARTIAL,), Kind.INVARIANT),
-    # The mean square of a sharded width: each rank adds the sum over its own part.
+    # This pair computes the mean square of a sharded width: each rank adds the sum over its own part.
     (collectives._sum, collectives._sum): ((Kind.PARTIAL, Kind.VARYING), Kind.REPLICATED),
 }
 
@@ -40,12 +40,12 @@ _SAME_VALUES = frozenset(
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where one rank's part would be taken for the whole.
+    """A place where one rank's part would be treated as the whole.
 
     Args:
         module: the innermost module that was running, or the parameter's name for a gradient.
         operation: the torch operation or the collective.
-        problem: what is wrong with it.
+        problem: what is wrong with the operation.
     """
 
     module: str
@@ -57,7 +57,7 @@ class Finding:
 
 
 class TypeMode(TorchFunctionMode):
-    """While active, gives a type over the tp axis to every tensor that is computed from a typed one.
+    """While active, gives a type over the tp axis to every tensor that is computed from a typed tensor.
 
     Args:
         axis: the tp axis, whose collectives are followed.
@@ -70,7 +70,7 @@ class TypeMode(TorchFunctionMode):
         self.findings: list[Finding] = []
         self._types: Any = WeakIdKeyDictionary()
         self._modules: list[str] = []
-        self._is_inside = False  # in the runtime's own collective or loss, whose type is declared
+        self._is_inside = False  # whether the runtime's own collective or loss is running; its type is declared
 
     def declare(
         self, tensor: Tensor, kind: Kind, *, dim: int | None = None, is_wide: bool = False, name: str = ""
@@ -79,7 +79,7 @@ class TypeMode(TorchFunctionMode):
         self._types[tensor] = (kind, dim, is_wide, name)
 
     def type_of(self, x: Any) -> Typed | None:
-        """A tensor's type; None for a constant."""
+        """Return a tensor's type; None for a constant."""
         if not isinstance(x, Tensor) or (found := self._types.get(x)) is None:
             return None
         kind, dim, is_wide, name = found
@@ -92,7 +92,7 @@ class TypeMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._is_inside or name == "__set__":
             return func(*args, **kwargs)
-        # Before the call, since an in-place operation changes the type of its input.
+        # Computed before the call, since an in-place operation changes the type of its input.
         kind = self._result(name, args, kwargs)
         result = func(*args, **kwargs)
         if kind is not None:
@@ -129,7 +129,7 @@ class TypeMode(TorchFunctionMode):
     def _result(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
         is_wide_norm = bool(self._modules) and self._modules[-1] in self._wide_norms
         if not is_wide_norm and (part := reduces_width(name, args, kwargs, self.type_of)) is not None:
-            self._report(name, f"reduces the last dim of {part.said}, but this rank has only its own part of it")
+            self._report(name, f"reduces the last dim of {part.said}, but this rank has only its own part of that dim")
         try:
             return result_of(name, args, kwargs, self.type_of)
         except TypeMismatch as mismatch:
@@ -142,7 +142,10 @@ class TypeMode(TorchFunctionMode):
             self.findings.append(finding)
 
     def _shared(self, func: Any, name: str, args: tuple[Any, ...], result: Any) -> tuple[int | None, str]:
-        """Return the sharded dim and name of a parameter that an operation passes on, maybe transposed or cast."""
+        """Return (sharded dim, name) if the result is a sharded parameter, possibly transposed or cast.
+
+        Otherwise return (None, "").
+        """
         source = self.type_of(args[0]) if args else None
         if source is None or source.dim is None or not isinstance(result, Tensor) or result.ndim != args[0].ndim:
             return None, ""
@@ -190,7 +193,7 @@ class TypeMode(TorchFunctionMode):
 
 
 def _is_alike(typed: Typed, takes: tuple[Kind, ...]) -> bool:
-    """Whether INVARIANT and REPLICATED may stand for each other, since the tensor has no gradient."""
+    """Return whether a collective takes the type, since without a gradient INVARIANT and REPLICATED are the same."""
     equal = {Kind.INVARIANT, Kind.REPLICATED}
     return typed.kind in equal and not equal.isdisjoint(takes) and not typed.has_gradient
 

@@ -1,6 +1,7 @@
-"""The operations that accept a partial sum, and the contractions that make one.
+"""Rules for the type of an operation's result: operations that accept partial sums, contractions that make them.
 
-Any other operation is treated as nonlinear, so a new torch operation can give a false finding, but is never skipped.
+Any other operation is treated as nonlinear, so a new torch operation can give a false finding, but is never
+skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CONSTANTS = names(
     """
 )
 
-# Operations that are linear in their one tensor, whatever the other arguments are.
+# Operations that are linear in their only tensor, whatever the other arguments are.
 _LINEAR = names(
     """
     __getitem__ alias as_subclass bfloat16 chunk clone contiguous cumsum detach double expand expand_as flatten flip
@@ -95,7 +96,7 @@ def result_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type_of:
 
 
 def reduces_width(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type_of: TypeOf) -> Typed | None:
-    """Return the activation whose sharded last dim an operation reduces on this rank alone; None without one."""
+    """Return the activation whose sharded last dim an operation reduces on this rank alone; None if there is none."""
     x: Any = args[0] if args else None
     typed = type_of(x)
     is_elementwise = len(args) > 1 and isinstance(args[1], Tensor) and name in ("max", "min")
@@ -107,7 +108,7 @@ def reduces_width(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type
 
 
 def makes_width(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, type_of: TypeOf) -> bool:
-    """Whether the last dim of a sharded result is the sharded one."""
+    """Return whether a sharded result is sharded over its last dim."""
     if name in ("linear", "addmm", "matmul", "__matmul__"):
         weight = type_of(args[2] if name == "addmm" else _argument(args, kwargs, 1, "weight"))
         contracted = 1 if name == "linear" else 0
@@ -123,7 +124,7 @@ def makes_width(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result
 def _keeps_partial(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], type_of: TypeOf, *, num_tensors: int, num_partial: int
 ) -> bool:
-    """Whether an operation is linear in its partial sums, so that the sum of the results is the result of the sum."""
+    """Return whether an operation is linear in its partial sums: results of addends add up to the result of the sum."""
     if name in _LINEAR or name in _METADATA:
         return True
     if name in _SUMS or name in _JOINS:
@@ -155,7 +156,7 @@ def _contraction(x: Typed | None, weight: Typed | None, bias: Typed | None, *, c
     is_column = weight is not None and weight.kind is Kind.VARYING and weight.dim == 1 - contracted
     if x is not None and x.kind is Kind.PARTIAL:
         if weight is not None and (weight.kind is Kind.VARYING or _is_invariant(weight)):
-            raise TypeMismatch(f"multiplies {x.said} by {weight.said} before it is summed over tp", Kind.PARTIAL)
+            raise TypeMismatch(f"multiplies {x.said} by {weight.said} before the sum over tp", Kind.PARTIAL)
         result: Kind | None = Kind.PARTIAL
     elif is_row:
         assert weight is not None
@@ -184,7 +185,7 @@ def _contraction(x: Typed | None, weight: Typed | None, bias: Typed | None, *, c
 
 
 def _varies(args: tuple[Any, ...], type_of: TypeOf) -> bool:
-    """Whether a factor of a partial sum differs between ranks, or would get a partial gradient."""
+    """Return whether a factor of a partial sum differs between ranks, or would get a partial gradient."""
     others = [typed for x in _tensors(args) if (typed := type_of(x)) is not None and typed.kind is not Kind.PARTIAL]
     return any(x.kind is Kind.VARYING or _is_invariant(x) for x in others)
 

@@ -1,7 +1,7 @@
 """The types of tensors over the tp axis, and the type of an operation's result.
 
 The types are those of spmd_types (https://pypi.org/project/spmd-types), a type system for SPMD programs. They describe
-a value's gradient as well, so a forward pass is enough to know that backward is right.
+a value's gradient as well, so a forward pass is enough to check backward too.
 
 ==============  ================================  ==========================================================
 type            the value on the ranks of tp      its gradient on the ranks of tp
@@ -13,7 +13,7 @@ type            the value on the ranks of tp      its gradient on the ranks of t
 ==============  ================================  ==========================================================
 
 An operation between an ``INVARIANT`` and a ``VARYING`` tensor is the classic silent mistake: the gradient of the
-first is one rank's part, and nothing sums it.
+``INVARIANT`` tensor is one rank's part, and nothing sums the parts.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Typed:
 
     Args:
         kind: the type over the tp axis.
-        has_gradient: whether a gradient flows back to it; without one, INVARIANT and REPLICATED are the same.
+        has_gradient: whether a gradient flows back to the tensor; if not, INVARIANT and REPLICATED are the same.
         dim: the sharded dim of a VARYING parameter; None for activations.
-        is_wide: whether the last dim (channels, words) of a VARYING activation is the sharded one.
+        is_wide: whether a VARYING activation is sharded over its last dim (channels, words).
         name: the parameter's name, for messages.
     """
 
@@ -56,7 +56,7 @@ class Typed:
 
 
 class TypeMismatch(Exception):
-    """An operation's result or gradient would be one rank's part, taken for the whole."""
+    """An operation whose result or gradient would be one rank's part, treated as the whole."""
 
     def __init__(self, message: str, result: Kind):
         super().__init__(message)
@@ -64,7 +64,7 @@ class TypeMismatch(Exception):
 
 
 def join(inputs: Sequence[Typed]) -> Kind | None:
-    """Return the type of the result of an operation that may be nonlinear; None without inputs.
+    """Return the type of the result of an operation that may be nonlinear; None if there are no inputs.
 
     Raises:
         TypeMismatch: if an input is a partial sum, or an input's gradient would never be summed.

@@ -1,8 +1,8 @@
 """Finds which rows of a projection's weight the stock attention code uses as queries, keys and values.
 
 The projection's output is replaced by its row numbers, which views pass on unchanged. The first operation that is not
-a view shows which rows the code uses together: those of one head, of queries, of keys. A rank of tp must use the same
-groups. Otherwise it has cut a head in two, or ordered the rows of a fused matrix differently from the model.
+a view shows which rows the code uses as one group, for example the rows of one head. Each rank of tp must use the same
+groups. Otherwise the plan has cut a head in two, or has ordered the rows of a fused matrix differently from the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _METADATA = names("__get__ size dim numel stride is_contiguous")
 
 @dataclass
 class RowsRead:
-    """The rows that a model's attention blocks use together, for each of their projections.
+    """The groups of rows that a model's attention blocks use together, for each projection of the blocks.
 
     Args:
         uses: name of a projection -> for each use of its output, the groups of rows along the last dim.
@@ -119,12 +119,12 @@ def compare_rows(whole: RowsRead, own: RowsRead, rank: int) -> Iterator[tuple[st
     for name, uses in own.uses.items():
         expected = whole.uses.get(name, [])
         if len(uses) != len(expected):
-            yield name, f"its output {len(uses)} times on rank {rank} of tp, and {len(expected)} times on one device"
+            yield name, f"its output {len(uses)} times on rank {rank} of tp, but {len(expected)} times on one device"
             continue
         rows = own.rows[name]
         for theirs, ours in zip(expected, uses, strict=True):
             taken = {tuple(rows[row] for row in group) for group in ours}
-            if {len(group) for group in taken} != {len(group) for group in theirs}:  # a whole width, not heads
+            if {len(group) for group in taken} != {len(group) for group in theirs}:  # whole widths, not heads
                 taken, theirs = {tuple({x for g in taken for x in g})}, {tuple({x for g in theirs for x in g})}
                 if set(*taken) <= set(*theirs):
                     continue
@@ -133,8 +133,8 @@ def compare_rows(whole: RowsRead, own: RowsRead, rank: int) -> Iterator[tuple[st
             group = sorted(taken - theirs)[0]
             yield (
                 name,
-                f"rows {_short(group)} together on rank {rank} of tp, which on one device are not one head, or not of "
-                "the same matrix",
+                f"rows {_short(group)} as one group on rank {rank} of tp, but on one device they are not one head, or "
+                "not of the same matrix",
             )
             break
 

@@ -1,1 +1,1 @@
-"""Measures what a plan holds and sends, by a run with fake tensors."""
+"""Measures the memory and the collectives of a plan by a run with fake tensors."""

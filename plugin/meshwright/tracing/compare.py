@@ -19,21 +19,21 @@ from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
 from meshwright.tracing.trace import Trace, trace_step
 
-MICRO_BATCHES = 2  # traced instead of all, which are alike
+MICRO_BATCHES = 2  # largest number to trace, since all micro-batches are alike
 
 
 def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
     """Return the model of a config.json, without weights.
 
     Args:
-        path: the file, or a directory that holds it.
+        path: the config.json, or a directory that contains it.
         dtype: the dtype of its parameters.
 
     Raises:
-        PlanError: if transformers is not installed, or does not know the config.
+        PlanError: if transformers is not installed, or cannot make a causal LM from the config.
     """
     try:
-        # By name, since the core must not depend on transformers.
+        # Imported by name, since the core must not depend on transformers.
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise PlanError(
@@ -47,7 +47,7 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     except (OSError, ValueError, KeyError) as error:
         raise PlanError(
-            f"--trace: transformers cannot make a causal LM of {path}: {str(error).splitlines()[0]}"
+            f"--trace: transformers cannot make a causal LM from {path}: {str(error).splitlines()[0]}"
         ) from error
 
 

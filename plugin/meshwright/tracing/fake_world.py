@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Open a fake process group, whose collectives send nothing."""
+    """Open a fake process group inside the context; its collectives send nothing."""
     if dist.is_initialized():
         raise ValueError("this process is already in a process group; trace or check a plan in a process of its own")
     if world_size == 1:

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make while it is active, until they are freed.
+    """Counts the bytes of the storages that operations allocate inside this context, until the storages are freed.
 
-    Works on fake and real tensors, on any device. It does not see an operation's temporary memory, nor what an
+    Works on fake and real tensors, on any device. It does not count an operation's temporary memory, nor what an
     allocator adds.
 
     Args:
-        tensors: the tensors that exist before it begins; each storage is counted once.
+        tensors: the tensors that exist before the context begins; each storage is counted once.
 
     Example:
         >>> with LiveBytes([]) as memory:

@@ -25,7 +25,7 @@ KINDS = {
 
 @dataclass
 class Traffic:
-    """Collectives over one axis: how many of each kind, and the bytes of their whole (gathered) tensors."""
+    """The collectives over one axis: the number of each kind, and the bytes of their whole (gathered) tensors."""
 
     counts: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
@@ -36,7 +36,7 @@ class Traffic:
 
 
 class AxisTraffic(TorchDispatchMode):
-    """Counts every collective over each axis while it is active.
+    """Counts every collective over each axis inside this context.
 
     Args:
         axes: the axes of the mesh.

@@ -1,4 +1,4 @@
-"""The batches for the comparison of a plan: those on which distributed programs go wrong."""
+"""The batches for the comparison of a plan: cases that distributed programs get wrong."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Case:
 
     Args:
         name: the case in words.
-        batches: the global batches of the step; gradients of several are accumulated.
-        options: further arguments of the model's call.
+        batches: the global batches of the step, whose gradients are accumulated.
+        options: other arguments of the model's call.
     """
 
     name: str
@@ -57,7 +57,7 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
     """Return the cases for the comparison of a causal LM.
 
     Args:
-        model: the model as on one device.
+        model: the one-device model.
         plan: the plan, which sets the number of rows per step.
         seed: the seed of the tokens.
 
@@ -77,13 +77,13 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
     generator = torch.Generator().manual_seed(seed)
     pieces = plan.gradient_accumulation_steps * (plan.micro_batch_size or 1)
     rows = 2 * plan.dp * max(pieces, 1)
-    # A length that tp divides, and one that it does not: sequence parallelism pads the latter.
+    # This length is a multiple of tp. Some cases have a shorter one, which sequence parallelism has to pad.
     even = math.lcm(LENGTH, plan.tp)
 
     def tokens(count: int, length: int) -> dict[str, Tensor]:
         ids = torch.randint(0, words, (count, length), generator=generator)
         labels = ids.clone()
-        for row in range(count):  # each row counts a different number of tokens, so a mean of means is wrong
+        for row in range(count):  # rows have different numbers of valid labels, so a mean of means is wrong
             labels[row, : 1 + row % (length // 2)] = IGNORE_INDEX
         return {"input_ids": ids, "labels": labels}
 
@@ -107,7 +107,7 @@ def _vocabulary(model: nn.Module) -> int | None:
     embedding = _asked(model, "get_input_embeddings")
     if embedding is None:
         embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    # Some models have an embedding for padding, which the head does not predict.
+    # Some models have an additional embedding for padding, which the head does not predict.
     words = (
         getattr(embedding, "num_embeddings", None),
         getattr(_asked(model, "get_output_embeddings"), "out_features", None),
@@ -124,7 +124,7 @@ def _asked(model: nn.Module, name: str) -> Any:
 
 
 def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:
-    """Pad each row by a different number of tokens, the first by none."""
+    """Mask a different number of tokens in each row as padding; the first row has no padding."""
     ids, labels = batch["input_ids"], batch["labels"].clone()
     mask = torch.ones_like(ids)
     for row in range(len(ids)):
@@ -137,7 +137,7 @@ def _padded(batch: dict[str, Tensor], *, left: bool) -> dict[str, Tensor]:
 
 
 def _packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Pack two documents into each row; their positions tell them apart."""
+    """Pack two documents into each row; the positions restart at the second document."""
     count, length = batch["input_ids"].shape
     positions = [torch.cat([torch.arange(first), torch.arange(length - first)]) for first in _borders(count, length)]
     return {**batch, "position_ids": torch.stack(positions)}

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-# Both programs do the same operations in float64, and only the order of their sums differs: 1e-16 for each addition,
-# about 1e-13 in a gradient of a model of this size. A term that is left out or counted twice differs by 1e-6 or more.
+# Both programs do the same operations in float64. Only the order of sums differs, which causes errors of 1e-16 per
+# addition, and about 1e-13 in a gradient of a model of this size. A term that is left out or counted twice causes
+# 1e-6 or more.
 TOLERANCE = 1e-9
 
 KINDS = (
@@ -31,7 +32,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one quantity of the distributed program differs from the same on one device.
+    """How far one quantity of the distributed program differs from the same quantity on one device.
 
     Args:
         kind: one of KINDS.
@@ -57,7 +58,7 @@ class Row:
     Args:
         checked: the number of quantities of that kind that were compared.
         differing: the number of them that are not equal.
-        worst: the largest difference; for outputs of modules, which run one after the other, the first to differ.
+        worst: the largest difference; for outputs of modules, which run one after the other, the first that differs.
     """
 
     checked: int

@@ -1,4 +1,4 @@
-"""Keeps models in float64: they cast to float32 inside norms, softmax and loss, which hides errors."""
+"""Keeps models in float64, since their casts to float32 inside norms, softmax and loss would hide errors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _keep_float64(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Float64:
-    """While active, a cast of a float64 tensor to float32 leaves it in float64.
+    """A context in which a cast of a float64 tensor to float32 returns float64.
 
-    It patches functions, since a TorchFunctionMode is off while checkpointing recomputes.
+    The class patches functions, since a TorchFunctionMode is off while activation checkpointing recomputes.
     """
 
     def __enter__(self) -> None:

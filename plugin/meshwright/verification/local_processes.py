@@ -1,4 +1,4 @@
-"""Runs one function on local processes, as torchrun would start them; what ends one of them ends all."""
+"""Runs one function on local processes, in the environment that torchrun sets. If one process fails, all end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from meshwright.errors import PeerFailedError, PlanError, VerificationError
 
 Tell = Callable[[str], None]
 
-GRACE = 5.0  # seconds for the other ranks to answer after one failed
-STACKS_TIME = 10.0  # seconds at most for the processes to write their stacks
+GRACE = 5.0  # seconds for the other ranks to answer after one rank failed
+STACKS_TIME = 10.0  # most seconds to wait for the processes to write their stacks
 _STACK = "most recent call first"  # what faulthandler writes
 _OF_A_LAUNCHER = ("MESHWRIGHT_PLAN", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID")
 
@@ -38,9 +38,9 @@ class Failure:
 
     Args:
         time: the time of the failure, on a clock that all processes share.
-        error: a PlanError with the error's message, if it is one of meshwright's; None for any other error.
-        text: its traceback.
-        is_effect: whether it only says that another rank failed.
+        error: a PlanError with the same message, if the error is meshwright's PlanError; None for any other error.
+        text: the error's traceback.
+        is_effect: whether the error only says that another rank failed.
     """
 
     time: float
@@ -50,15 +50,15 @@ class Failure:
 
 
 def start_server(modules: Sequence[str] = ()) -> None:
-    """Start importing what the processes need, in the background.
+    """Start a server that imports what the processes need, in the background.
 
-    The processes are forked from a server that has done the imports, which would take seconds in each process.
+    The processes are forked from this server, since the imports would take seconds in each process.
 
     Args:
         modules: the modules to import besides this package; those that cannot be imported are left out.
     """
     if "forkserver" in multiprocessing.get_all_start_methods():
-        # A server that is already running does not change; the processes import what it lacks.
+        # A server that is already running keeps its imports, and the processes import what is missing.
         own = ["__main__", "meshwright.verification.program"]
         multiprocessing.get_context("forkserver").set_forkserver_preload([*own, *filter(None, modules)])
         from multiprocessing import forkserver
@@ -72,14 +72,14 @@ def run_together(
     """Run ``function(*args, tell)`` on each rank, and return the results in the order of the ranks.
 
     Args:
-        function: a module-level function; it and the arguments are pickled.
+        function: a module-level function, which is pickled with its arguments.
         world_size: the number of processes, which form one group on this machine (gloo, CPU).
-        timeout: seconds until all must have answered.
+        timeout: seconds within which all processes must answer.
         tell: a function that receives rank 0's progress messages.
 
     Raises:
-        PlanError: if a rank raised one, or the arguments cannot be pickled.
-        VerificationError: if a rank raised anything else, ended, or did not answer in time.
+        PlanError: if a rank raised a PlanError, or the arguments cannot be pickled.
+        VerificationError: if a rank raised another error, ended, or did not answer in time.
     """
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -121,7 +121,7 @@ def _start(process: BaseProcess) -> None:
 
 def _unpicklable(error: BaseException) -> PlanError:
     return PlanError(
-        f"model_factory cannot be sent to another process ({error}); verify starts processes, which import it. "
+        f"model_factory cannot be sent to another process ({error}); verify starts processes that import it. "
         "Define it with def at the top level of a file and pass it by name, with its arguments bound by "
         "functools.partial. In a notebook, put it into a .py file beside the notebook and import it"
     )
@@ -197,7 +197,7 @@ class _Processes:
         stacks = "\n".join(f"---- rank {rank}\n{self._log(rank)}" for rank in range(len(self.processes)))
         return (
             f"rank(s) {', '.join(map(str, silent))} of {len(self.processes)} did not answer within {timeout:g} s; pass "
-            f"a larger timeout=, or see in the stacks where they are:\n{stacks}"
+            f"a larger timeout=, or see in the stacks where the ranks are:\n{stacks}"
         )
 
     def _log(self, rank: int) -> str:
@@ -220,7 +220,7 @@ def _main(connection: Connection, place: _Place, function: Callable[..., Any], a
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    # Ctrl-C reaches the whole foreground group, and the parent ends these processes.
+    # Ctrl-C reaches the whole foreground process group. This process ignores it, since the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     for name in _OF_A_LAUNCHER:
@@ -246,12 +246,12 @@ def _main(connection: Connection, place: _Place, function: Callable[..., Any], a
         connection.send(answer)
     except Exception as error:  # the function's result cannot be pickled
         connection.send(("failed", Failure(time.monotonic(), None, f"{answer[1]!r}\n{error}", False)))
-    # Wait for the parent to end it: the other ranks may still need it, and leaving a group does not wait.
+    # Wait until the parent ends this process: other ranks may still need it, and leaving a group does not wait.
     threading.Event().wait()
 
 
 def _failure(error: BaseException) -> Failure:
-    # Causes and frames are not sent, since they may hold anything.
+    # Causes and frames are not sent, since they may refer to any object.
     plain = type(error).__module__ == "meshwright.errors" and isinstance(error, PlanError)
     own = PlanError(str(error)) if plain else None
     text = "".join(traceback.format_exception(error))
@@ -259,6 +259,6 @@ def _failure(error: BaseException) -> Failure:
 
 
 def _end_with_parent(connection: Connection) -> None:
-    """End when the parent is gone: it sends nothing, so only then is the connection readable."""
+    """End this process when the parent is gone. The parent sends nothing, so the connection is readable only then."""
     wait([connection])
     os._exit(1)

@@ -14,7 +14,7 @@ from meshwright.verification.comparison_report import Difference
 
 @dataclass(frozen=True)
 class Output:
-    """Sums over the tokens of one module's output.
+    """The output of one module, summed over the tokens.
 
     Args:
         tokens: the number of tokens.
@@ -57,7 +57,7 @@ def output_differences(
     """Compare the outputs of modules on all ranks with those on one device.
 
     An output is compared if every rank holds all of it, or a contiguous slice of its tokens (sequence parallelism). An
-    output that is sharded over its width or over heads is not compared, but what is computed from it is.
+    output that is sharded over its width or over heads is not compared, but later outputs computed from it are.
 
     Args:
         expected: the outputs on one device.

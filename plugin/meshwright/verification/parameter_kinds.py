@@ -1,4 +1,4 @@
-"""The kinds of parameters, for a table with a row per kind."""
+"""The kinds of parameters, for a report with one row per kind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def kinds_of(model: nn.Module, sharding_plan: ShardingPlan | None) -> dict[str, 
     """Return the kind of each parameter of a model, by its name.
 
     Args:
-        model: the model as on one device.
-        sharding_plan: the roles of the modules; None for the plan that the model would get.
+        model: the one-device model.
+        sharding_plan: the roles of the modules; None for the registered or inferred plan.
     """
     prefix, decoder = without_wrappers(model)
     try:
         plan = sharding_plan or plan_for(decoder)
-    except PlanError:  # a plan without tp still runs it
+    except PlanError:  # a plan without tp can still run the model
         plan = ShardingPlan(roles={})
     modules = dict(model.named_modules())
     found = {}

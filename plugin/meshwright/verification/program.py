@@ -42,7 +42,7 @@ class Program:
         factory: the function that makes the model.
         plan: the parallel plan.
         config: the other options of ``to_distributed``.
-        batch: the user's global batch or batches; None to make some.
+        batch: the user's global batch or batches; None for the batches of ``token_cases``.
         loss: a function of the model and a batch; None for the loss that the model returns.
         steps: the number of optimizer steps.
         seed: the seed of the weights and the tokens.
@@ -61,7 +61,7 @@ class Program:
     folder: Path
 
     def model(self) -> nn.Module:
-        """Make the model, alike in every process."""
+        """Return the model, with the same weights in every process."""
         random.seed(self.seed)
         torch.manual_seed(self.seed)
         model = self.factory()
@@ -92,7 +92,8 @@ class Program:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PlanError(
                 f"{type(model).__name__} returned no loss for a batch of {', '.join(batch)}; put labels into the "
-                "batch, or pass a function that computes it: verify(model_factory, plan, loss=loss_of_model_and_batch)"
+                "batch, or pass a function that returns a loss: "
+                "verify(model_factory, plan, loss=loss_of_model_and_batch)"
             )
         return loss
 
@@ -102,7 +103,7 @@ class Numbers:
     """The numbers of one step.
 
     Args:
-        loss: the sum of the losses of its batches.
+        loss: the sum of the losses of the step's batches.
         norm: the norm of all gradients.
         gradients: the whole gradient of each parameter; on rank 0 only.
     """
@@ -123,7 +124,7 @@ class Start:
 
 
 class Training:
-    """A model, its optimizer and its batches; the two subclasses are for one device and for a plan."""
+    """A model, its optimizer and its batches; one subclass runs them on one device, the other under a plan."""
 
     def __init__(self, program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, cases: tuple[Case, ...]):
         self.program, self.model, self.optimizer, self.cases = program, model, optimizer, cases
@@ -158,13 +159,13 @@ class Training:
         return total
 
     def first_passes(self) -> Iterator[tuple[Case, Numbers]]:
-        """Yield the numbers of each case at the initial weights."""
+        """Yield each case with its numbers at the initial weights."""
         for case, batches in self.batches():
             yield case, self.numbers(case, batches, has_gradients=True)
             self.optimizer.zero_grad()
 
     def steps(self) -> Iterator[Numbers]:
-        """Run optimizer steps on the cases in turn, and yield the numbers of each."""
+        """Run optimizer steps on the cases in turn, and yield the numbers of each step."""
         left = self.program.steps
         while left > 0:
             for case, batches in self.batches():
@@ -194,7 +195,7 @@ class Distributed(Training):
     """The training under the plan."""
 
     loader: Any
-    has_global_loss: bool  # false for the user's own loss of a rank's rows, whose mean over ranks is compared
+    has_global_loss: bool  # false for a user's loss of one rank's rows, whose mean over ranks is compared
 
     def batches(self) -> Iterator[tuple[Case, list[Any]]]:
         rows = iter(self.loader)
@@ -214,7 +215,7 @@ class Distributed(Training):
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW with two groups, with and without weight decay, as most scripts have."""
+    """Return AdamW with two parameter groups, one with weight decay and one without, as most scripts have."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -224,7 +225,7 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run_one_device(program: Program, tell: Tell) -> str:
-    """Run the program on one device, save its numbers in the folder, and return the name of the model's class."""
+    """Run the program on one device, save its numbers in ``program.folder``, and return the model's class name."""
     tell("one process")
     with in_float64():
         model = program.model()
@@ -241,7 +242,10 @@ def run_one_device(program: Program, tell: Tell) -> str:
 
 
 def run_rank(program: Program, tell: Tell) -> list[Difference]:
-    """Run the program under the plan and compare; every rank calls it. Rank 0 compares gradients and weights."""
+    """Run this rank of the program under the plan, and return the differences from one device.
+
+    Only rank 0 compares gradients and weights.
+    """
     with in_float64():
         start: Start = _load(program, "start")
         tell("to_distributed")
@@ -319,7 +323,7 @@ def _step_differences(where: str, actual: Numbers, expected: Numbers) -> Iterato
 def _gradient_differences(
     where: str, actual: Numbers, expected: Numbers, kinds: dict[str, str]
 ) -> Iterator[Difference]:
-    # A gradient that is zero up to rounding (a key's bias) is compared with the largest of all gradients.
+    # For a gradient that is zero up to rounding (a key's bias), the scale is the largest of all gradients.
     largest = max((float(gradient.abs().max()) for gradient in expected.gradients.values()), default=0.0)
     for name, kind in kinds.items():
         one, other = actual.gradients.get(name), expected.gradients.get(name)

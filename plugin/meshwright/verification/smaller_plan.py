@@ -1,4 +1,4 @@
-"""Shrinks a cluster's plan to one machine."""
+"""Shrinks a plan for a cluster to a plan for one machine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from meshwright.config import ParallelPlan
 
 
 def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
-    """Return the plan, or the one of the same kind that fits ``processes`` processes or comes nearest.
+    """Return the plan or, if it needs more than ``processes`` processes, a smaller plan of the same kind.
 
     Every axis, stage and option of the plan stays; the sizes of the axes shrink, dp first. dp shrinks to 2, and tp to
-    its largest divisor that fits, otherwise to its smallest above 1. So the result may need more than ``processes``
-    processes: at least 4 with dp and tp, and 14 with dp and tp=7.
+    its largest divisor that fits or, if none fits, to its smallest divisor above 1. So the result may need more
+    than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7.
 
     Example:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp

@@ -41,21 +41,21 @@ def verify(
     Both programs run in float64 on processes of this machine: first one process with stock torch, then one process per
     rank of the plan, over gloo. The comparison covers the outputs of modules and the logits in evaluation; the loss,
     the gradient norm and each parameter's gradient for each batch at the initial weights; the loss and the norm for
-    each optimizer step (AdamW, clipped); and the weights after the last step. Call it under
+    each optimizer step (AdamW, clipped); and the weights after the last step. Call verify under
     ``if __name__ == "__main__":``, since the processes import the script.
 
     Args:
-        model_factory: a function that returns the model as on one device. It is pickled, so define it at the top
+        model_factory: a function that returns the one-device model. The function is pickled, so define it at the top
             level of a file. Keep the model small: each process holds it in float64.
         plan: the parallel plan: a ParallelPlan, the planner's words ("dp2 tp2+sp zero1"), a dict of its fields, or the
             path of a plan file.
-        batch: a global batch for ``model(**batch)``, or a list of them; by default token batches that distributed
-            programs get wrong (uneven rows, odd lengths, padding, packed documents, accumulation).
+        batch: a global batch for ``model(**batch)``, or a list of global batches; by default token batches that
+            distributed programs get wrong (uneven rows, odd lengths, padding, packed documents, accumulation).
         loss: a function of the model and a batch that returns the loss; by default the loss that the model returns.
         steps: the number of optimizer steps.
         seed: the seed of the weights and the tokens.
         perturb: whether to add noise to all parameters of one dim: norms of ones and biases of zeros hide errors.
-        config: other options of ``to_distributed``; its plan is replaced.
+        config: other options of ``to_distributed``; the plan in them is replaced.
         timeout: seconds for each of the two programs.
         on_progress: a function that receives a few words at each stage.
         notes: sentences to print below the table.
@@ -67,7 +67,7 @@ def verify(
     Raises:
         PlanError: if the model cannot run the plan, an argument is wrong, or the factory does not make the same model
             in each process.
-        VerificationError: if a process raised, ended or did not answer in time.
+        VerificationError: if a process raised another error, ended or did not answer in time.
 
     Example::
 
@@ -85,7 +85,7 @@ def verify(
     _check(model_factory, steps)
     if batch is not None:
         given_cases(batch)
-    # The comparison itself finds replicas that differ, parameter by parameter.
+    # The check of replicas is off, since the comparison itself finds replicas that differ, parameter by parameter.
     config = dataclasses.replace(config or ToDistributedConfig(), plan=plan, timeout_s=timeout, check_replicas_every=0)
     if batch is None and config.num_items_in_batch == "auto":
         config = dataclasses.replace(config, num_items_in_batch="global")  # what token_cases counts
@@ -126,7 +126,7 @@ def _check(model_factory: Any, steps: int) -> None:
         )
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise PlanError(
-            "verify was called while a process that it started imported this script; call it under "
+            "verify was called while a process that it started imported this script; call verify under "
             'if __name__ == "__main__":'
         )
     main = sys.modules.get("__main__")

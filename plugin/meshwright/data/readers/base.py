@@ -1,4 +1,4 @@
-"""What all readers have in common: a position in the epochs, and the interface that a loader uses."""
+"""The position that every reader keeps, and the interface of readers that a loader uses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from meshwright.data.global_batches import Portion
+from meshwright.data.shuffling import Draws
 
 VERSION = 2
 WORKER_SEEDS = 2**62  # leaves room for the worker's number, which is added to a seed
@@ -21,8 +22,8 @@ class Position:
 
     Args:
         epoch: the epoch that is being read, or the next one.
-        samples: the number of its samples that were returned, over all ranks.
-        is_fresh: whether the next iteration starts here, since none has yet.
+        samples: the number of the epoch's samples that were returned, over all ranks.
+        is_fresh: whether no iteration has started at this position yet, so that the next iteration starts here.
     """
 
     epoch: int = 0
@@ -30,7 +31,7 @@ class Position:
     is_fresh: bool = True
 
     def begin(self) -> None:
-        """Start an iteration: here, or at the next epoch if the last iteration was left before its end."""
+        """Start an iteration at this position, or at the next epoch if the last iteration was left before its end."""
         if not self.is_fresh:
             self.epoch, self.samples = self.epoch + 1, 0
         self.is_fresh = False
@@ -51,7 +52,7 @@ class Position:
             self.epoch, self.samples, self.is_fresh = epoch, 0, True
 
     def load(self, state: Mapping[str, Any], most: int | None = None) -> None:
-        """Move to a state's position, of at most ``most`` samples.
+        """Move to the position in a state, which may have at most ``most`` samples.
 
         Raises:
             ValueError: the state has no position, or an impossible one.
@@ -67,9 +68,10 @@ class Position:
 
 
 class Reader(Protocol):
-    """Reads a rank's rows of global batches, and keeps its position.
+    """The interface of a reader, which reads this rank's rows of the global batches and keeps its position.
 
-    ``read`` receives what ``draw`` drew on the first rank. If one rank reads for its peers, their readers never read.
+    ``read`` receives the numbers that ``draw`` drew on the first rank. If one rank reads for its peers, only its reader
+    reads.
     """
 
     position: Position
@@ -80,11 +82,11 @@ class Reader(Protocol):
 
     @property
     def batch_size(self) -> int | None:
-        """The number of rows per batch, if it is known."""
+        """The number of rows per batch; None if it is unknown."""
 
     @property
     def seed(self) -> int | None:
-        """The seed of the orders of all epochs, if one seed decides them; may be set to another rank's."""
+        """The seed that decides the orders of all epochs, if there is one. It may be set to another rank's seed."""
 
     @seed.setter
     def seed(self, seed: int) -> None: ...
@@ -94,15 +96,15 @@ class Reader(Protocol):
         """Whether an epoch that is read again has the same order."""
 
     def __len__(self) -> int:
-        """Return the number of steps per epoch; TypeError if it is unknown."""
+        """Return the number of steps per epoch; raise TypeError if it is unknown."""
 
     def describe(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, by name."""
+        """Return the values that must be equal on all ranks, by name."""
 
-    def draw(self) -> list[Any]:
+    def draw(self) -> Draws:
         """Draw the epoch's random numbers on this rank."""
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         """Yield the rest of the epoch from ``position`` on, and move ``position`` past each batch."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -113,17 +115,17 @@ class Reader(Protocol):
         """Whether torch's random state may decide the orders of later epochs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what identifies the data it is a position in."""
+        """Return the position, and values that identify the data."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a state's position; ValueError if the state is of other data."""
+        """Move to the position in a state; raise ValueError if the state belongs to other data."""
 
 
 def check_state(state: Mapping[str, Any], expected: Mapping[str, Any], why: str) -> None:
-    """Compare the entries of a state with what they must be.
+    """Compare the entries of a state with the expected values.
 
     Raises:
-        ValueError: naming the first that differs, both values and why they must be equal.
+        ValueError: an entry differs. The message gives its name, both values and why they must be equal.
     """
     for name, value in {"version": VERSION, **expected}.items():
         if state.get(name) != value:

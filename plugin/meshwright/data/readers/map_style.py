@@ -1,4 +1,4 @@
-"""Reads a map-style dataset: this rank's indices of every global batch, from any sample on."""
+"""Reads this rank's rows of every global batch of a map-style dataset, from any sample on."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.sampler_order import Batches, Sampling
+from meshwright.data.shuffling import Draws
 from meshwright.parallel.collectives import Axis
 
 
 class MapReader:
-    """Reads by index, in the order of the user's sampler.
+    """Reads a map-style dataset by index, in the order of the user's sampler.
 
-    A state is a number of samples, so it is valid on any number of ranks and workers and with any batch size.
+    A state counts samples, so it is valid on any number of ranks and workers and with any batch size.
 
     Args:
         loader: the user's loader, over a map-style dataset.
-        dp: this rank's place among the ranks that read different rows.
+        dp: the axis along which ranks read different rows.
         share: the function that chooses a rank's rows of a batch.
         seed: the seed of the shuffling, instead of the loader's generator.
         name: a name for the dataset, instead of its fingerprint.
@@ -40,7 +41,7 @@ class MapReader:
             raise ValueError(f"the dataset is empty: a {type(loader.dataset).__name__} with 0 samples")
         self.position = Position()
         self.dropped = 0
-        self.least: int | None = None  # rows of the smallest batch of the current epoch
+        self.least: int | None = None  # the number of rows of the current epoch's smallest batch
         self._sampling = Sampling(loader, seed)
         self._fingerprint = fingerprint(loader.dataset) if name is None else name
         self.identity = fingerprint(loader.dataset, has_numbers=True) if name is None else name
@@ -67,7 +68,7 @@ class MapReader:
 
     @property
     def generator(self) -> Generator | None:
-        """The generator that decides the orders, unless torch's random state does."""
+        """The generator from which the shuffled orders are drawn; None if there is none."""
         return self._sampling.generator
 
     @property
@@ -84,19 +85,19 @@ class MapReader:
             "has a generator or seed": str(sampling.generator is not None),
         }
 
-    def draw(self) -> list[Any]:
+    def draw(self) -> Draws:
         return self._sampling.draw(self.position.epoch, self.position.samples)
 
     @property
     def follows_torch(self) -> bool:
         return self._sampling.follows_torch
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         position = self.position
-        order, batches = self._sampling.begin(draws, position.epoch)
-        self._check_order(draws)
+        order, batches = self._sampling.begin(draws.order, position.epoch)
+        self._check_order(draws.order)
         self._indices.begin(order, batches, position.samples)
-        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
+        self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
         self.dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         rest = batches.after(position.samples)
         for (start, rows), batch in zip(rest, self._loader(), strict=True):
@@ -156,11 +157,11 @@ class MapReader:
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.position.epoch)
 
-    def _check_order(self, draws: list[Any]) -> None:
+    def _check_order(self, numbers: list[Any]) -> None:
         """Raise if the user's sampler drew an order other than the state's, since the samples would then differ."""
         if self._sampling.kind != "listed":
             return
-        drawn = zlib.crc32(repr(draws[1:]).encode())
+        drawn = zlib.crc32(repr(numbers).encode())
         if self.position.samples and self._order not in (None, drawn):
             raise ValueError(
                 "the loader's sampler drew a different order than in the epoch of the state, so the samples not yet "
@@ -169,7 +170,7 @@ class MapReader:
         self._order = drawn
 
     def _loader(self) -> DataLoader[Any]:
-        """Return the DataLoader that reads all epochs, so that its workers may persist."""
+        """Return the DataLoader that reads, the same one in all epochs so that its workers may persist."""
         if self._inner is None:
             loader = self._user_loader
             self._inner = DataLoader(
@@ -185,10 +186,11 @@ class MapReader:
 
 
 class _RankIndices:
-    """The batch sampler of the DataLoader that reads; it yields this rank's indices.
+    """The batch sampler of the DataLoader that reads, which yields this rank's indices.
 
     Args:
-        exhaust: a function called when one device's sampler would be at its end, which workers reach before the loop.
+        exhaust: a function called at the point where the sampler would end on one device. With workers, this point
+            comes before the loop reaches the last batch.
     """
 
     def __init__(self, dp: Axis, share: Sharing, exhaust: Callable[[], None]):
@@ -205,6 +207,6 @@ class _RankIndices:
         for start, rows in self._batches.after(self._samples):
             share = self._share(rows, self._dp)
             if rows < self._batches.most:
-                self._exhaust()  # a BatchSampler reaches the end while it fills the last batch
+                self._exhaust()  # a BatchSampler reaches its sampler's end while it fills the last batch
             yield self._order.take(start + share.low, start + share.high)
         self._exhaust()

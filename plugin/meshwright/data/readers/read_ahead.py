@@ -13,16 +13,16 @@ from meshwright.data.shards import Chunk, LaneReader
 
 
 class ReadAhead:
-    """Reads some lanes evenly, as far as requested.
+    """Reads the same number of samples from each of a rank's lanes, as far as ``fill`` requests.
 
     Args:
         readers: the readers of the lanes.
-        chunk_size: the number of samples of a lane that are passed on at a time.
+        chunk_size: the number of samples per chunk of a lane.
         loader_options: arguments of the DataLoader whose workers read.
     """
 
     def __init__(self, readers: Sequence[LaneReader], chunk_size: int, loader_options: Mapping[str, Any]):
-        self.error: Exception | None = None  # why reading stopped, for all ranks to raise together
+        self.error: Exception | None = None  # the error that stopped reading, which makes all ranks raise
         self._samples: dict[int, deque[Any]] = {reader.lane: deque() for reader in readers}
         self._live = set(self._samples)
         self._starts: dict[int, list[tuple[int, int]]] = {lane: [] for lane in self._samples}
@@ -30,13 +30,13 @@ class ReadAhead:
         rounds = _Rounds(readers, chunk_size)
         if workers:
             options = {**loader_options, "num_workers": workers, "batch_size": None, "collate_fn": pickle.dumps}
-            # As bytes, since each tensor in a worker's queue would use a file descriptor.
+            # Workers send bytes, since each tensor in a worker's queue would use a file descriptor.
             self._rounds: Iterator[list[Chunk]] = map(pickle.loads, DataLoader(rounds, **options))
         else:
             self._rounds = iter(rounds)
 
     def fill(self, count: int) -> None:
-        """Read until the buffer holds ``count`` samples of each lane, or all that it has left."""
+        """Read until the buffer holds ``count`` samples of each lane, or all remaining samples of the lane."""
         try:
             while any(len(self._samples[lane]) < count for lane in self._live) and self.error is None:
                 for chunk in next(self._rounds):
@@ -49,7 +49,7 @@ class ReadAhead:
         return self._samples[lane].popleft()
 
     def report(self) -> dict[int, tuple[int, bool, list[tuple[int, int]]]]:
-        """Return for each lane the samples held, whether that is all, and the shards opened since the last call."""
+        """Return for each lane the number of samples held, whether it has ended, and ``Chunk.starts`` of new shards."""
         starts, self._starts = self._starts, {lane: [] for lane in self._samples}
         return {lane: (len(held), lane not in self._live, starts[lane]) for lane, held in self._samples.items()}
 
@@ -65,7 +65,7 @@ class ReadAhead:
 
 
 class _Rounds(IterableDataset[Any]):
-    """Yields rounds with a chunk of each lane until all lanes have ended; a worker reads its share of the lanes."""
+    """Yields lists with one chunk per lane until all lanes have ended. Each worker reads its share of the lanes."""
 
     def __init__(self, readers: Sequence[LaneReader], chunk_size: int):
         self._readers, self._chunk_size = readers, chunk_size

@@ -1,4 +1,4 @@
-"""Reads a dataset that the user has split: each rank reads its own part, and all ranks stop together."""
+"""Reads a dataset that the user has split. Each rank reads its own part, and all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 from meshwright.data.global_batches import Portion
 from meshwright.data.peers import Peers
 from meshwright.data.readers.base import VERSION, Position, Reader, check_state
+from meshwright.data.shuffling import Draws
 from meshwright.parallel.collectives import Axis
 
 logger = logging.getLogger(__name__)
 
 
 class SplitReader:
-    """Reads the loader as it is. At each step the ranks exchange how many rows they have.
+    """Reads the user's loader as it is. At each step the ranks exchange how many rows they have.
 
-    Its position counts batches, which are in step on all ranks; other readers count samples.
+    The position counts batches, since all ranks read the same number of them. Other readers count samples.
 
     Args:
         own: the reader of this rank's part, on an axis of one rank.
-        dp: the ranks that hold the other parts.
+        dp: the axis whose ranks hold the parts.
         drop_last: whether to stop all ranks as soon as one part ends.
         needs_equal_rows: whether a batch must have the same number of rows on each rank.
     """
@@ -46,20 +47,20 @@ class SplitReader:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        raise AssertionError("the ranks of a split dataset agree on no seed")
+        raise AssertionError("the ranks of a split dataset have no common seed")
 
     @property
     def follows_torch(self) -> bool:
-        """False, since each rank has its own order and a state is for all of them."""
+        """False, since each rank has its own order but one state serves all ranks."""
         return False
 
     def describe(self) -> dict[str, str]:
         return {"drop_last": str(self._drop_last), "batch size": str(self.batch_size)}
 
-    def draw(self) -> list[Any]:
-        return []
+    def draw(self) -> Draws:
+        return Draws()
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         self._own.position = Position(self.position.epoch, 0, is_fresh=False)
         portions = islice(self._own.read(self._own.draw()), self.position.samples, None)
         last: Portion | None = None
@@ -71,7 +72,7 @@ class SplitReader:
                 break
             if portion is None:
                 if last is None:
-                    raise ValueError(f"the user's split leaves a rank without rows: {self._said(rows)}")
+                    raise ValueError(f"the user's split gives some ranks no rows: {self._said(rows)}")
                 portion = Portion(last.batch, total, last.held, 0)
             last = Portion(portion.batch, total, portion.held, portion.counted)
             self.position.samples += 1
@@ -111,7 +112,11 @@ class SplitReader:
         return ", ".join(f"{count} on rank {rank} of {self._dp.name}" for rank, count in enumerate(rows))
 
     def _must_stop(self, rows: list[int]) -> bool:
-        """Whether the epoch ends here, because some ranks have fewer rows and nothing can make up for it."""
+        """Return whether the epoch ends at this step, because some ranks have too few rows and ``drop_last`` is set.
+
+        Raises:
+            ValueError: the ranks' rows differ, must be equal, and ``drop_last`` is not set.
+        """
         if all(rows) and (len(set(rows)) == 1 or not self._needs_equal_rows):
             return False
         if self._drop_last:

@@ -14,11 +14,11 @@ from meshwright.data.nested import map_tensors
 from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
-from meshwright.data.shuffling import WorkerSeeds
+from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import ShardedStream, gather_objects
 from meshwright.parallel.collectives import Axis
 
-# The stages of ``datasets`` that treat each row, or each batch of a shard's rows, by itself.
+# The pipeline stages of ``datasets`` that process each row, or each batch of a shard's rows, independently.
 STAGES_BY_ROW = {
     "ExamplesIterable",
     "ArrowExamplesIterable",
@@ -36,7 +36,7 @@ class StreamReader:
 
     Args:
         loader: the user's loader, over a dataset with numbered shards.
-        dp: this rank's place among the ranks that read different rows.
+        dp: the axis along which ranks read different rows.
         share: the function that chooses a rank's rows of a batch.
         options: options of the ShardedStream: ``shuffle``, ``buffer_size``, ``seed``, ``lanes``.
     """
@@ -77,7 +77,7 @@ class StreamReader:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        raise AssertionError("a stream has its seed from the start")
+        raise AssertionError("a stream's seed cannot be changed")
 
     @property
     def is_repeatable(self) -> bool:
@@ -87,13 +87,13 @@ class StreamReader:
     def follows_torch(self) -> bool:
         return False
 
-    def draw(self) -> list[Any]:
+    def draw(self) -> Draws:
         """Draw a worker seed as a DataLoader does, so that loaders with the same random state keep their order."""
         samples = self.position.samples
-        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
+        return Draws(worker_seed=self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw())
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
-        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
+    def read(self, draws: Draws) -> Iterator[Portion]:
+        self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
         self._stream.set_epoch(self.position.epoch)
         for rows in self._stream:
             samples, counted = rows.samples, 0 if rows.is_blank else len(rows.samples)
@@ -123,7 +123,7 @@ class StreamReader:
         self.position.load(state)
 
     def _in_chunks(self, samples: list[Any], total: int) -> list[Any]:
-        """Return this rank's rows of the last batch, divided as a DTensor divides them."""
+        """Return this rank's rows of the last batch, divided over the ranks as in a DTensor."""
         everything = [sample for part in gather_objects(samples, self._dp) for sample in part]
         share = self._share(total, self._dp)
         return everything[share.low : share.high]
@@ -136,9 +136,9 @@ class StreamReader:
 
 
 def has_shards(loader: Any) -> bool:
-    """Whether a loader's dataset can be read as a ShardedStream.
+    """Return whether a loader's dataset can be read as a ShardedStream.
 
-    It must have several shards, and rows that do not depend on other shards.
+    The dataset must have several shards, and its rows must not depend on other shards.
     """
     if not is_stock(loader) or not loader.batch_size:
         return False
@@ -152,10 +152,10 @@ def has_shards(loader: Any) -> bool:
 
 
 def stage_over_shards(dataset: Any) -> str | None:
-    """Return the stage of a Hugging Face pipeline that gives other rows if each shard passes through it alone.
+    """Return the stage of a Hugging Face pipeline that would yield other rows if it ran on each shard separately.
 
-    ``take`` and ``skip`` count rows over all shards, and so does a function with indices; ``shuffle`` has a buffer that
-    no state holds; interleaving draws from several datasets.
+    Return None if there is no such stage. ``take``, ``skip`` and functions with indices count rows over all shards.
+    ``shuffle`` has a buffer that is in no state. Interleaving draws from several datasets.
     """
     stages = [getattr(dataset, "_ex_iterable", None)]
     while stages:

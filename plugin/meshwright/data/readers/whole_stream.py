@@ -1,4 +1,4 @@
-"""Reads a dataset that can only be iterated: every rank reads all of it and keeps its own rows."""
+"""Reads a dataset that can only be iterated. Every rank reads the whole dataset and keeps its own rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows
 from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
-from meshwright.data.shuffling import WorkerSeeds
+from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.parallel.collectives import Axis
 
 ENDED = -1
@@ -24,13 +24,13 @@ ENDED = -1
 class WholeReader:
     """Reads any iterable of batches, or a DataLoader over a dataset without numbered shards.
 
-    Only the data itself can show that the ranks read the same, so they compare it at each step. Resuming reads up to
-    the state's position again. With workers the order depends on their number and on the batch size, so both must then
-    stay the same.
+    Only the data itself can show that the ranks read the same rows, so the ranks compare a digest of each batch.
+    Resuming reads the dataset again up to the saved position. With workers, the order depends on the number of workers
+    and on the batch size, so a resumed run must not change them.
 
     Args:
         loader: the user's loader.
-        dp: this rank's place among the ranks that take different rows.
+        dp: the axis along which ranks take different rows.
         share: the function that chooses a rank's rows of a batch.
         readers: all ranks that read.
         name: a name for the dataset, instead of its fingerprint.
@@ -43,8 +43,8 @@ class WholeReader:
         self._dataset: Any = getattr(loader, "dataset", loader)
         self._name = name
         self._fingerprint = fingerprint(self._dataset) if name is None else name
-        self._batches = 0  # returned in this epoch
-        self._told: int | None = getattr(self._dataset, "epoch", None)  # the dataset's own epoch
+        self._batches = 0  # the number of batches returned in this epoch
+        self._told: int | None = getattr(self._dataset, "epoch", None)  # the epoch that the dataset is set to
         self._cuts_samples = is_stock(loader) and bool(getattr(loader, "batch_size", None))
         self._num_workers = getattr(loader, "num_workers", 0)
         self._generator = Generator()
@@ -67,7 +67,7 @@ class WholeReader:
 
     @property
     def is_repeatable(self) -> bool:
-        """True, because it cannot be checked; the user must ensure it."""
+        """True. This cannot be checked, so the user must ensure that the order repeats."""
         return True
 
     def describe(self) -> dict[str, str]:
@@ -79,17 +79,16 @@ class WholeReader:
     def follows_torch(self) -> bool:
         return False
 
-    def draw(self) -> list[Any]:
+    def draw(self) -> Draws:
         """Draw the seed that a DataLoader draws for its workers; other loaders draw for themselves."""
         if self._worker_seeds is None:
-            return []
+            return Draws()
         samples = self.position.samples
-        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
+        return Draws(worker_seed=self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw())
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         position = self.position
-        if draws:
-            self._generator.manual_seed(draws[0] % WORKER_SEEDS)
+        self._generator.manual_seed(draws.worker_seed % WORKER_SEEDS)
         if not position.samples:
             self._batches = 0
         rest = self._rest()
@@ -140,7 +139,7 @@ class WholeReader:
         return {"num_workers": self._num_workers, "batch_size": None if is_elastic else self.batch_size}
 
     def _rest(self) -> Iterator[tuple[int, Portion]]:
-        """Yield the batches after the position, each with a digest of what every rank has read for it."""
+        """Yield for each batch after the position a digest of the whole batch, and this rank's portion."""
         if not self._cuts_samples:
             for batch in islice(self._loader, self._batches, None):
                 yield self._digest(batch), self._cut(batch)
@@ -175,7 +174,7 @@ class WholeReader:
 
 
 def is_stock(loader: Any) -> bool:
-    """Whether a loader is torch's DataLoader, or a subclass with the same ``__iter__``."""
+    """Return whether a loader is torch's DataLoader, or a subclass with the same ``__iter__``."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
@@ -188,7 +187,7 @@ class _Pinnable(Portion):
 
 
 class _CollateShare:
-    """Collates this rank's samples of a batch; a class, so that workers can unpickle it."""
+    """Collates this rank's samples of a batch. It is a class, not a closure, so that workers can unpickle it."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], dp: Axis, share: Sharing, has_digest: bool):
         self._collate, self._share, self._has_digest = collate, share, has_digest
@@ -214,7 +213,7 @@ def _num_rows(batch: Any) -> int:
     """Return the number of rows of a batch, which must be the same for all its tensors.
 
     Raises:
-        ValueError: the tensors differ in it, or the batch has none.
+        ValueError: the tensors have different numbers of rows, or the batch has no tensors.
     """
     tensors = {name: leaf for name, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
     dense = {name: x for name, x in tensors.items() if is_dense(x)}  # a sparse tensor may describe the whole batch
@@ -223,14 +222,14 @@ def _num_rows(batch: Any) -> int:
         raise ValueError(f"a batch of type {type(batch).__name__} holds no tensors to split over data-parallel ranks")
     if len(set(rows.values())) > 1:
         raise ValueError(
-            f"the tensors of a batch have different numbers of rows, {rows}, so it cannot be split over data-parallel "
-            "ranks; pass a DataLoader over samples, so that its collate function runs on each rank"
+            f"the tensors of a batch have different numbers of rows, {rows}, so the batch cannot be split over "
+            "data-parallel ranks; pass a DataLoader over samples, so that its collate function runs on each rank"
         )
     return next(iter(rows.values()))
 
 
 def _rows_of(value: Any, rows: int, own: slice) -> Any:
-    """Return these rows of a batch: of its tensors, and of lists that hold a value for each row."""
+    """Return a batch with only the rows ``own`` of its tensors, and of its lists that have one value per row."""
     if isinstance(value, Mapping):
         return {key: _rows_of(item, rows, own) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ from meshwright.planner.time import StepModel
 _GIB = 2**30
 _SLOWEST = 6.0  # plans slower than this many times the best step are counted, not drawn
 _LEFT = 58  # pixels for the labels of the time axis
-_CELL = 4  # pixels of a square in which one dot stands for all plans
+_CELL = 4  # side in pixels of a square in which one dot stands for all plans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Point:
 def pareto(found: Search) -> tuple[list[Point], list[Point]]:
     """Return all plans that fit, and the Pareto front in order of memory.
 
-    Each plan in the front is faster than every plan that needs no more memory.
+    Each plan on the front is faster than every plan that needs no more memory.
 
     The search stops at the first recompute that fits. This function tries all of them, since the leaner plans are part
-    of the front. It simulates a plan only if its lower bound is below the front so far, so no point is below the line.
+    of the front. A plan is simulated only if its lower bound is below the front so far, so no point is below the line.
     """
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
     known = {choice.plan: Point(plan=choice.plan, memory=choice.memory.total, time=choice.time.total, exact=True)
@@ -60,7 +60,7 @@ def pareto(found: Search) -> tuple[list[Point], list[Point]]:
         if front and point.time >= front[-1].time:
             continue
         if front and point.memory == front[-1].memory:
-            front.pop()  # the bound of that plan was lower, but this step is faster
+            front.pop()  # the removed plan's bound was lower, but its step is slower
         front.append(point)
     return list(points.values()), front
 

@@ -26,8 +26,8 @@ from meshwright.planner.page.style import style
 from meshwright.planner.page.timeline import timeline, timeline_picture
 from meshwright.planner.search import Search
 
-_HALF, _FULL, _NARROW = 538, 1150, 336  # widths of diagrams: half a page of 1280 pixels, a full one, a phone's
-_REASONS = 5  # rows that are always shown
+_HALF, _FULL, _NARROW = 538, 1150, 336  # widths of diagrams in pixels: half a page of 1280 pixels, a full page, a phone
+_REASONS = 5  # largest number of reasons that are shown unfolded
 _AXIS_NAMES = {"pp": "pipeline stage", "dp": "data", "cp": "context", "tp": "tensor"}
 
 _TIMES = "\u00d7"  # the multiplication sign
@@ -63,7 +63,7 @@ def page(found: Search, *, changed: Sequence[explain.Change] | None = None) -> s
 
 
 def write_page(found: Search, path: str | Path, *, changed: Sequence[explain.Change] | None = None) -> None:
-    """Write the page as a whole: readers of the file never see a part of it.
+    """Write the page atomically, so that readers of the file never see a part of the page.
 
     Args:
         found, changed: as in ``page``.
@@ -74,9 +74,9 @@ def write_page(found: Search, path: str | Path, *, changed: Sequence[explain.Cha
     """
     path = Path(path)
     if not path.parent.is_dir():
-        raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or name another file")
+        raise PlanError(f"--html {path}: there is no directory {path.parent}; create it, or choose another file")
     if path.is_dir():
-        raise PlanError(f"--html {path} is a directory; name a file in it")
+        raise PlanError(f"--html {path} is a directory; choose a file in it")
     content = page(found, changed=changed)
     try:
         handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -120,17 +120,17 @@ def _header(found: Search) -> dict[str, Any]:
     total, tied = best.time.total, explain.ties(found)
     nodes = f" in {cluster.nodes:,} nodes of {cluster.gpus_per_node}" if cluster.nodes > 1 else ""
     job_text = f"{job.global_batch:,} sequences of {job.seq_len:,} tokens per step, {job.precision}"
-    measured = f"{profile.rows} measured runs" if profile.rows else "nothing measured here"
+    measured = f"{profile.rows} measured runs" if profile.rows else "nothing measured on this cluster"
     low, high = seconds(total / (1 + profile.band)), seconds(total * (1 + profile.band))
     others = tied - 1
     least = "+" if tied == len(found.choices) < found.fitting else ""  # plans that were not kept may tie too
     tie = f"{others}{least} other{'s' if others > 1 or least else ''}" if others or least else "none"
     tiles = [
         ("Step time", seconds(total), f"{low} to {high} (±{profile.band:.0%}; {measured})"),
-        ("Tokens/s/GPU", f"{best.tokens_per_second:,.0f}", f"{best.tokens_per_second * cluster.gpus:,.0f} in all"),
-        ("MFU", f"{best.mfu:.1%}", "model FLOPs over the peak"),
+        ("Tokens/s/GPU", f"{best.tokens_per_second:,.0f}", f"{best.tokens_per_second * cluster.gpus:,.0f} on all GPUs"),
+        ("MFU", f"{best.mfu:.1%}", "model FLOPs / peak FLOPs"),
         ("Memory", gib(best.memory.total), f"of {gib(found.budget)} budget, {gib(cluster.device.memory)} device"),
-        ("Ties", tie, f"within {explain.TIE:.0%}; no estimate tells them apart" if others else "no other is as fast"),
+        ("Ties", tie, f"within {explain.TIE:.0%}, too close to rank" if others else "no other plan is as fast"),
     ]
     return {
         "name": found.shape.name,
@@ -144,7 +144,7 @@ def _header(found: Search) -> dict[str, Any]:
 
 
 def _reasons(found: Search) -> dict[str, Any]:
-    """The reasons against options, those after the first few folded away."""
+    """Return the reasons against other plans: those to show, and those to fold away."""
     rows = list(explain.reasons(found)) or [("nothing", "no option was ruled out")]
     shown = _REASONS if len(rows) > _REASONS + 1 else len(rows)
     return {"shown": rows[:shown], "folded": rows[shown:]}
@@ -167,8 +167,8 @@ class _Entry:
     """One entry of a legend.
 
     Args:
-        part: the part of the picture, which has this colour in all pictures.
-        words: what the part is, or how much.
+        part: the name of the part, which has the same colour in all pictures.
+        words: a description of the part, or its size.
         name: the name in bold, before the words.
     """
 
@@ -187,7 +187,7 @@ class _Section:
 
     Args:
         ident: unique prefix of the picture's ids.
-        draw: draws the picture, given its width and its ids' prefix.
+        draw: function that draws the picture, given its width and the prefix of its ids.
         is_wide: whether the card takes the page's whole width.
     """
 
@@ -214,10 +214,10 @@ def _memory(found: Search) -> _Section:
     for name, value in best.parts.items():
         most = max(memory.parts[name] for _, _, memory in groups)
         if most > 0:
-            legend.append(_Entry(name, gib(value) if value > 0 else f"{gib(most)} elsewhere", name))
+            legend.append(_Entry(name, gib(value) if value > 0 else f"{gib(most)} in other stages", name))
     words = "Every rank needs the same memory." if len(groups) == 1 else (
-        "By pipeline stage; the first stages hold the activations of more micro-batches. The legend gives the stage "
-        "that needs the most."
+        "Each bar is one or more pipeline stages; the first stages hold the activations of more micro-batches. The "
+        "legend gives the memory of the stage that needs the most."
     )  # fmt: skip
     draw = functools.partial(memory_bars, found)
     return _Section("Memory of each rank at its peak", words, "memory", draw, legend)
@@ -228,8 +228,8 @@ def _time(found: Search) -> _Section:
     names = [name for name in best.parts if any(choice.time.parts[name] > 0 for choice in found.choices)]
     legend = [_Entry(name, seconds(value) if (value := best.parts[name]) else "none", name) for name in names]
     words = (
-        "Blue is compute, warm colours are communication that compute does not hide. A plan with = ties with the "
-        "first. The legend gives the parts of the first."
+        "Blue is compute, warm colours are communication that compute does not hide. A plan with = ties with the first "
+        "plan. The legend gives the times of the first plan."
     )
     draw = functools.partial(time_bars, found)
     return _Section("Where the time of a step goes", words, "time", draw, legend)
@@ -243,10 +243,10 @@ def _timeline(found: Search) -> _Section:
     parts |= {name: f"{name} communication" for name in (*line.communication, "data")}
     parts |= {"bubble": "bubble"} if plan.pp > 1 else {}
     parts |= {"optimizer": "optimizer", "other": "fixed cost and stragglers"}
-    lanes = "Compute above, communication below" + (", for one rank of each stage." if plan.pp > 1 else ".")
+    lanes = "Compute is above, communication is below" + (", for one rank of each stage." if plan.pp > 1 else ".")
     words = (
-        f"{lanes} Within a micro-batch the two alternate layer by layer; here each is drawn in one piece. "
-        "Communication that compute hides is not drawn. The hatched end is fixed cost and waiting, shortened if long."
+        f"{lanes} Within a micro-batch the two alternate layer by layer, but each is drawn as one piece. Communication "
+        "that compute hides is not drawn. The hatched end is fixed cost and waiting. If it is long, it is shortened."
     )
     draw = functools.partial(timeline_picture, found)
     legend = [_Entry(part, text) for part, text in parts.items()]

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from meshwright.planner.candidate import recomputed_share
 from meshwright.planner.formatting import seconds
-from meshwright.planner.page.draw import Svg, number, text_width, ticks
+from meshwright.planner.page.draw import Box, Svg, number, text_width, ticks
 from meshwright.planner.search import Search
 from meshwright.planner.simulate import Event, pipeline_events
 from meshwright.planner.time import StepModel
 
 _SHORT = 6  # micro-batches that are drawn one by one for a plan without a pipeline
-_STAGES = 8  # most stages to draw; of more, those in the middle are left out
-_REST = 64  # most pixels for the fixed cost and stragglers, which have no place of their own in the step
-_BREAK = 86  # pixels for the micro-batches left out
+_STAGES = 8  # largest number of stages to draw; if there are more, the middle ones are left out
+_REST = 64  # largest width in pixels of the fixed cost and stragglers, which have no definite time in the step
+_BREAK = 86  # width in pixels of the gap in place of omitted micro-batches
 
 
 Scale = Callable[[float], float]  # seconds to pixels
@@ -27,11 +27,12 @@ class Timeline:
     """One step of a plan.
 
     Args:
-        events: forwards and backwards; those after ``cut`` have the times and indices of the whole step.
+        events: forwards and backwards; events after ``cut`` have their times and indices in the whole step.
         cut: (end of the first drawn part, start of the last drawn part), equal if nothing is left out.
-        skipped: number of micro-batches left out between them.
-        piped: seconds until the last backward; after that comes ``tail``, as (part, seconds).
-        communication: part -> share of a forward or backward that is this communication.
+        skipped: number of micro-batches left out between these parts.
+        piped: seconds until the end of the last backward.
+        tail: (part, seconds) of what follows the last backward.
+        communication: kind of communication -> its share of the time of a forward or backward.
         again: share of a backward that is recompute.
     """
 
@@ -89,7 +90,7 @@ def timeline(found: Search) -> Timeline:
 
 
 def _moved(event: Event, cut: float, by: float, micro_batches: int) -> list[Event]:
-    """Return an event in the times of the whole step, in two pieces if it crosses the cut."""
+    """Return an event with its times in the whole step, as two pieces if the event crosses the cut."""
     later = dataclasses.replace(
         event, start=event.start + by, end=event.end + by, micro_batch=event.micro_batch + micro_batches
     )
@@ -160,10 +161,10 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
     else:
         svg.text(0, y + tall / 2 + 5, f"stage {stage}" if left > 50 else f"st. {stage}", "label")
     if pp > 1:
-        svg.part(left, y, at(line.piped) - left, tall, "bubble")
+        svg.part(Box(left, y, at(line.piped) - left, tall), "bubble")
     else:
-        svg.rect(left, y, at(line.piped) - left, tall, "lane")
-    svg.rect(left, low, width - 4 - left, thin, "lane")
+        svg.rect(Box(left, y, at(line.piped) - left, tall), "lane")
+    svg.rect(Box(left, low, width - 4 - left, thin), "lane")
     moved = sum(line.communication.values())
     for event in line.events:
         if event.stage != stage:
@@ -175,33 +176,34 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
         chunk = f", chunk {event.chunk}" if event.chunk else ""
         title = f"{name} of micro-batch {event.micro_batch}{chunk}, stage {stage}: {seconds(event.end - event.start)}"
         edge = "part " if length > 6 else ""  # an edge would hide a narrow rectangle
-        svg.rect(x, y, busy, tall, f"{edge}f-{name}", title=title)
+        svg.rect(Box(x, y, busy, tall), f"{edge}f-{name}", title=title)
         again = 0.0 if event.is_forward else line.again * busy
         if again > 1:
-            svg.part(x, y, again, tall, "recompute", title=f"recompute, {line.again:.0%} of the {title}")
+            svg.part(Box(x, y, again, tall), "recompute", title=f"recompute, {line.again:.0%} of the {title}")
         label = f"{letter}{event.micro_batch}"
         if text_width(label, 11) + 5 < busy - again:
             svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, f"inside t-{name}", anchor="middle")
         x += busy
         if pp > 1 and length - busy > 1:
-            svg.rect(x, y, length - busy, tall, "lane")  # waiting for communication is not a bubble
+            svg.rect(Box(x, y, length - busy, tall), "lane")  # waiting for communication is not a bubble
         for part, share in line.communication.items():
             if share * length > 0.2:
                 kind = "part " if share * length > 6 else ""
-                svg.rect(x, low, share * length, thin, f"{kind}f-{part}", title=f"{part}: {share:.0%} of {label}")
+                box = Box(x, low, share * length, thin)
+                svg.rect(box, f"{kind}f-{part}", title=f"{part}: {share:.0%} of {label}")
             x += share * length
     start = line.piped
     for name, value in line.tail:
         top, height = (low, thin) if name == "data" else (y, tall)
         x, length = at(start), at(start + value) - at(start)
-        svg.part(x, top, length, height, name, title=f"{name}: {seconds(value)}")
+        svg.part(Box(x, top, length, height), name, title=f"{name}: {seconds(value)}")
         if pp == 1 and text_width(name, 11.5) + 8 < length:
             svg.text(x + 5, top + height / 2 + 4, name, f"inside t-{name}")
         start += value
 
 
 def _break(svg: Svg, x: float, gap: float, base: float, skipped: int) -> None:
-    """Draw a torn strip over the middle that is left out."""
+    """Draw a torn strip in place of the omitted micro-batches."""
     pairs = max(1, round((base - 2) / 20))
     high = number((base - 2) / pairs / 2)
     svg.path(f"M{number(x)} 2{f'l5 {high}l-5 {high}' * pairs}h{number(gap)}{f'l5 -{high}l-5 -{high}' * pairs}z", "torn")

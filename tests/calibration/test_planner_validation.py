@@ -1,0 +1,227 @@
+"""The estimator against runs that others measured, and how such tables are read."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.calibration.from_runs import Fit, choose, estimate, fit
+from meshwright.calibration.runs import Run, read_runs
+from meshwright.calibration.validate import LeaveOut, Score, band, held_out, splits, validate
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.hardware import Cluster, Coefficients, HardwareProfile, device
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.time import StepModel
+
+EXCERPT = Path(__file__).parents[1] / "data" / "published_runs_excerpt.csv"
+SEEDS = (0, 1)
+CALIBRATED = ("vTrain", "llm-foundry A100", "llm-foundry H100-80GB 16", "BigScience A100", "DGXC H100")
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return read_runs(EXCERPT)
+
+
+@pytest.fixture(scope="module")
+def calibrated(runs: list[Run]) -> dict[str, list[Score]]:
+    """The scores of each source after 8 calibration rows, one for each seed."""
+    kept = [run for run in runs if run.group.startswith(CALIBRATED)]
+    found: dict[str, list[Score]] = {}
+    for seed in SEEDS:
+        for score in validate(kept, calibrate_rows=8, seed=seed):
+            found.setdefault(score.group, []).append(score)
+    return found
+
+
+@pytest.fixture(scope="module")
+def catalogue(runs: list[Run]) -> list[Score]:
+    return [score for score in validate(runs) if score.rows]
+
+
+# The goals of the planner, with 8 rows of the same source; the excerpt is smaller than the table in docs/planner.md,
+# and one odd row weighs more. DGXC's 8-bit runs miss their 3 %: see there.
+@pytest.mark.parametrize(
+    ("source", "goal"),
+    [
+        ("vTrain A100 16-bit", 0.10),
+        ("llm-foundry H100-80GB 16-bit", 0.06),
+        ("llm-foundry A100-80GB 16-bit", 0.06),
+        ("llm-foundry A100-40GB 16-bit", 0.06),
+        ("BigScience A100-80GB 16-bit", 0.08),
+        ("DGXC H100-80GB 16-bit", 0.03),
+        ("DGXC H100-80GB 8-bit", 0.06),
+    ],
+)
+def test_eight_runs_are_enough(calibrated: dict[str, list[Score]], source: str, goal: float) -> None:
+    assert statistics.fmean(score.mean for score in calibrated[source]) <= goal
+
+
+def test_eight_runs_help_every_source(calibrated: dict[str, list[Score]], catalogue: list[Score]) -> None:
+    before = {score.group: score.mean for score in catalogue}
+    for source, scores in calibrated.items():
+        assert statistics.fmean(score.mean for score in scores) < before[source]
+
+
+def test_nine_of_ten_runs_are_in_the_band_after_calibration(calibrated: dict[str, list[Score]]) -> None:
+    """A band that is wide enough for everything would say nothing; the next test bounds it from above."""
+    scores = [score for draws in calibrated.values() for score in draws]
+    covered = sum(score.covered * score.rows for score in scores) / sum(score.rows for score in scores)
+    assert covered >= 0.88  # 90 % is the aim; of these few rows each counts half a percent
+
+
+def test_bands_are_narrower_than_the_catalogues(runs: list[Run]) -> None:
+    members = [run for run in runs if run.group == "DGXC H100-80GB 16-bit"]
+    found = fit(choose(members, 8))
+    assert max(band(found, run) for run in members) < HardwareProfile(name="catalogue").band / 2
+
+
+def test_without_any_calibration(catalogue: list[Score]) -> None:
+    """No source's rows are needed for an error of 20 %, nor for a band that nine of ten rows stay in."""
+    assert statistics.fmean(score.mean for score in catalogue) <= 0.20
+    assert sum(score.covered * score.rows for score in catalogue) / sum(score.rows for score in catalogue) >= 0.90
+
+
+def test_more_devices_than_calibrated_on_are_not_flattered(runs: list[Run]) -> None:
+    """DGXC's runs reach from 8 to 2,304 devices; a term that is missing at scale shows as a negative bias."""
+    members = [run for run in runs if run.group == "DGXC H100-80GB 16-bit"]
+    bias = [validate(members, calibrate_rows=8, seed=seed, leave="gpus")[0].bias for seed in SEEDS]
+    assert statistics.fmean(bias) > -0.03
+
+
+def test_the_band_covers_what_is_printed() -> None:
+    """explain prints the estimate divided by, and times, 1 + band: the score must mean the same."""
+    run = read_runs(EXCERPT)[0]
+    seconds = estimate(run, Coefficients())
+    profile = HardwareProfile(name="p", band=0.5)
+    for ratio, inside in ((1.49, 1.0), (1.51, 0.0), (1 / 1.49, 1.0), (1 / 1.51, 0.0)):
+        [score] = validate([dataclasses.replace(run, seconds=seconds * ratio)], profile=profile)
+        assert score.covered == inside
+
+
+def test_scatter_in_the_runs_widens_the_band(runs: list[Run]) -> None:
+    members = [run for run in runs if run.group == "llm-foundry A100-40GB 16-bit"]
+    exact = [dataclasses.replace(run, seconds=estimate(run, Coefficients())) for run in members]
+    rough = [
+        dataclasses.replace(run, seconds=estimate(run, Coefficients()) * (1.2 if index % 2 else 1 / 1.2))
+        for index, run in enumerate(members)
+    ]
+    calm, wild = fit(exact), fit(rough)
+    assert calm.noise < 0.04 < 0.1 < wild.noise
+    assert band(wild, members[0]) > 3 * band(calm, members[0])
+    assert calm.freedom > Fit(coefficients=Coefficients(), covariance=calm.covariance, noise=0.04, rows=0).freedom
+
+
+@pytest.mark.parametrize("leave", ["rows", "model", "gpus", "test"])
+def test_no_row_is_scored_that_calibrated(runs: list[Run], leave: LeaveOut) -> None:
+    members = [run for run in runs if run.group == "llm-foundry A100-40GB 16-bit"]
+    alike: dict[LeaveOut, Callable[[Run, Run], bool]] = {
+        "rows": lambda a, b: a.line == b.line,
+        "model": lambda a, b: (a.shape.hidden, a.shape.layers) == (b.shape.hidden, b.shape.layers),
+        "gpus": lambda a, b: a.cluster.gpus >= b.cluster.gpus,
+        "test": lambda a, b: held_out(a) == held_out(b),
+    }
+    count = 0
+    for calibration, scored in splits(members, 4, 0, leave, Coefficients()):
+        assert len(calibration) == 4
+        assert not any(alike[leave](a, b) for a in calibration for b in scored)
+        count += len(scored)
+    assert count
+
+
+def test_the_test_split_holds_whole_models_and_whole_sources(runs: list[Run]) -> None:
+    sides: dict[tuple[int, int], set[bool]] = {}
+    for run in runs:
+        if run.group.split()[0] in ("torchtitan", "nanotron"):
+            assert held_out(run)
+        else:
+            sides.setdefault((run.shape.hidden, run.shape.layers), set()).add(held_out(run))
+    assert all(len(side) == 1 for side in sides.values())
+    assert {True} in sides.values() and {False} in sides.values()
+
+
+# -- terms that the residuals of these tables asked for ---------------------------------------------------------------
+
+SHAPE = ModelShape(name="m", layers=4, hidden=13824, heads=96, kv_heads=96, head_dim=144, ffn=55296, vocab=50304)
+
+
+def _model(shape: ModelShape = SHAPE, *, gpus: int = 64) -> StepModel:
+    return StepModel(shape, Cluster(device=device("a100-80"), gpus=gpus), Coefficients())
+
+
+def test_a_ring_pays_each_neighbour_inside_a_node_and_each_doubling_between_nodes() -> None:
+    hop = _model().ring(0.0, 2, 1)
+    assert hop == Coefficients().latency
+    assert _model().ring(0.0, 8, 1) == pytest.approx(7 * hop)
+    assert _model().ring(0.0, 64, 1) == pytest.approx((7 + 3 * 5) * hop)
+    assert _model().ring(0.0, 8, 8) == pytest.approx(3 * 5 * hop)
+
+
+def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None:
+    """BigScience's chronicles: 128 heads of 108 take a quarter longer than 96 heads of 144, of the same work."""
+    odd = dataclasses.replace(SHAPE, heads=128, kv_heads=128, head_dim=108)
+    plan = Candidate(tp=8, micro_batch=4)
+    for fused, slower in ((False, 1.15), (True, 0.99)):
+        job = Job(seq_len=2048, global_batch=4, fused_attention=fused)
+        even_time, odd_time = (_model(shape, gpus=8).step(plan, job).total for shape in (SHAPE, odd))
+        assert slower < odd_time / even_time < slower + 0.25
+
+
+# -- malformed tables -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("tp", "two", "tp='two' is not a number"),
+        ("tp", "3", "is not n_gpus"),
+        ("step_time_s", "-1", "must not be negative"),
+        ("step_time_s", "nan", "must not be negative"),
+        ("hidden", "", "hidden='' is not a number"),
+        ("hidden", "0", "hidden=0 must be a positive integer"),
+        ("global_batch", "7", "is not a multiple of dp x micro_batch"),
+        ("recompute", "some", "must be none, selective or full"),
+        ("gpu", "abacus", "abacus"),
+        ("seq_len", "1.5", "is not a number"),
+    ],
+)
+def test_a_malformed_row_is_named_by_its_line(tmp_path: Path, column: str, value: str, words: str) -> None:
+    with EXCERPT.open(newline="") as file:
+        rows = list(csv.DictReader(file))[:3]
+    rows[1][column] = value
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    with pytest.raises(PlanError, match="line 3") as caught:
+        read_runs(path)
+    assert words in str(caught.value)
+
+
+def test_a_short_row_a_missing_column_and_a_missing_file(tmp_path: Path) -> None:
+    text = EXCERPT.read_text().splitlines()
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([*text[:3], "vTrain,GPT"]))
+    with pytest.raises(PlanError, match="line 4: the row has more or fewer cells"):
+        read_runs(path)
+    path.write_text("\n".join([text[0].replace("hidden,", "width,"), text[1]]))
+    with pytest.raises(PlanError, match="line 1: no column hidden"):
+        read_runs(path)
+    with pytest.raises(PlanError, match="no such file"):
+        read_runs(tmp_path / "none.csv")
+    with pytest.raises(PlanError, match="--calibrate-rows=-1"):
+        validate([], calibrate_rows=-1)
+
+
+def test_an_empty_source_scores_nothing() -> None:
+    run = dataclasses.replace(read_runs(EXCERPT)[0], seconds=None)
+    [score] = validate([run], calibrate_rows=8)
+    assert score.rows == 0 and math.isfinite(score.mean)

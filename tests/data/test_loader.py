@@ -1,0 +1,146 @@
+"""The simple distributed loader: the same batches as one device, each row on one data-parallel rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from meshwright.data.loader import DistributedLoader
+from meshwright.data.peers import LoaderMesh, Peers
+from meshwright.parallel.collectives import Axis
+
+
+def axes(tp: int) -> tuple[Axis, Axis]:
+    """A dp x tp mesh over the world."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dp = world // tp
+    tp_groups = [dist.new_group(list(range(i * tp, (i + 1) * tp))) for i in range(dp)]
+    dp_groups = [dist.new_group(list(range(i, world, tp))) for i in range(tp)]
+    return (
+        Axis("tp", size=tp, rank=rank % tp, group=tp_groups[rank // tp]),
+        Axis("dp", size=dp, rank=rank // tp, group=dp_groups[rank % tp]),
+    )
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([index]), "labels": torch.tensor([index])}
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(Rows(self.size)[i] for i in range(self.size))
+
+
+def make(kind: str, size: int, batch_size: int, workers: int = 0) -> Any:
+    if kind == "stream":
+        return DataLoader(Stream(size), batch_size=batch_size)
+    if kind == "list":
+        return [dict(batch.items()) for batch in DataLoader(Rows(size), batch_size=batch_size)]
+    if kind == "datasets":
+        rows = Dataset.from_dict({"input_ids": [[i] for i in range(size)], "labels": [[i] for i in range(size)]})
+        return DataLoader(rows.with_format("torch"), batch_size=batch_size, shuffle=True)
+    if kind == "weighted":
+        sampler: Any = WeightedRandomSampler([1.0] * size, size, replacement=False)
+        return DataLoader(Rows(size), batch_size=batch_size, sampler=sampler)
+    if kind == "generator":
+        sampler = RandomSampler(Rows(size), generator=torch.Generator().manual_seed(3))
+        return DataLoader(Rows(size), batch_size=batch_size, sampler=sampler)
+    return DataLoader(Rows(size), batch_size=batch_size, shuffle=kind == "shuffled", num_workers=workers)
+
+
+def counted(loader: Any, epochs: int = 2) -> list[list[list[int]]]:
+    """For each epoch and batch, the rows that count."""
+    return [[[i for i in b["labels"].flatten().tolist() if i != -100] for b in loader] for _ in range(epochs)]
+
+
+def read(kind: str, size: int, batch_size: int, tp: int, workers: int = 0, seed: int | None = None) -> Any:
+    tp_axis, dp_axis = axes(tp)
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
+    loader = DistributedLoader(make(kind, size, batch_size, workers), LoaderMesh(dp=dp_axis, peers=Peers((tp_axis,))))
+    return counted(loader)
+
+
+KINDS = ["sequential", "shuffled", "generator", "weighted", "datasets", "stream", "list"]
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(12, 4), (13, 4), (7, 3), (1, 4), (9, 5)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_one_device(kind: str, size: int, batch_size: int, pool4: Any) -> None:
+    torch.manual_seed(0)  # the first rank's state; the other ranks have others
+    expected = counted(make(kind, size, batch_size))
+    ranks = pool4.run(read, kind, size, batch_size, 2)
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]  # the two ranks of a TP group read the same rows
+    for epoch, batches in enumerate(expected):
+        assert len(ranks[0][epoch]) == len(ranks[2][epoch]) == len(batches)  # equal steps: nobody waits
+        for step, batch in enumerate(batches):
+            assert ranks[0][epoch][step] + ranks[2][epoch][step] == batch
+
+
+def test_shuffling_changes_from_epoch_to_epoch(pool2: Any) -> None:
+    first, second = pool2.run(read, "shuffled", 20, 4, 1)[0]
+    assert first != second
+
+
+def test_workers(pool2: Any) -> None:
+    ranks = pool2.run(read, "shuffled", 13, 4, 1, 1)
+    assert sorted(i for rank in ranks for batch in rank[0] for i in batch) == list(range(13))
+
+
+def lengths() -> tuple[int, int, str]:
+    tp_axis, dp_axis = axes(1)
+    user = make("sequential", 10, 4)
+    loader = DistributedLoader(user, LoaderMesh(dp=dp_axis, peers=Peers((tp_axis,))))
+    return len(loader), loader.batch_size, type(loader.dataset).__name__
+
+
+def test_a_loader_still_looks_like_the_users(pool2: Any) -> None:
+    assert pool2.run(lengths) == [(3, 4, "Rows")] * 2
+
+
+def test_a_last_row_without_labels_is_an_error_that_names_drop_last() -> None:
+    with pytest.raises(ValueError, match=r"drop_last=True"):
+        list(DistributedLoader([torch.ones(1, 2)], LoaderMesh(dp=Axis("dp", size=2, rank=0), everyone=Peers())))
+
+
+def seeded_afterwards() -> tuple[DataLoader[Any], DistributedLoader]:
+    """A script that seeds its generator once the loader is made, as accelerate's own tests do."""
+    generator = torch.Generator().manual_seed(3)
+    torch.empty((), dtype=torch.int64).random_(generator=generator)  # used before, so that its seed does not say it all
+    plain = DataLoader(Rows(8), batch_size=3, shuffle=True, generator=generator)
+    loader = DistributedLoader(plain, LoaderMesh(dp=Axis("dp")))
+    generator.manual_seed(7)
+    return plain, loader
+
+
+def read_ids(loader: Any, epochs: int = 2) -> list[list[int]]:
+    return [batch["input_ids"].flatten().tolist() for _ in range(epochs) for batch in loader]
+
+
+def test_a_generator_seeded_before_the_first_epoch_is_followed() -> None:
+    expected = read_ids(seeded_afterwards()[0])
+    assert read_ids(seeded_afterwards()[1]) == expected
+    plain = DataLoader(Rows(8), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3))
+    assert read_ids(plain) != expected, "another seed gives another order"
+
+    _, loader = seeded_afterwards()
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    _, resumed = seeded_afterwards()
+    resumed.load_state_dict(state)
+    assert read_ids(resumed) == expected[1:]

@@ -1,0 +1,186 @@
+"""A rank that raises, is killed, is stopped or is interrupted ends all ranks, in time, with its name and the cause."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+import meshwright as mw
+from harness.programs import mark_fault, run_program
+from support.ending import DP2, TIMEOUT, TP2, check, trainer
+
+
+def failing(plan: mw.ParallelPlan) -> None:
+    step = trainer(plan)
+    step()
+    if dist.get_rank() == 1:
+        mark_fault()
+        raise OSError("the disk is full")
+    step()
+    print("went on in silence", flush=True)
+
+
+@pytest.mark.parametrize("plan", [DP2, TP2], ids=["dp2", "tp2"])
+def test_an_exception_on_one_rank_ends_all(plan):
+    first, second = run_program(failing, 2, plan)
+    check(second, r"Traceback.*OSError: the disk is full", within=5)
+    check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full \(.*test_ended_ranks.py:\d+\)", within=5)
+
+
+def raises_and_cleans_up() -> None:
+    """As many scripts do: the group is destroyed in a finally, before the exception reaches the top."""
+    step = trainer(DP2)
+    step()
+    try:
+        if dist.get_rank() == 1:
+            mark_fault()
+            raise OSError("the disk is full")
+        step()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_cause_survives_a_finally_that_destroys_the_group():
+    """List B: the others were told that its program ended, not why."""
+    first, second = run_program(raises_and_cleans_up, 2)
+    check(second, r"Traceback.*OSError: the disk is full", within=5)
+    check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full", within=8)
+
+
+def signalled(number: int, victim: int) -> None:
+    """A rank is killed or stopped in the middle of training."""
+    step = trainer(mw.ParallelPlan(dp=2, tp=2) if dist_size() == 4 else DP2)
+    step()
+    step()
+    if dist.get_rank() == victim:
+        mark_fault()
+        os.kill(os.getpid(), number)
+    for _ in range(10_000):
+        step()
+
+
+def dist_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_others_within_5_seconds(victim):
+    outcomes = run_program(signalled, 2, signal.SIGKILL, victim)
+    assert outcomes[victim].code == -signal.SIGKILL
+    check(outcomes[1 - victim], rf"rank {victim}\b.*ended abruptly", within=5)
+
+
+def test_a_killed_rank_ends_all_of_a_larger_mesh():
+    outcomes = run_program(signalled, 4, signal.SIGKILL, 3)
+    for rank in range(3):
+        check(outcomes[rank], r"rank 3 \(host .*dp=1 tp=1\): its process ended abruptly", within=5)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds(victim):
+    outcomes = run_program(signalled, 2, signal.SIGSTOP, victim, may_remain=(victim,))
+    assert outcomes[victim].code is None
+    check(outcomes[1 - victim], rf"rank {victim}\b.*(stopped|heartbeat|answer)", within=TIMEOUT + 5)
+
+
+def killed_with_children() -> None:
+    """Rank 0 is killed while a data loader's worker, forked from it, lives on."""
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 0:
+        if os.fork() == 0:
+            time.sleep(15)
+            os._exit(0)
+        mark_fault()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(20)
+
+
+def test_a_killed_rank_is_missed_although_its_forked_workers_live():
+    outcomes = run_program(killed_with_children, 2)
+    check(outcomes[1], r"rank 0 \(host [^)]*dp=0 tp=0\): its process ended abruptly", within=5)
+
+
+def interrupted() -> None:
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 1:
+        mark_fault()
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(20)
+
+
+def test_an_interrupt_of_one_rank_ends_all_even_those_that_wait_for_nobody():
+    first, second = run_program(interrupted, 2)
+    assert second.code == 1
+    check(first, r"rank 1 \(.*KeyboardInterrupt", within=5)
+
+
+def ends_apart(last: int) -> None:
+    """A correct program: after the last step, one rank has more to do than the others."""
+    step = trainer(DP2)
+    step()
+    mark_fault()
+    if dist.get_rank() == last:
+        time.sleep(3)
+        print("saved", flush=True)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_rank_that_finishes_later_is_left_in_peace(last):
+    outcomes = run_program(ends_apart, 2, last)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "saved" in outcomes[last].output
+    assert "Traceback" not in outcomes[0].output + outcomes[1].output
+
+
+def handled() -> None:
+    """A correct program: an exception that one rank handles is nobody else's business."""
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 1:
+        try:
+            raise OSError("try again")
+        except OSError:
+            time.sleep(1)
+    step()
+    print("trained", flush=True)
+
+
+def test_an_exception_that_is_handled_ends_nobody():
+    for outcome in run_program(handled, 2):
+        assert (outcome.code, "trained" in outcome.output) == (0, True), outcome
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import meshwright as mw
+from support.models import build, labels_for, tokens
+
+model, _, _ = mw.to_distributed(build("llama"), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(dp=2)))
+ids = tokens(2, 12)
+for step in range(10):
+    if step == 3 and dist.get_rank() == 1:
+        raise OSError("the disk is full")
+    model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+"""
+
+
+def test_torchrun_ends_with_the_cause(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,  # less than the two minutes that rank 0 would wait for a rank that hangs
+    )
+    assert run.returncode == 1
+    assert "OSError: the disk is full" in run.stderr

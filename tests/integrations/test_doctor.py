@@ -1,0 +1,142 @@
+"""``meshwright doctor`` and the tested range of the stack."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from typer.testing import CliRunner
+
+import meshwright_hf
+from meshwright.cli import app
+from meshwright_hf import doctor, versions
+from meshwright_hf.versions import TESTED, UntestedVersionWarning, place, warn_outside_range
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def not_yet_warned() -> Iterator[None]:
+    warn_outside_range.cache_clear()
+    yield
+    warn_outside_range.cache_clear()
+
+
+def with_versions(monkeypatch: pytest.MonkeyPatch, **found: str | None) -> None:
+    """Pretend that these are installed; of the rest, the newest tested."""
+    installed = {package: tested.newest for package, tested in TESTED.items()} | found
+    monkeypatch.setattr(versions, "installed", installed.get)
+    monkeypatch.setattr(doctor, "installed", installed.get)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "expected"),
+    [
+        ("torch", "2.10.9", "older"),
+        ("torch", "2.11.0", "tested"),
+        ("torch", "2.13.1+cu130", "tested"),
+        ("torch", "2.13.0.dev20260101", "tested"),
+        ("torch", "2.14.0a0", "newer"),
+        ("torch", "3.0", "newer"),
+        ("transformers", "5.9.1", "older"),
+        ("transformers", "5.23.2", "tested"),
+        ("transformers", "5.100.0", "newer"),
+    ],
+)
+def test_versions_are_compared_by_number(package: str, version: str, expected: str) -> None:
+    assert place(package, version) == expected
+
+
+def test_the_range_is_what_is_declared_and_what_is_tested() -> None:
+    """The lower ends are those of pyproject.toml and of make test-oldest, the upper ones those of constraints.txt."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    makefile, pinned = (ROOT / "Makefile").read_text(), (ROOT / "constraints.txt").read_text().splitlines()
+    for package in ("torch", "transformers", "accelerate"):
+        assert f"{package}>={TESTED[package].oldest}" in declared
+        assert f"{package}=={TESTED[package].oldest}.0" in makefile
+    for package, tested in TESTED.items():
+        assert any(line.startswith(f"{package}=={tested.newest}.") for line in pinned), package
+
+
+def test_a_warning_names_the_range_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_versions(monkeypatch, transformers="5.16.2", torch="2.14.0", trl=None)
+    with pytest.warns(UntestedVersionWarning) as caught:
+        warn_outside_range()
+        warn_outside_range()
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert "torch 2.14.0 (newer than the tested 2.11 to 2.13)" in message
+    assert "transformers 5.16.2 (older than the tested 5.17 to 5.23)" in message
+    assert "accelerate" not in message
+    assert "trl" not in message
+
+
+@pytest.mark.parametrize("use", ["register", "accelerate", "trainer", "deepspeed", "datasets"])
+def test_whoever_uses_the_stack_is_warned(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the call then fails, which the version may be the reason of."""
+    if use == "deepspeed":
+        pytest.importorskip("deepspeed", reason="the environment of the oldest versions has no DeepSpeed")
+    calls: dict[str, Callable[[], Any]] = {
+        "register": lambda: meshwright_hf.register(take_over="tp"),  # type: ignore[arg-type]
+        "accelerate": lambda: meshwright_hf.accelerate.prepare(None),  # type: ignore[arg-type]
+        "trainer": lambda: meshwright_hf.MeshwrightTrainer(meshwright=3),  # type: ignore[arg-type]
+        "deepspeed": lambda: meshwright_hf.deepspeed.initialize(),
+        "datasets": lambda: meshwright_hf.datasets.TokenRows(datasets.Dataset.from_dict({"text": ["a"]})),
+    }
+    with_versions(monkeypatch, torch="2.14.0")
+    with pytest.warns(UntestedVersionWarning) as caught, pytest.raises(ValueError):
+        calls[use]()
+    assert caught[0].filename == __file__
+
+
+def test_no_warning_in_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_versions(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_outside_range()
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status", "text"),
+    [
+        ("transformers", "5.16.2", "problem", "5.16.2 is older than 5.17"),
+        ("transformers", "6.0.0", "warning", "newer than the tested versions, 5.17 to 5.23"),
+        ("torch", None, "problem", "not installed"),
+        ("deepspeed", None, "note", "not installed; needed for DeepSpeed's ZeRO"),
+        ("datasets", "4.0.0", "warning", "older than the tested versions, 5.2"),
+    ],
+)
+def test_packages(package: str, version: str | None, status: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_versions(monkeypatch, **{package: version})
+    found = {finding.topic: finding for finding in doctor._packages()}
+    assert found[package].status == status
+    assert text in found[package].text
+    assert {finding.status for topic, finding in found.items() if topic != package} == {"ok"}
+
+
+def test_this_machine_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    text, as_json = (CliRunner().invoke(app, ["doctor", *options]) for options in ([], ["--json"]))
+    assert (text.exit_code, as_json.exit_code) == (0, 0), text.output
+    assert "two ranks on this machine meet and all-reduce, over lo" in text.output
+    assert "0 problems" in text.output
+    content = json.loads(as_json.output)
+    assert content["problem"] is False
+    assert content["tested"]["torch"] == {"oldest": "2.11", "newest": "2.13"}
+    assert {finding["topic"] for finding in content["findings"]} >= {"python", *TESTED, "GPUs", "gloo", "cores"}
+
+
+def test_an_interface_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    line = next(line for line in done.output.splitlines() if " gloo " in line)
+    assert line.startswith("PROBLEM")
+    assert "GLOO_SOCKET_IFNAME=nosuch0" in line

@@ -1,0 +1,114 @@
+"""What MeshwrightTrainer is asked for and cannot do is an error that names the setting, before anything is changed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+import meshwright as mw
+from meshwright_hf.trainer import MeshwrightTrainer
+from meshwright_hf.trainer_checks import check_arguments, check_model, config_of
+from meshwright_hf.trainer_state import place_in_epoch
+from support.models import build
+from support.trainers import Rows, arguments, fresh_accelerate
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "fsdp": ({"fsdp": True}, "TrainingArguments.fsdp=True.*zero_stage"),
+    "deepspeed": (
+        {"deepspeed": "ds.json"},
+        r"Arguments.deepspeed.*zero_stage.*hf\.deepspeed\.DeepSpeedTrainerMixin",
+    ),
+    "parallelism_config": (
+        {"parallelism_config": SimpleNamespace(tp_size=2, cp_size=1, dp_shard_size=2)},
+        r"parallelism_config \(tp_size=2.*ParallelPlan\(tp=2",
+    ),
+    "fp16": ({"fp16": True}, "fp16=True.*bf16=True"),
+    "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True"),
+    "sampling": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.*group_by_length"),
+    "split batches": (
+        {"accelerator_config": AcceleratorConfig(split_batches=True)},
+        r"split_batches=True.*per_device_train_batch_size=ROWS // dp",
+    ),
+    "dispatch batches": (
+        {"accelerator_config": AcceleratorConfig(dispatch_batches=True)},
+        r"dispatch_batches=True.*LoaderOptions\(source='leader'\)",
+    ),
+    "every node": ({"save_on_each_node": True}, "save_on_each_node=True.*rank 0"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_contradict_a_plan(name: str) -> None:
+    """Row 42, among others: batches that are split or dispatched."""
+    changed, message = ARGUMENTS[name]
+    with fresh_accelerate():
+        args = arguments("unused")
+        for key, value in changed.items():
+            setattr(args, key, value)
+        with pytest.raises(mw.PlanError, match=message):
+            check_arguments(args)
+
+
+def test_plain_arguments_pass() -> None:
+    with fresh_accelerate():
+        check_arguments(arguments("unused"))
+    check_arguments(None)
+
+
+def test_several_processes_that_the_arguments_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh_accelerate():
+        args = arguments("unused")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(mw.PlanError, match=r"2 processes were launched.*knows of 1.*use_cpu=True"):
+            check_arguments(args)
+
+
+def test_models_that_are_spread_or_quantised() -> None:
+    spread, quantised = build("llama"), build("llama")
+    spread.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(mw.PlanError, match="device_map, over 2 devices"):
+        check_model(spread)
+    quantised.is_quantized = True
+    with pytest.raises(mw.PlanError, match="quantised"):
+        check_model(quantised)
+
+
+@pytest.mark.parametrize("value", [3, ["tp2"], mw.ToDistributedConfig(num_items_in_batch="global")], ids=str)
+def test_a_plan_of_another_kind(value: Any) -> None:
+    with pytest.raises(mw.PlanError, match=r"meshwright=|num_items_in_batch"):
+        config_of(value)
+
+
+def test_a_plan_that_was_not_launched_leaves_the_model_alone() -> None:
+    model = build("llama")
+    before = [(name, id(parameter)) for name, parameter in model.named_parameters()]
+    with fresh_accelerate(), pytest.raises(mw.PlanError, match="needs 2 processes, but 1 were launched"):
+        MeshwrightTrainer(model, arguments("unused"), train_dataset=Rows(4), meshwright=mw.ParallelPlan(tp=2))
+    assert before == [(name, id(parameter)) for name, parameter in model.named_parameters()]
+
+
+def test_an_optimizer_that_is_wrong_on_shards_is_refused() -> None:
+    with fresh_accelerate(), pytest.raises(mw.PlanError, match="needs 2 processes"):
+        args = arguments("unused", optim="adafactor")
+        MeshwrightTrainer(build("llama"), args, train_dataset=Rows(4), meshwright=mw.ParallelPlan(dp=2))
+
+
+def test_a_checkpoint_inside_a_step_of_the_new_size() -> None:
+    progress = {"loader": {"epoch": 1, "samples": 24}}
+    assert place_in_epoch(progress, batch=6, accumulation=2) == (1, 4)
+    with pytest.raises(ValueError, match=r"24 rows of epoch 1.*inside a step of 5 x 2 rows"):
+        place_in_epoch(progress, batch=5, accumulation=2)
+
+
+def test_parameters_thawed_before_training() -> None:
+    """The optimizer is made with the Trainer, so it would never step them; one process makes it in ``train()``."""
+    with fresh_accelerate():
+        model = build("llama")
+        model.model.layers[0].requires_grad_(False)
+        trainer = MeshwrightTrainer(model, arguments("unused", max_steps=1), train_dataset=Rows(4))
+        model.model.layers[0].mlp.requires_grad_(True)
+        with pytest.raises(mw.PlanError, match=r"layers\.0\.mlp\.\S+ and 5 more.*before the Trainer is made"):
+            trainer.train()

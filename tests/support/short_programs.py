@@ -1,0 +1,35 @@
+"""Short training programs that run with a plan, or without one as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import meshwright as mw
+from support.exact import relative_difference
+from support.models import labels_for, tokens
+
+ZERO = [{"dp": 2, "zero_stage": stage} for stage in (1, 2, 3)]
+
+Plan = dict[str, Any] | None
+
+
+def batches(steps: int) -> list[dict[str, Tensor]]:
+    ids = tokens(4 * steps, 10)
+    labels = labels_for(ids)
+    return [{"input_ids": ids[i : i + 4], "labels": labels[i : i + 4]} for i in range(0, len(ids), 4)]
+
+
+def distribute(plan: Plan, model: nn.Module, optimizer: Any, loader: Any) -> tuple[Any, Any, Any]:
+    if plan is None:
+        return model, optimizer, loader
+    return mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan)))
+
+
+def weights_of(model: nn.Module, plan: Plan) -> dict[str, Tensor]:
+    return {n: w.clone() for n, w in model.state_dict().items()} if plan is None else mw.full_state_dict(model)
+
+
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(relative_difference(actual[name], value) for name, value in expected.items())

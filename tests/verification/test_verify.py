@@ -1,0 +1,254 @@
+"""``mw.verify`` and ``meshwright verify``: models that a plan trains as one device does, and five that it does not."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import GPT2Config, LlamaConfig, SmolLM3Config
+from typer.testing import CliRunner
+
+import meshwright as mw
+from meshwright.cli import app
+from meshwright.verification.smaller_plan import smaller_plan
+from meshwright_hf.short_model import ConfigFile, ShortModel, short_model
+from support import planted
+from support.models import SIZES, build
+
+TP = "tp2+sp"
+
+
+def write(folder: Path, config: Any, **fields: Any) -> Path:
+    values = {name: value for name, value in config.to_dict().items() if name != "dtype"}
+    (folder / "config.json").write_text(json.dumps({**values, **fields}))
+    return folder
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    return result.exit_code, result.output
+
+
+def unseeded() -> nn.Module:
+    model = build("llama")
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight.fill_(random.SystemRandom().random())
+    return model
+
+
+def broken() -> nn.Module:
+    raise KeyError("no such layer")
+
+
+def sleeping() -> nn.Module:
+    time.sleep(1000)
+    raise AssertionError
+
+
+def failing_rank() -> nn.Module:
+    if os.environ["RANK"] == "1":
+        raise MemoryError("rank 1 has no memory left")
+    return build("llama")
+
+
+def two_outputs(model: Any, batch: Any) -> torch.Tensor:
+    """A loss of the user's own: a mean over the rows of a rank."""
+    return model(batch["input_ids"]).logits.pow(2).mean()
+
+
+def test_a_model_that_trains_as_on_one_device() -> None:
+    """1e-9: only the order of sums differs, 1e-13; each planted fault below is above 1e-2."""
+    stages: list[str] = []
+    report = mw.verify(functools.partial(build, "llama"), "dp2 tp2+sp zero1", steps=2, on_progress=stages.append)
+    assert report.ok, str(report)
+    assert report.suspect is None
+    assert all(one.value < 1e-11 for one in report.worst.values()), str(report)
+    kinds = report.worst
+    assert {"loss", "gradient norm", "gradients: norms", "gradients: head", "weights after the steps"} <= kinds.keys()
+    assert "EQUAL" in str(report)
+    assert any("step 2 of 2" in stage for stage in stages)
+    checked = {row.worst.kind: row.checked for row in report.rows}
+    # Six batches: each of Llama's five norms in each of them; nine losses on four ranks.
+    assert checked["gradients: norms"] == 6 * 5
+    assert checked["loss"] == 4 * (6 + 2)
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind", "name"),
+    [
+        (planted.norm_not_summed, "gradients: norms", "model.layers.1.input_layernorm.weight"),
+        (planted.bias_added_twice, "outputs", "model.layers.0.self_attn.o_proj"),
+        (planted.wrong_fused_order, "outputs", "model.layers.0.self_attn.o_proj"),
+        (planted.uneven_heads, "outputs", "model.layers.0.self_attn.o_proj"),
+        (planted.hook_on_a_shard, "outputs", "model.layers.1.mlp.down_proj"),
+    ],
+)
+def test_a_planted_fault_is_named(factory: Callable[[], nn.Module], kind: str, name: str) -> None:
+    report = mw.verify(factory, TP, steps=1)
+    assert not report.ok
+    suspect = report.suspect
+    assert suspect is not None
+    assert suspect.kind.startswith(kind)
+    assert suspect.name == name, str(report)
+    assert suspect.value > 1e-2
+    assert f"DIFFERENT: look at {name} first" in str(report)
+
+
+def test_a_loss_and_a_batch_of_the_users_own() -> None:
+    batch = {"input_ids": torch.arange(24).reshape(4, 6)}
+    report = mw.verify(functools.partial(build, "qwen3"), mw.ParallelPlan(dp=2), batch=batch, loss=two_outputs, steps=1)
+    assert report.ok, str(report)
+    assert {row.worst.kind: row.checked for row in report.rows}["gradient norm"] == 2 * (1 + 1)
+
+
+def test_the_command_on_a_config_with_two_kinds_of_layers(tmp_path: Path) -> None:
+    sizes = {
+        **SIZES,
+        "use_cache": True,
+        "num_hidden_layers": 8,
+        "hidden_size": 256,
+        "num_attention_heads": 16,
+        "vocab_size": 999,
+    }
+    model = write(tmp_path, SmolLM3Config(**sizes, no_rope_layer_interval=4))
+    code, output = command(
+        "--model", str(model), "--plan", "dp16 tp4+sp zero1", "--steps", "1", "--processes", "2", "--json"
+    )
+    answer = json.loads(output)
+    assert code == 0, output
+    assert answer["ok"]
+    assert answer["plan"].startswith("dp2 tp2+sp zero1")
+    assert answer["notes"][0] == "2 of 8 layers are kept: 2 kinds of layers occur."
+    assert "needs 64 processes" in answer["notes"][-1]
+
+
+MODELING = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, x: x.softmax(-1))
+"""
+
+
+def test_the_command_ends_with_1_and_names_the_block(tmp_path: Path) -> None:
+    """A softmax over the width of an MLP, in the code that lies beside a config.json."""
+    (tmp_path / "own.py").write_text(MODELING)
+    auto = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    model = write(tmp_path, LlamaConfig(**SIZES), model_type="own", auto_map=auto, architectures=["OwnForCausalLM"])
+    code, output = command("--model", str(model), "--plan", TP, "--steps", "1", "--trust-remote-code")
+    assert code == 1, output
+    assert "look at model.layers.0.mlp.down_proj first" in output
+
+
+def test_wrong_arguments_end_with_2(tmp_path: Path) -> None:
+    model = str(write(tmp_path, LlamaConfig(**SIZES)))
+    for arguments, message in (
+        (("--model", str(tmp_path / "nowhere"), "--plan", TP), "there is no"),
+        (("--model", model, "--plan", "tq2"), "tq2"),
+        (("--model", model, "--plan", TP, "--processes", "0"), "--processes 0 must be at least 1"),
+        (("--model", model, "--plan", TP, "--steps", "0"), "steps=0 must be a positive integer"),
+        (("--model", model, "--plan", "tp3"), "8 attention heads cannot be divided over tp=3"),
+        (
+            (
+                "--model",
+                model,
+            ),
+            "--plan",
+        ),
+    ):
+        code, output = command(*arguments)
+        assert code == 2, output
+        assert message in output
+
+
+def test_help_teaches() -> None:
+    code, output = command("--help")
+    assert code == 0
+    for word in ("--plan", "dp2 tp2+sp zero1", "--full-width", "exit code", "mw.verify"):
+        assert word in output
+
+
+def test_what_cannot_be_compared_is_an_error() -> None:
+    with pytest.raises(mw.PlanError, match="Define it with def at the top level"):
+        mw.verify(lambda: build("llama"), TP)
+    with pytest.raises(mw.PlanError, match=r"which cannot be called; pass a function"):
+        mw.verify("llama", TP)  # type: ignore[arg-type]
+    with pytest.raises(mw.PlanError, match=r"model_factory made a different model\.norm\.weight in another process"):
+        mw.verify(unseeded, "dp2", steps=1)
+    with pytest.raises(mw.PlanError, match="8 attention heads cannot be divided over tp=3"):
+        mw.verify(functools.partial(build, "llama"), "tp3")
+    with pytest.raises(mw.PlanError, match="neither a global batch nor a list of them"):
+        mw.verify(functools.partial(build, "llama"), "dp2", batch=3)
+
+
+def test_a_process_that_fails_or_hangs_ends_all() -> None:
+    with pytest.raises(mw.VerificationError, match=r"(?s)on one device failed.*no such layer"):
+        mw.verify(broken, TP)
+    with pytest.raises(mw.VerificationError, match=r"(?s)rank 1 of 2 failed.*rank 1 has no memory left"):
+        mw.verify(failing_rank, TP)
+    with pytest.raises(mw.VerificationError, match=r"(?s)did not answer within 10 s.*in sleeping"):
+        mw.verify(sleeping, TP, timeout=10)
+
+
+def test_inside_a_launch_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(mw.PlanError, match="run it with python, without torchrun"):
+        mw.verify(broken, TP)
+
+
+def shortened(folder: Path, config: Any, real: mw.ParallelPlan, plan: mw.ParallelPlan, **options: Any) -> Any:
+    (folder / "real").mkdir()
+    (folder / "short").mkdir()
+    source = ConfigFile(path=write(folder / "real", config))
+    model, notes = short_model(source, folder / "short", real_plan=real, plan=plan, **options)
+    assert isinstance(model, ShortModel)
+    return transformers.AutoConfig.from_pretrained(folder / "short"), notes
+
+
+def test_the_short_model_keeps_what_matters_to_a_plan(tmp_path: Path) -> None:
+    """Two key heads on eight ranks, an odd vocabulary, and dropout, which is off."""
+    real, plan = mw.ParallelPlan(dp=8, tp=8), mw.ParallelPlan(dp=2, tp=4)
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_hidden_layers": 12}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=32001, attention_dropout=0.1, pad_token_id=32000)
+    short, notes = shortened(tmp_path, config, real, plan)
+    assert (short.num_hidden_layers, short.head_dim, short.num_key_value_heads) == (2, 128, 1)
+    assert short.num_attention_heads % plan.tp == 0
+    assert short.vocab_size % plan.tp
+    assert short.pad_token_id < short.vocab_size
+    assert short.attention_dropout == 0.0
+    assert short.intermediate_size % plan.tp == 0
+    assert any("attention_dropout" in note for note in notes)
+
+
+def test_full_width_keeps_all_sizes(tmp_path: Path) -> None:
+    plan = mw.ParallelPlan(tp=2)
+    short, _ = shortened(
+        tmp_path, GPT2Config(n_layer=5, n_embd=128, n_head=8, vocab_size=501), plan, plan, full_width=True
+    )
+    assert (short.n_layer, short.n_embd, short.n_head, short.vocab_size) == (2, 128, 8, 501)
+
+
+def test_a_plan_of_a_cluster_becomes_a_smaller_one_of_its_kind() -> None:
+    big = mw.ParallelPlan(dp=64, tp=8, sequence_parallel=True, zero_stage=3, micro_batch_size=4, recompute="full")
+    small = smaller_plan(big, 8)
+    assert (small.dp, small.tp, small.micro_batch_size) == (2, 4, 2)
+    assert (small.sequence_parallel, small.zero_stage, small.recompute) == (True, 3, "full")
+    assert smaller_plan(small, 8) == small
+    assert smaller_plan(mw.ParallelPlan(tp=6), 4).tp == 3
