@@ -27,7 +27,7 @@ import meshwright as mw
 from benchmarks.__main__ import worker_environment
 from meshwright.data.loader import DistributedLoader
 from meshwright.data.nested import digest
-from meshwright.data.peers import Peers, check_same_rows
+from meshwright.data.peers import LoaderMesh, Peers, check_same_rows
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.datasets import TokenCollator, TokenRows
 
@@ -99,7 +99,7 @@ def one_process(dataset: Dataset, rounds: int) -> Iterator[str]:
                     return DataLoader(rows, BATCH_SIZE, shuffle, collate_fn=collate, num_workers=workers)
 
                 def ours(make: Any = make) -> Iterable[Any]:
-                    return DistributedLoader(make(), dp=Axis("dp"))
+                    return DistributedLoader(make(), LoaderMesh(dp=Axis("dp")))
 
                 name = f"1 process, {form}, {workers} workers{', shuffled' if shuffle else ''}"
                 yield row(name, *ratios(make, ours, rounds))
@@ -139,12 +139,12 @@ def seek() -> Iterator[str]:
     """Yield the time and memory to resume at sample 10^8 of 10^9."""
     for shuffle in (False, True):
         user = DataLoader(Counted(HUGE), batch_size=32, shuffle=shuffle, collate_fn=list)
-        first = DistributedLoader(user, dp=Axis("dp"))
+        first = DistributedLoader(user, LoaderMesh(dp=Axis("dp")))
         next(iter(first))
         state = {**first.state_dict(), "samples": 10**8}
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
-        loader = DistributedLoader(user, dp=Axis("dp"))
+        loader = DistributedLoader(user, LoaderMesh(dp=Axis("dp")))
         loader.load_state_dict(state)
         next(iter(loader))
         seconds = time.perf_counter() - start

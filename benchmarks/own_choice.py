@@ -30,6 +30,7 @@ from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import describe
+from meshwright.planner.space import Space
 
 SMALL = {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False}
 # Name -> config, sequences per batch, tokens per sequence: wide and short, deep and long, a large vocabulary.
@@ -44,7 +45,7 @@ def plans(model: str, processes: int, profile: HardwareProfile) -> Search:
     sizes, rows, length = MODELS[model]
     job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=True).in_32_bits()
     shape = describe(LlamaConfig(**sizes, **SMALL), name=model)
-    return search(shape, profile.cluster(gpus=processes), job, profile, top=1000)
+    return search(Space(shape=shape, cluster=profile.cluster(gpus=processes), job=job), profile, top=1000)
 
 
 def worker(arguments: argparse.Namespace) -> None:

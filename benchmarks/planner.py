@@ -20,6 +20,7 @@ from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import Cluster, device
 from meshwright.planner.search import search
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.space import Space
 
 EXCERPT = Path("tests/data/published_runs_excerpt.csv")
 ROWS = 8  # calibration rows per source
@@ -87,7 +88,8 @@ def speed() -> Iterator[str]:
     yield "| speed | seconds |\n|---|---|"
     cluster = Cluster(device=device("h100-sxm"), gpus=16384)
     start = time.perf_counter()
-    found = search(LLAMA_405B, cluster, Job(seq_len=8192, global_batch=2048), allow_future=True)
+    job = Job(seq_len=8192, global_batch=2048)
+    found = search(Space(shape=LLAMA_405B, cluster=cluster, job=job, allow_future=True))
     yield _line(f"405B on 16,384 GPUs, {found.considered:,} legal plans", f"{time.perf_counter() - start:.1f}", [])
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "meshwright.cli", "plan", "--help"], check=True, stdout=subprocess.DEVNULL)

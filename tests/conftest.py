@@ -25,7 +25,7 @@ def pool4() -> Iterator[WorkerPool]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give each test the mark of its tier, and refuse a pattern of ``tiers.py`` that fits no test of its file."""
     for mark, tier in (("crossing", CROSSINGS), ("quick", QUICK)):
         unused = {file: set(patterns) for file, patterns in tier.items()}
@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if belongs(found):
                 item.add_marker(mark)
             unused.get(item.path.name, set()).difference_update(found)
-        # A single test that was asked for is no evidence about the others of its file.
-        if len(items) > 1000 and (stale := {file: rest for file, rest in unused.items() if rest}):
+        # Some files or tests that were asked for are no evidence about the others.
+        is_all = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        if is_all and (stale := {file: rest for file, rest in unused.items() if rest}):
             raise pytest.UsageError(f"tests/tiers.py has patterns for `{mark}` that fit no test: {stale}")

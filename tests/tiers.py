@@ -55,6 +55,16 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_equals_one_process_with[stage 3, everything offloaded*",
     ),
     "test_demo.py": ("test_the_planner_picks_the_demo_s_plan", "test_a_plan_that_does_not_fit_is_one_clear_message"),
+    "test_docs.py": (  # pages that run whole programs which other tests run too
+        "test_the_blocks_of_a_page_run[CONTRIBUTING.md]",
+        "test_the_blocks_of_a_page_run[accelerate.md]",
+        "test_the_blocks_of_a_page_run[calibration.md]",
+        "test_the_blocks_of_a_page_run[checkpoints.md]",
+        "test_the_blocks_of_a_page_run[deepspeed.md]",
+        "test_the_blocks_of_a_page_run[lora.md]",
+        "test_the_blocks_of_a_page_run[trainer.md]",
+        "test_the_blocks_of_a_page_run[verify.md]",
+    ),
     "test_ended_ranks.py": (
         "test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds[1]",
         "test_a_rank_that_finishes_later_is_left_in_peace[1]",

@@ -56,6 +56,7 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "`to_distributed` raises an error that lists the names, before anything is changed. Most such classes need "
         "only a hint:",
         "",
+        "<!-- given: mw, own_decoder as model -->",
         "```python",
         "# A decoder of your own, whose attention stacks all queries, then all keys, then all values in `attn.qkv`.",
         'mw.register_plan("my_model", mw.infer_plan(model, {"attn.qkv": mw.Role.QKV}))  # by config.model_type',

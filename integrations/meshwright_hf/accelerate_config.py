@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
+from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line, runnable_fields
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.hardware import Cluster
 
 
-def accelerate_config(fields: dict[str, Any], *, label: str, gpus: int, gpus_per_node: int, cpu: bool,
-                      saved: Path | None, mixed_precision: str = "no") -> str:  # fmt: skip
-    """Return the YAML text of a configuration file for ``accelerate launch --config_file``.
+def accelerate_config(plan: Candidate, cluster: Cluster, *, saved: Path | None, mixed_precision: str = "no") -> str:
+    """Return the YAML that ``accelerate launch --config_file`` takes.
 
     The file sets the number of processes and machines. It cannot contain the plan, since accelerate refuses unknown
     keys. The script gets the plan from an environment variable, which a comment in the file shows.
 
     Args:
-        fields: the plan's fields, those of ``ParallelPlan``.
-        label: the plan in words, such as "dp2 tp2".
-        gpus: the number of processes over all machines.
-        gpus_per_node: the number of processes per machine.
-        cpu: whether the processes run on CPU.
-        saved: the path of the plan file, if one was written; None puts the plan into the variable.
+        plan: a plan that this version can run.
+        cluster: the machines, with a process for each device.
+        saved: the plan file beside it, if one was written.
         mixed_precision: accelerate's name of the planned precision: no, bf16 or fp8.
     """
-    machines = -(-gpus // gpus_per_node)
-    plan = str(saved) if saved else f"'{plan_line(fields)}'"
-    variables = f"{PLAN_VARIABLE}={plan} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
+    cpu = cluster.device.shares_host or cluster.device.name == "cpu"
+    machines = -(-cluster.gpus // cluster.gpus_per_node)
+    value = str(saved) if saved else f"'{plan_line(runnable_fields(plan))}'"
+    variables = f"{PLAN_VARIABLE}={value} " + ("ACCELERATE_USE_CPU=true " if cpu else "")
     address = " --machine_rank RANK --main_process_ip ADDRESS_OF_MACHINE_0" if machines > 1 else ""
     lines = [
-        f"# {label}. This file cannot hold the plan, so the environment passes it on:",
+        f"# {plan.label}. This file cannot hold the plan, so the environment passes it on:",
         f"#   {variables}accelerate launch --config_file THIS_FILE{address} train.py",
         "compute_environment: LOCAL_MACHINE",
         # torchrun's launcher, for CPUs too: MULTI_CPU would start one process.
-        f"distributed_type: {'MULTI_GPU' if gpus > 1 else repr('NO')}",
+        f"distributed_type: {'MULTI_GPU' if cluster.gpus > 1 else repr('NO')}",
         f"use_cpu: {str(cpu).lower()}",
-        f"num_processes: {gpus}",
+        f"num_processes: {cluster.gpus}",
         f"num_machines: {machines}",
         "machine_rank: 0",
         "main_process_port: 29500",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,66 @@ from meshwright.errors import PlanError
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
-from meshwright_hf.narrow import narrower_configs
+from meshwright_hf.narrower_configs import narrower_configs
 
 MEMORY = 0.8  # share of the machine's memory that the programs may fill
 _COPIES = 6  # copies of the weights per process: weights, gradients, two moments, compared values
 
 
-@dataclass(frozen=True)
-class ShortModel:
-    """A picklable callable that returns the model of a directory's config.json, with random weights.
+@dataclass(frozen=True, kw_only=True)
+class ConfigFile:
+    """A model's config on disk.
 
     Args:
-        path: the directory.
-        trust_remote_code: whether to run Python code from this directory.
+        path: the config.json, or a directory that holds it.
+        trust_remote_code: whether to run Python code that lies beside it.
     """
 
-    path: str
+    path: Path
     trust_remote_code: bool = False
 
+    def read(self) -> Any:
+        """Return the config.
+
+        Raises:
+            PlanError: if there is no such file, or transformers does not know the config.
+        """
+        path = self.path
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise PlanError(f"--model {path}: there is no {file}; give a config.json, or a directory that holds one")
+        # Code that lies beside a config is found by its directory.
+        place = str(file.parent if file.name == "config.json" else file)
+        try:
+            return transformers.AutoConfig.from_pretrained(place, trust_remote_code=self.trust_remote_code)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise PlanError(f"--model {path}: transformers cannot read its config: {reason}") from error
+
+    def causal_lm(self, config: Any, dtype: torch.dtype) -> nn.Module:
+        """Return the causal LM of a config.
+
+        Raises:
+            PlanError: if it has none.
+        """
+        trust = self.trust_remote_code
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
+        except (ValueError, KeyError) as error:
+            raise PlanError(
+                f"transformers cannot make a causal LM of a {config.model_type} config: {str(error).splitlines()[0]}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class ShortModel:
+    """Makes the model of a config with random weights; it can be pickled."""
+
+    source: ConfigFile
+
     def __call__(self) -> nn.Module:
-        config = read_config(Path(self.path), self.trust_remote_code)
-        # All weights are drawn here, since a class may initialise zeros, which would hide wrong sharding.
-        model = causal_lm(config, torch.float64, self.trust_remote_code)
+        # Random weights of its own, since a class may initialise zeros, which would hide a wrong cut.
+        model = self.source.causal_lm(self.source.read(), torch.float64)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 _draw(name, parameter)
@@ -56,63 +94,30 @@ def _draw(name: str, parameter: nn.Parameter) -> None:
         parameter.fill_(1.0)
 
 
-def read_config(path: Path, trust_remote_code: bool) -> Any:
-    """Return the config in a directory or a config.json file.
-
-    Raises:
-        PlanError: if the file does not exist, or transformers cannot read the config.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise PlanError(f"--model {path}: there is no {file}; give a config.json, or a directory that holds one")
-    # transformers finds the Python code of a config by the config's directory.
-    place = file.parent if file.name == "config.json" else file
-    try:
-        return transformers.AutoConfig.from_pretrained(str(place), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise PlanError(f"--model {path}: transformers cannot read its config: {str(error).splitlines()[0]}") from error
-
-
-def causal_lm(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    """Return a causal LM that is built from a config.
-
-    Raises:
-        PlanError: if transformers has no causal LM for the config.
-    """
-    try:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError) as error:
-        raise PlanError(
-            f"transformers cannot make a causal LM of a {config.model_type} config: {str(error).splitlines()[0]}"
-        ) from error
-
-
 def short_model(
-    source: Path,
+    source: ConfigFile,
     folder: Path,
     *,
     real_plan: ParallelPlan,
     plan: ParallelPlan,
     full_width: bool = False,
-    trust_remote_code: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[ShortModel, list[str]]:
     """Write a shortened config.json into a folder; return a callable that makes its model, and notes on the changes.
 
     Args:
-        source: a config.json, or a directory that holds one.
+        source: the real model's config.
         folder: an empty directory.
-        real_plan: the plan for the real model, which is checked on the real sizes.
-        plan: the plan for the shortened model.
-        full_width: whether to keep all sizes and only reduce the number of layers.
-        trust_remote_code: whether to run Python code from the directory of the config.json.
+        real_plan: the plan that the real model is to run under, which is checked on the real sizes.
+        plan: the plan that the shortened model runs under.
+        full_width: whether to keep all sizes, and shorten only the stack of layers.
         tell: a function that receives a few words at each stage.
 
     Raises:
         PlanError: if the config has no causal LM, or the plan cannot run the model.
     """
     tell("the real config")
-    maker = _Maker(source, folder, trust_remote_code)
+    maker = _Maker(source, folder)
     real = maker.config
     full = maker.on_meta(real)
     _check_layers(full, real)
@@ -127,17 +132,17 @@ def short_model(
         notes.append(note)
     maker.write(short)
     _check_memory(maker.on_meta(short), plan)
-    return ShortModel(str(folder), trust_remote_code), notes
+    return ShortModel(maker.short), notes
 
 
 class _Maker:
     """Makes configs and models that differ from the user's in a few fields."""
 
-    def __init__(self, source: Path, folder: Path, trust_remote_code: bool):
-        self.folder, self.trust_remote_code = folder, trust_remote_code
-        self.config = read_config(source, trust_remote_code)
-        if trust_remote_code and source.is_dir():
-            for code in source.glob("*.py"):
+    def __init__(self, source: ConfigFile, folder: Path):
+        self.short = replace(source, path=folder)
+        self.config = source.read()
+        if source.trust_remote_code and source.path.is_dir():
+            for code in source.path.glob("*.py"):
                 shutil.copy(code, folder)
 
     def with_fields(self, config: Any, fields: Mapping[str, Any]) -> Any:
@@ -145,18 +150,18 @@ class _Maker:
         names = getattr(type(config), "attribute_map", {})
         values = config.to_dict() | {names.get(name, name): value for name, value in fields.items()}
         self._save(values)
-        return read_config(self.folder, self.trust_remote_code)
+        return self.short.read()
 
     def write(self, config: Any) -> None:
         self._save(config.to_dict())
 
     def _save(self, values: Mapping[str, Any]) -> None:
         values = {name: value for name, value in values.items() if name not in ("dtype", "torch_dtype")}
-        (self.folder / "config.json").write_text(json.dumps(values, indent=2, default=str))
+        (self.short.path / "config.json").write_text(json.dumps(values, indent=2, default=str))
 
     def on_meta(self, config: Any) -> Any:
         with torch.device("meta"):
-            return causal_lm(config, torch.float32, self.trust_remote_code).train()
+            return self.short.causal_lm(config, torch.float32).train()
 
 
 def _check_layers(model: Any, config: Any) -> None:

@@ -200,11 +200,10 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         return mesh_loader(
             data_loader,
             self._runtime,
-            device=self.args.device,
+            self.args,
             options=self._mesh_config.loader,
             is_training=self._is_training_loader,
             has_seedable_sampler=self.accelerator.use_seedable_sampler,
-            data_seed=self.args.data_seed,
         )
 
     def gathered(self, stock: Callable[[Any], Any], tensor: Any) -> Any:

@@ -10,13 +10,14 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from meshwright.config import LoaderOptions
 from meshwright.data.global_batches import Portion
 from meshwright.data.loader import DistributedLoader, made_together, without_labels
 from meshwright.data.nested import map_tensors
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright_hf.batches import global_batches, order_by_seed_and_epoch
@@ -26,12 +27,11 @@ from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tens
 def mesh_loader(
     loader: DataLoader[Any],
     runtime: Runtime,
+    args: TrainingArguments,
     *,
-    device: torch.device,
     options: LoaderOptions,
     is_training: bool,
-    has_seedable_sampler: bool = True,
-    data_seed: int | None = None,
+    has_seedable_sampler: bool,
 ) -> DistributedLoader:
     """Return a loader of this rank's rows of global batches, for a Trainer's loader of one dp rank's batches.
 
@@ -40,11 +40,10 @@ def mesh_loader(
     Args:
         loader: the loader as the Trainer built it.
         runtime: the model's runtime.
-        device: the device for the batches.
-        options: the options of the loader.
-        is_training: whether the loader is for training; in evaluation, rows that do not count must not be used.
+        args: the Trainer's arguments: the device for the batches, and the seed of the shuffling, by default torch's.
+        options: the options of reading.
+        is_training: False for evaluation, where rows that only keep a rank in step must not be seen.
         has_seedable_sampler: whether to shuffle by a seed and the epoch, as accelerate does; otherwise as torch does.
-        data_seed: the seed of the shuffling; by default torch's own seed.
 
     Raises:
         ValueError: on every rank, if the loader's batches cannot be joined to global batches.
@@ -56,16 +55,11 @@ def mesh_loader(
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= runtime.dp.size  # groups of similar length must be groups of global batches
         elif has_seedable_sampler:
-            order_by_seed_and_epoch(batches, data_seed)
-        kind = DistributedLoader if is_training else EvaluationLoader
-        return kind(
-            batches,
-            dp=runtime.dp,
-            peers=Peers((runtime.tp,)),
-            device=device,
-            may_hold_blanks=not is_training,
-            options=options,
-        )
+            order_by_seed_and_epoch(batches, args.data_seed)
+        mesh = LoaderMesh(dp=runtime.dp, peers=Peers((runtime.tp,)), device=args.device)
+        if is_training:
+            return DistributedLoader(batches, mesh, options=options)
+        return EvaluationLoader(batches, mesh, options=options, blanks="either")
 
     return made_together(make)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.checkpoint import safetensors_file
-from meshwright.checkpoint.safetensors_file import read_header, read_rows
+from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.parallel.row_layout import RowLayout
 from support.construction import HOWS, PLANS, assert_equal, distribute, make, write_checkpoint
@@ -110,10 +110,10 @@ def test_rows_of_any_dim(
         for rows in (RowLayout.padded(size, 2, dim), fused, RowLayout.replicated(size, 2, dim)):
             for rank in (0, 1):
                 counts: list[int] = []
-                shard = read_rows(file, entries["x"], rows, rank, dtype, counts.append)
+                shard = read_rows(file, entries["x"], ShardSlice(rows=rows, rank=rank), dtype, counts.append)
                 assert torch.equal(shard, rows.take(full, rank).to(dtype))
                 assert sum(counts) == rows.real_rows(rank) * full.numel() // size * 4
-        scalar = read_rows(file, entries["scalar"], RowLayout.replicated(1, 1), 0, dtype, counts.append)
+        scalar = read_rows(file, entries["scalar"], ShardSlice(), dtype, counts.append)
         assert scalar.shape == () and scalar.item() == 2
 
 

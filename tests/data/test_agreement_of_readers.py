@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import meshwright as mw
 from meshwright.data.loader import DistributedLoader
+from meshwright.data.peers import LoaderMesh
 from meshwright.parallel.collectives import Axis
 from support.loading import Numbers, as_list, plain
 
@@ -244,7 +245,7 @@ PIPELINES = {
 def test_a_pipeline_gives_the_rows_that_it_gives_on_one_device(name: str) -> None:
     """What counts rows over all shards is not done shard by shard."""
     expected = [row["x"] for row in PIPELINES[name]()]
-    loader = DistributedLoader(DataLoader(PIPELINES[name](), batch_size=4), dp=Axis("dp"))
+    loader = DistributedLoader(DataLoader(PIPELINES[name](), batch_size=4), LoaderMesh(dp=Axis("dp")))
     rows = [x for batch in loader for x in batch["x"].tolist()]
     assert sorted(rows) == sorted(expected)
     is_streamed = type(loader._reader).__name__ == "StreamReader"
@@ -254,7 +255,7 @@ def test_a_pipeline_gives_the_rows_that_it_gives_on_one_device(name: str) -> Non
 
 def test_a_stream_that_is_left_and_sent_to_its_start_is_at_its_start() -> None:
     def make() -> DistributedLoader:
-        return DistributedLoader(DataLoader(stream(), batch_size=4), dp=Axis("dp"))
+        return DistributedLoader(DataLoader(stream(), batch_size=4), LoaderMesh(dp=Axis("dp")))
 
     loader = make()
     next(iter(loader))
@@ -267,7 +268,7 @@ def test_a_stream_that_is_left_and_sent_to_its_start_is_at_its_start() -> None:
 def test_states_of_other_streams_are_refused() -> None:
     def make(rows: Any, name: str | None = None) -> DistributedLoader:
         options = mw.LoaderOptions(fingerprint=name)
-        return DistributedLoader(DataLoader(rows, batch_size=4), dp=Axis("dp"), options=options)
+        return DistributedLoader(DataLoader(rows, batch_size=4), LoaderMesh(dp=Axis("dp")), options=options)
 
     state = make(stream()).state_dict()
     with pytest.raises(ValueError, match="num_shards"):

@@ -19,7 +19,7 @@ from meshwright.config import LoaderOptions
 from meshwright.data.fingerprint import fingerprint
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.nested import digest
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.parallel.collectives import Axis
 from support.loading import as_list, ranks_of
 from support.logs import logged
@@ -71,9 +71,8 @@ KINDS = ["list", "texts", "files", "tensor", "array", "array of texts", "columns
 def made(dataset: Any, tp: int = 1, **options: Any) -> DistributedLoader:
     tp_axis, dp_axis = axes(tp)
     user, chosen = DataLoader(dataset, batch_size=4), LoaderOptions(**options)
-    return made_together(
-        lambda: DistributedLoader(user, dp=dp_axis, peers=Peers((tp_axis,)), masks_blanks=False, options=chosen)
-    )
+    mesh = LoaderMesh(dp=dp_axis, peers=Peers((tp_axis,)))
+    return made_together(lambda: DistributedLoader(user, mesh, blanks="weighted", options=chosen))
 
 
 def outcome(call: Callable[[], Any]) -> str:
@@ -151,7 +150,7 @@ def test_a_state_of_other_data_is_refused(kind: str) -> None:
         return list(range(first, first + 8)) if kind == "bare list" else holding(kind, first)
 
     if kind == "batches":  # a loader of the program's own
-        first, second = (DistributedLoader([torch.ones(4) * k] * 2, dp=Axis("dp")) for k in range(2))
+        first, second = (DistributedLoader([torch.ones(4) * k] * 2, LoaderMesh(dp=Axis("dp"))) for k in range(2))
         with pytest.raises(ValueError, match="the state is of another dataset"):
             second.load_state_dict(first.state_dict())
         return
@@ -189,7 +188,7 @@ def tuples() -> tuple[str, list[int], list[str]]:
 
     def run() -> None:
         user = DataLoader(TensorDataset(rows, rows), batch_size=4)
-        for x, _ in DistributedLoader(user, dp=dp_axis, peers=Peers((tp_axis,))):
+        for x, _ in DistributedLoader(user, LoaderMesh(dp=dp_axis, peers=Peers((tp_axis,)))):
             seen.append(len(x))
 
     with logged("meshwright.data.loader") as messages:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from meshwright.data.loader import DistributedLoader
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.parallel.collectives import Axis
 
 
@@ -71,7 +71,7 @@ def counted(loader: Any, epochs: int = 2) -> list[list[list[int]]]:
 def read(kind: str, size: int, batch_size: int, tp: int, workers: int = 0, seed: int | None = None) -> Any:
     tp_axis, dp_axis = axes(tp)
     torch.manual_seed(dist.get_rank() if seed is None else seed)
-    loader = DistributedLoader(make(kind, size, batch_size, workers), dp=dp_axis, peers=Peers((tp_axis,)))
+    loader = DistributedLoader(make(kind, size, batch_size, workers), LoaderMesh(dp=dp_axis, peers=Peers((tp_axis,))))
     return counted(loader)
 
 
@@ -104,7 +104,7 @@ def test_workers(pool2: Any) -> None:
 def lengths() -> tuple[int, int, str]:
     tp_axis, dp_axis = axes(1)
     user = make("sequential", 10, 4)
-    loader = DistributedLoader(user, dp=dp_axis, peers=Peers((tp_axis,)))
+    loader = DistributedLoader(user, LoaderMesh(dp=dp_axis, peers=Peers((tp_axis,))))
     return len(loader), loader.batch_size, type(loader.dataset).__name__
 
 
@@ -114,7 +114,7 @@ def test_a_loader_still_looks_like_the_users(pool2: Any) -> None:
 
 def test_a_last_row_without_labels_is_an_error_that_names_drop_last() -> None:
     with pytest.raises(ValueError, match=r"drop_last=True"):
-        list(DistributedLoader([torch.ones(1, 2)], dp=Axis("dp", size=2, rank=0), everyone=Peers()))
+        list(DistributedLoader([torch.ones(1, 2)], LoaderMesh(dp=Axis("dp", size=2, rank=0), everyone=Peers())))
 
 
 def seeded_afterwards() -> tuple[DataLoader[Any], DistributedLoader]:
@@ -122,7 +122,7 @@ def seeded_afterwards() -> tuple[DataLoader[Any], DistributedLoader]:
     generator = torch.Generator().manual_seed(3)
     torch.empty((), dtype=torch.int64).random_(generator=generator)  # used before, so that its seed does not say it all
     plain = DataLoader(Rows(8), batch_size=3, shuffle=True, generator=generator)
-    loader = DistributedLoader(plain, dp=Axis("dp"))
+    loader = DistributedLoader(plain, LoaderMesh(dp=Axis("dp")))
     generator.manual_seed(7)
     return plain, loader
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.data.lane_order import Lane, deal, next_batches
 from meshwright.data.shards import LaneReader, ListedShards, as_source, shuffled, window_start
 from meshwright.data.stream import Rows, ShardedStream
+from meshwright.data.stream_order import Lane, deal, next_batches
 from meshwright.errors import PeerFailedError
 from meshwright.parallel.collectives import Axis
 

@@ -28,6 +28,7 @@ from meshwright.planner.page.timeline import timeline
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import pipeline_events, pipeline_time
+from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,14 +39,15 @@ HUGE = dataclasses.replace(SEVENTY, name="405B", layers=126, hidden=16384, heads
 
 def find(shape: ModelShape, gpus: int, batch: int, *, seq: int = 8192, future: bool = False) -> Search:
     cluster = Cluster(device=device("h100-sxm"), gpus=gpus)
-    return search(shape, cluster, Job(seq_len=seq, global_batch=batch), allow_future=future)
+    job = Job(seq_len=seq, global_batch=batch)
+    return search(Space(shape=shape, cluster=cluster, job=job, allow_future=future))
 
 
 @pytest.mark.parametrize(("gpus", "in_node"), [(1, 8), (16, 2), (144, 72), (96, 8), (128, 128)])
 @pytest.mark.parametrize("width", [336, 1150])
 def test_nodes_of_any_size_are_drawn_or_counted(gpus: int, in_node: int, width: int) -> None:
     cluster = Cluster(device=device("b200"), gpus=gpus, gpus_per_node=in_node)
-    found = search(SEVEN, cluster, Job(seq_len=2048, global_batch=gpus))
+    found = search(Space(shape=SEVEN, cluster=cluster, job=Job(seq_len=2048, global_batch=gpus)))
     picture = tree(rank_picture(found, width, "ranks"))
     assert ranks_named(words(picture)) == set(range(gpus))
     for rect in picture.iter(f"{SVG}rect"):

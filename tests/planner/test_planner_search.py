@@ -23,9 +23,11 @@ TINY = dataclasses.replace(EIGHT, name="tiny", layers=4, hidden=256, heads=8, ff
 
 
 def find(
-    shape: ModelShape = EIGHT, *, gpus: int = 64, gpu: str = "h100-sxm", seq: int = 8192, batch: int = 512, **more: Any
-) -> Search:
-    return search(shape, Cluster(device=device(gpu), gpus=gpus), Job(seq_len=seq, global_batch=batch), **more)
+    shape: ModelShape = EIGHT, *, gpus: int = 64, gpu: str = "h100-sxm", seq: int = 8192, batch: int = 512,
+    budget: float | None = None, **more: Any,
+) -> Search:  # fmt: skip
+    cluster, job = Cluster(device=device(gpu), gpus=gpus), Job(seq_len=seq, global_batch=batch)
+    return search(Space(shape=shape, cluster=cluster, job=job, **more), budget=budget)
 
 
 @pytest.mark.parametrize("allow_future", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -15,8 +16,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
     default_data_collator,
+    is_torch_xla_available,
     set_seed,
 )
+from transformers.testing_utils import CaptureLogger
+from transformers.utils.logging import get_logger
 
 
 @dataclass
@@ -42,7 +46,8 @@ def main(argv: list[str], trainer_class: type[Trainer] = Trainer) -> Trainer:
     model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
 
     def group_texts(examples: dict[str, Any]) -> dict[str, Any]:
-        ids = list(chain(*tokenizer(examples["text"])["input_ids"]))
+        with CaptureLogger(get_logger("transformers.tokenization_utils_base")):
+            ids = list(chain(*tokenizer(examples["text"])["input_ids"]))
         blocks = range(0, len(ids) // data_args.block_size * data_args.block_size, data_args.block_size)
         rows = [ids[start : start + data_args.block_size] for start in blocks]
         return {"input_ids": rows, "labels": [row.copy() for row in rows]}
@@ -64,8 +69,8 @@ def main(argv: list[str], trainer_class: type[Trainer] = Trainer) -> Trainer:
         eval_dataset=blocks["validation"] if training_args.do_eval else None,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        compute_metrics=None if is_torch_xla_available() else compute_metrics,
+        preprocess_logits_for_metrics=None if is_torch_xla_available() else preprocess_logits_for_metrics,
     )
     if training_args.do_train:
         result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
@@ -78,3 +83,7 @@ def main(argv: list[str], trainer_class: type[Trainer] = Trainer) -> Trainer:
         metrics["perplexity"] = math.exp(metrics["eval_loss"])
         trainer.save_metrics("eval", metrics)
     return trainer
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.parallel.collectives import Axis
 
 
@@ -43,7 +43,10 @@ def ranks_of(dp: int, make: Any, options: LoaderOptions | None = None) -> list[D
     """The loaders of all data-parallel ranks; they agree on nothing, so that ``make`` must be seeded."""
     return [
         DistributedLoader(
-            make(), dp=Axis("dp", size=dp, rank=rank), everyone=Peers(), masks_blanks=False, options=options
+            make(),
+            LoaderMesh(dp=Axis("dp", size=dp, rank=rank), everyone=Peers()),
+            blanks="weighted",
+            options=options,
         )
         for rank in range(dp)
     ]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.cli import app
 from meshwright.verification.smaller_plan import smaller_plan
-from meshwright_hf.short_model import ShortModel, short_model
+from meshwright_hf.short_model import ConfigFile, ShortModel, short_model
 from support import planted
 from support.models import SIZES, build
 
@@ -216,7 +216,8 @@ def test_inside_a_launch_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def shortened(folder: Path, config: Any, real: mw.ParallelPlan, plan: mw.ParallelPlan, **options: Any) -> Any:
     (folder / "real").mkdir()
     (folder / "short").mkdir()
-    model, notes = short_model(write(folder / "real", config), folder / "short", real_plan=real, plan=plan, **options)
+    source = ConfigFile(path=write(folder / "real", config))
+    model, notes = short_model(source, folder / "short", real_plan=real, plan=plan, **options)
     assert isinstance(model, ShortModel)
     return transformers.AutoConfig.from_pretrained(folder / "short"), notes
 

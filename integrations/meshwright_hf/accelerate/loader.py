@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from meshwright.config import LoaderOptions
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.nested import tensors_of
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import device_of, runtime_of
 from meshwright.parallel.collectives import Axis
@@ -123,8 +123,9 @@ def check_loader(loader: DataLoader[Any], dp: int, options: LoaderOptions, *, is
     Raises:
         ValueError: see ``global_batches`` and ``DistributedLoader``.
     """
+    mesh = LoaderMesh(dp=Axis("dp"))
     succeed_together(
-        lambda: DistributedLoader(loader if is_global else global_batches(loader, dp), dp=Axis("dp"), options=options)
+        lambda: DistributedLoader(loader if is_global else global_batches(loader, dp), mesh, options=options)
     )
 
 
@@ -145,13 +146,8 @@ def plan_loader(
     if accelerator.use_seedable_sampler:
         order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
-    def make() -> DistributedLoader:
-        peers, device = Peers((runtime.tp,)), device_of(model)
-        return DistributedLoader(
-            joined, dp=runtime.dp, peers=peers, device=device, options=options, may_hold_blanks=True
-        )
-
-    inner = made_together(make)
+    mesh = LoaderMesh(dp=runtime.dp, peers=Peers((runtime.tp,)), device=device_of(model))
+    inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either"))
     return PlannedLoader(loader, inner, runtime.dp, _batch_size(joined))
 
 

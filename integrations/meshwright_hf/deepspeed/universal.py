@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.row_layout import RowLayout, ShardRecord, record_of
+from meshwright.parallel.row_layout import ShardRecord, record_of
 
 # The parameter attribute that DeepSpeed's stage 1 and 2 loader reads; without it the loader assumes an even split.
 RESTORE = keys.DS_AUTOTP_UC_META
@@ -66,6 +66,7 @@ def affine_map(record: ShardRecord) -> ParamAffineMap:
     """Return a parameter's layout as DeepSpeed's affine map; padding rows follow the end of the full tensor.
 
     Example:
+        >>> from meshwright.parallel.row_layout import RowLayout
         >>> rows = RowLayout.even(4, 2)
         >>> record = ShardRecord("w", torch.Size((4, 3)), rows, rank=0, is_grad_partial=False)
         >>> shards = {rank: rows.take(torch.arange(12.0).view(4, 3), rank) for rank in range(2)}
@@ -87,31 +88,23 @@ def affine_map(record: ShardRecord) -> ParamAffineMap:
     if shape:
         local[layout.dim] = layout.local_size
     holders = {span: [rank for rank in ranks if span in spans[rank]] for rank in ranks for span in spans[rank]}
+    source, target = _strides(shape), _strides(local)
     pieces: dict[int, list[AffinePiece]] = {rank: [] for rank in ranks}
     for rank in ranks:
         offset = 0
         for start, stop in spans[rank]:
-            pieces[rank].append(_piece(shape, local, layout, start, offset, stop - start, holders[start, stop]))
+            block = [stop - start if dim == layout.dim else size for dim, size in enumerate(local)]
+            piece = AffinePiece(
+                shape=block,
+                source_offset=start * source[layout.dim] if block else 0,
+                source_strides=source,
+                dest_offset=offset * target[layout.dim] if block else 0,
+                dest_strides=target,
+                locations=holders[start, stop],
+            )
+            pieces[rank].append(piece)
             offset += stop - start
     return ParamAffineMap(shape, dict.fromkeys(ranks, local), pieces)
-
-
-def _piece(
-    full: list[int], local: list[int], layout: RowLayout, start: int, offset: int, rows: int, holders: list[int]
-) -> AffinePiece:
-    block = [*local]
-    if block:
-        block[layout.dim] = rows
-    source, target = _strides(full), _strides(local)
-    step = layout.dim if block else None
-    return AffinePiece(
-        shape=block,
-        source_offset=0 if step is None else start * source[step],
-        source_strides=source,
-        dest_offset=0 if step is None else offset * target[step],
-        dest_strides=target,
-        locations=holders,
-    )
 
 
 def _strides(shape: list[int]) -> list[int]:

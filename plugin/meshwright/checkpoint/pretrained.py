@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.gather_tensor import is_first
-from meshwright.checkpoint.safetensors_file import read_header, read_rows
+from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.checkpoint.whole_tensors import gather_full, gather_state
 from meshwright.faults.together import on_first_rank
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright.parallel.method_override import MethodOverride
-from meshwright.parallel.row_layout import RowLayout, global_shape
+from meshwright.parallel.row_layout import global_shape
 from meshwright.roles.adapters import wrapped
 
 
@@ -177,7 +177,7 @@ def _save_stand_ins(
     entries = read_header(written[0])
     with written[0].open("rb", buffering=0) as file:
         for name, entry in entries.items():
-            values = read_rows(file, entry, RowLayout.replicated(1, 1), 0, entry.dtype, lambda _: None)
+            values = read_rows(file, entry, ShardSlice(), entry.dtype, lambda _: None)
             if name not in names or not torch.equal(values, names[name]):
                 return None
     written[0].unlink()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.optimizer_manifest import NAME, Manifest, decode, master_key, state_key
+from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import find_runtime
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
-from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 # Options that set how a step is computed, not its result. Loading keeps the optimizer's own values of these.
@@ -74,8 +73,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def _read_weight(files: WeightFiles, name: str, tensor: Tensor, *, is_sharded: bool) -> Tensor:
     if is_sharded and isinstance(tensor, nn.Parameter):
         record = record_of(tensor)
-        return files.read(name, record.layout, record.rank, tensor.dtype)
-    return files.read(name, RowLayout.replicated(1, 1), 0, tensor.dtype)
+        return files.read(name, ShardSlice(rows=record.layout, rank=record.rank), tensor.dtype)
+    return files.read(name, ShardSlice(), tensor.dtype)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> None:
@@ -258,13 +257,12 @@ class _OneDeviceState:
         return found and (found[1].dtype, found[1].shape)
 
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        read: Callable[..., Tensor] = functools.partial(
-            self._files.read, tensor, part.record.layout, part.record.rank, dtype
-        )
-        if self._files.entries[tensor][1].shape != tuple(part.record.global_shape):
-            return read()
+        has_shape = self._files.entries[tensor][1].shape == tuple(part.record.global_shape)
+        span = part.own if has_shape and not part.cut.is_replicated else None
+        wanted = ShardSlice(rows=part.record.layout, rank=part.record.rank, part=span)
+        state = self._files.read(tensor, wanted, dtype)
         assert part.key is not None
-        return (read() if part.cut.is_replicated else read(part.own)).view(part.key.shape)
+        return state.view(part.key.shape) if has_shape else state
 
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -117,27 +117,35 @@ def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
     return entry
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardSlice:
+    """What one rank reads of a tensor: by default, the whole tensor.
+
+    Args:
+        rows, rank: the rows of each rank, and this rank; padding rows are zeros.
+        part: the span of the flattened shard to read; the result is then 1-d. None for all of it.
+    """
+
+    rows: RowLayout = field(default_factory=lambda: RowLayout.replicated(1, 1))
+    rank: int = 0
+    part: Span | None = None
+
+
 def read_rows(
-    file: BinaryIO,
-    entry: Entry,
-    rows: RowLayout,
-    rank: int,
-    dtype: torch.dtype,
-    on_read: Callable[[int], None],
-    part: Span | None = None,
+    file: BinaryIO, entry: Entry, wanted: ShardSlice, dtype: torch.dtype, on_read: Callable[[int], None]
 ) -> Tensor:
     """Read only the bytes of this rank's shard of a tensor, and convert them to ``dtype``.
 
     Args:
         file: the file, open for reading, unbuffered.
-        entry: the tensor's place in the file.
-        rows, rank: the rows of each rank, and this rank; padding rows are zeros.
-        on_read: the function to call after each read, with the number of bytes read.
-        part: the span of the flattened shard to read; the result is then 1-d. None for all of it.
+        entry: the tensor's place in it.
+        wanted: what to read of the tensor.
+        on_read: function that is called with the number of bytes after each read.
 
     Raises:
         CheckpointError: if the file ends early (it changed since its header was read).
     """
+    rows, rank, part = wanted.rows, wanted.rank, wanted.part
     shape = list(entry.shape)
     has_padding = False
     if shape and not rows.is_replicated:

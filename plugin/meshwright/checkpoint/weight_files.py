@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.safetensors_file import Entry, read_header, read_rows
+from meshwright.checkpoint.safetensors_file import Entry, ShardSlice, read_header, read_rows
 from meshwright.errors import CheckpointError
-from meshwright.parallel.row_layout import RowLayout, Span, global_shape
+from meshwright.parallel.row_layout import global_shape
 from meshwright.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -98,11 +98,11 @@ class WeightFiles:
             )
         return found
 
-    def read(self, name: str, rows: RowLayout, rank: int, dtype: torch.dtype, part: Span | None = None) -> Tensor:
-        """Read only this rank's shard of a tensor (or a part of the shard, see ``read_rows``) to the CPU."""
+    def read(self, name: str, wanted: ShardSlice, dtype: torch.dtype) -> Tensor:
+        """Read this rank's shard of a tensor, or a part of it, to the CPU, and no other bytes."""
         path, entry = self.entries[name]
         with path.open("rb", buffering=0) as file:
-            return read_rows(file, entry, rows, rank, dtype, self.progress.add, part)
+            return read_rows(file, entry, wanted, dtype, self.progress.add)
 
     def _mismatch(self, lacking: list[str], others: list[str], expected: list[str]) -> str:
         parts = [f"{self.source} does not fit the model"]

@@ -34,7 +34,7 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.planner.space import FUTURE
+from meshwright.planner.space import FUTURE, Space
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 
@@ -98,14 +98,15 @@ def _search(
             "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
-    found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget, most_zero=2)
+    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2)
+    found = search(space, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
-        # With a budget of one byte nothing fits, so the search tries each plan with the most recomputation.
-        leanest = search(shape, cluster, job, profile, budget=1, most_zero=2).smallest[1].total
-        found = search(shape, cluster, job, profile, top=_CHOICES, budget=leanest, most_zero=2)
+        # Nothing fits into one byte, so each plan is tried with the most recompute.
+        leanest = search(space, profile, budget=1).smallest[1].total
+        found = search(space, profile, top=_CHOICES, budget=leanest)
     if not found.choices:
-        # ZeRO stage 3 is tried last: its time estimate was never measured, but its memory estimate is as good.
-        found = search(shape, cluster, job, profile, top=_CHOICES, budget=budget)
+        # ZeRO stage 3 comes last: its time was never measured, though its memory is as well known as the others'.
+        found = search(dataclasses.replace(space, most_zero=3), profile, top=_CHOICES, budget=budget)
     if not found.choices:
         raise explain.no_fit(found)
     return found

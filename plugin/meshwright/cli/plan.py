@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json as json_format
 import sys
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.validate import LeaveOut, validate_estimator
+
 if TYPE_CHECKING:
+    from meshwright.planner.candidate import Job
+    from meshwright.planner.hardware import Cluster, HardwareProfile
     from meshwright.planner.search import Search
 
 
@@ -19,15 +23,6 @@ class Emit(StrEnum):
     """The launcher whose configuration file is printed."""
 
     accelerate = "accelerate"
-
-
-class LeaveOut(StrEnum):
-    """The measured runs that are scored after calibration."""
-
-    rows = "rows"
-    model = "model"
-    gpus = "gpus"
-    test = "test"
 
 
 class Precision(StrEnum):
@@ -126,16 +121,25 @@ def plan(
       meshwright plan --model config.json --gpus 8 --save plan.yaml --emit accelerate > accelerate.yaml
       meshwright plan --validate runs.csv --calibrate-rows 8 --leave-out model
     """
+    # Imported here so that --help is fast.
+    from meshwright.planner.search import search
+    from meshwright.planner.shapes import describe
+    from meshwright.planner.space import Space
+
     try:
         if validate is not None:
-            _validate(validate, calibrate_rows, seed, leave_out, profile, json)
+            validate_estimator(validate, calibrate_rows, seed, leave_out, profile, json)
             return
         if model is None:
             raise ValueError("--model is missing; write --model config.json, or --validate runs.csv to plan nothing")
-        found = _search(
-            model, gpus, gpus_per_node, gpu, seq_len, global_batch, precision, interconnect, memory, profile, top,
-            allow_future,
-        )  # fmt: skip
+        if not 0 < memory <= 1:
+            raise ValueError(f"--memory={memory} must be a share of the device's memory, above 0 and at most 1")
+        if top < 1:
+            raise ValueError(f"--top={top} must be at least 1")
+        cluster, measured = _hardware(profile, gpu, gpus, gpus_per_node, interconnect)
+        job = _job(cluster, measured, seq_len, global_batch, precision)
+        space = Space(shape=describe(model), cluster=cluster, job=job, allow_future=allow_future)
+        found = search(space, measured, top=top, budget=memory * cluster.device.memory)
         if emit is not None and (json or trace):
             raise ValueError(f"--emit {emit.value} prints a file; leave out {'--json' if json else '--trace'}")
         _show(found, json, save, html, emit)
@@ -146,51 +150,39 @@ def plan(
         sys.exit(2)
 
 
-def _search(
-    model: Path, gpus: int | None, gpus_per_node: int | None, gpu: str | None, seq_len: int, global_batch: int,
-    precision: Precision, interconnect: float | None, memory: float, profile: Path | None, top: int,
-    allow_future: bool,
-) -> Search:  # fmt: skip
-    # Imported here so that --help is fast.
-    from meshwright.planner.candidate import Job
+def _hardware(
+    profile: Path | None, gpu: str | None, gpus: int | None, gpus_per_node: int | None, interconnect: float | None
+) -> tuple[Cluster, HardwareProfile | None]:
+    """Return the cluster, and the profile if there is one."""
     from meshwright.planner.hardware import Cluster, HardwareProfile, device
-    from meshwright.planner.search import search
-    from meshwright.planner.shapes import describe
 
-    if not 0 < memory <= 1:
-        raise ValueError(f"--memory={memory} must be a share of the device's memory, above 0 and at most 1")
-    if top < 1:
-        raise ValueError(f"--top={top} must be at least 1")
     if interconnect is not None and not interconnect > 0:
         raise ValueError(f"--interconnect={interconnect} must be above zero Gb/s")
     measured = HardwareProfile.load(profile) if profile else None
     slow_link = interconnect and interconnect / 8 * 1e9
-    job = Job(seq_len=seq_len, global_batch=global_batch, precision=precision.value, own_runtime=True)
     if measured is not None and measured.device is not None:
         if gpu is not None:
             raise ValueError(
                 f"--gpu {gpu} cannot be combined with {profile}, which measured {measured.device.name!r}; leave out "
                 "one of them"
             )
-        cluster = measured.cluster(gpus=gpus, gpus_per_node=gpus_per_node, slow_link=slow_link)
-    else:
-        cluster = Cluster(
-            device=device(gpu or "h100-sxm"), gpus=8 if gpus is None else gpus,
-            gpus_per_node=8 if gpus_per_node is None else gpus_per_node, slow_link=slow_link,
-        )  # fmt: skip
-    if cluster.device.shares_host:
-        job = replace(job, on_cpu=True)
-    if (measured.dtype if measured and measured.dtype else "float32" if job.on_cpu else "bfloat16") == "float32":
-        job = job.in_32_bits()
-    return search(
-        describe(model),
-        cluster,
-        job,
-        measured,
-        allow_future=allow_future,
-        top=top,
-        budget=memory * cluster.device.memory,
-    )
+        return measured.cluster(gpus=gpus, gpus_per_node=gpus_per_node, slow_link=slow_link), measured
+    return Cluster(
+        device=device(gpu or "h100-sxm"), gpus=8 if gpus is None else gpus,
+        gpus_per_node=8 if gpus_per_node is None else gpus_per_node, slow_link=slow_link,
+    ), measured  # fmt: skip
+
+
+def _job(
+    cluster: Cluster, measured: HardwareProfile | None, seq_len: int, global_batch: int, precision: Precision
+) -> Job:
+    """Return the job, in 32 bits if the profile measured float32 or the cluster has CPUs only."""
+    from meshwright.planner.candidate import Job
+
+    on_cpu = cluster.device.shares_host
+    job = Job(seq_len=seq_len, global_batch=global_batch, precision=precision.value, own_runtime=True, on_cpu=on_cpu)
+    dtype = measured.dtype if measured and measured.dtype else "float32" if on_cpu else "bfloat16"
+    return job.in_32_bits() if dtype == "float32" else job
 
 
 def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None) -> None:
@@ -203,7 +195,7 @@ def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit:
     if emit is not None:
         typer.echo(_accelerate_config(found, save))
     elif json:
-        _print_json(explain.as_dict(found, changed=changed))
+        typer.echo(json_format.dumps(explain.as_dict(found, changed=changed), indent=2))
     else:
         typer.echo(explain.text(found, changed=changed))
     if html is not None:
@@ -220,18 +212,16 @@ def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit:
 
 
 def _accelerate_config(found: Search, save: Path | None) -> str:
-    from meshwright.choose.plan_file import runnable_fields
     from meshwright.errors import PlanError
 
-    plan, cluster = found.choices[0].plan, found.cluster
+    plan = found.choices[0].plan
     if not plan.runs_today:
         raise PlanError(f"--emit: {plan.label} cannot run in this version; leave out --allow-future")
     # Imported by name, since the core works without accelerate and must not import it.
     config = importlib.import_module("meshwright_hf.accelerate_config")
     return str(
         config.accelerate_config(
-            runnable_fields(plan), label=plan.label, gpus=cluster.gpus, gpus_per_node=cluster.gpus_per_node,
-            cpu=cluster.device.shares_host or cluster.device.name == "cpu", saved=save,
+            plan, found.cluster, saved=save,
             mixed_precision="no" if found.job.activation_bytes == 4 else found.job.precision,
         )
     )  # fmt: skip
@@ -246,30 +236,3 @@ def _trace(model: Path, found: Search) -> None:
     typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
     dtype = torch.bfloat16 if found.job.weight_bytes == 2 else torch.float32
     typer.echo("\n" + trace_and_compare(model_on_meta(model, dtype), found.shape, plan, found.job))
-
-
-def _validate(
-    path: Path, calibrate_rows: int, seed: int, leave_out: LeaveOut, profile: Path | None, json: bool
-) -> None:
-    from meshwright.calibration.runs import read_runs
-    from meshwright.calibration.validate import validate
-    from meshwright.calibration.validation_report import validation_dict, validation_table
-    from meshwright.planner.hardware import HardwareProfile
-
-    scores = validate(
-        read_runs(path),
-        calibrate_rows=calibrate_rows,
-        seed=seed,
-        leave=leave_out.value,
-        profile=HardwareProfile.load(profile) if profile else None,
-    )
-    if json:
-        _print_json(validation_dict(scores))
-    else:
-        typer.echo(validation_table(scores))
-
-
-def _print_json(content: object) -> None:
-    import json
-
-    typer.echo(json.dumps(content, indent=2))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from meshwright.verification.comparison_report import Report
+    from meshwright.config import ParallelPlan
 
 _LEAST_PROCESSES = 4
 
@@ -69,8 +69,28 @@ def verify(
     For a model of your own, call mw.verify(model_factory, plan) in a script.
     """
     try:
-        with _progress() as tell:
-            report = _verify(model, plan, steps, seed, full_width, processes, timeout, trust_remote_code, tell)
+        with _progress() as tell, tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
+            wanted, chosen = _plans(plan, processes)
+            # Imported here so that --help is fast.
+            from meshwright.verification.local_processes import start_server
+
+            start_server(_modules(model))
+            from meshwright.verification.verify import verify as verify_model
+
+            # Imported by name, since the core works without transformers and must not import it.
+            short_models = importlib.import_module("meshwright_hf.short_model")
+            source = short_models.ConfigFile(path=model, trust_remote_code=trust_remote_code)
+            factory, notes = short_models.short_model(
+                source, Path(folder), real_plan=wanted, plan=chosen, full_width=full_width, tell=tell
+            )
+            if chosen != wanted:
+                notes.append(
+                    f"{wanted.label} needs {wanted.world_size} processes, so {chosen.label} was verified in its place, "
+                    "a smaller plan of the same kind."
+                )
+            report = verify_model(
+                factory, chosen, steps=steps, seed=seed, timeout=timeout, on_progress=tell, notes=tuple(notes)
+            )
         typer.echo(json_format.dumps(report.as_dict(), indent=2) if json else str(report))
         code = 0 if report.ok else 1
     except ValueError as error:
@@ -85,40 +105,16 @@ def verify(
     sys.exit(code)
 
 
-def _verify(
-    model: Path, plan: str, steps: int, seed: int, full_width: bool, processes: int | None, timeout: float,
-    trust_remote_code: bool, tell: Callable[[str], None],
-) -> Report:  # fmt: skip
-    # Imported here so that --help is fast.
+def _plans(words: str, processes: int | None) -> tuple[ParallelPlan, ParallelPlan]:
+    """Return the plan, and the one of the same kind that this machine runs in its place."""
     from meshwright.choose.given_plan import resolve_plan
     from meshwright.errors import PlanError
     from meshwright.verification.smaller_plan import smaller_plan
 
     if processes is not None and processes < 1:
         raise PlanError(f"--processes {processes} must be at least 1")
-    wanted = resolve_plan(plan, "--plan")
-    chosen = smaller_plan(wanted, processes or max(_LEAST_PROCESSES, os.cpu_count() or 1))
-    notes = []
-    if chosen != wanted:
-        notes.append(
-            f"{wanted.label} needs {wanted.world_size} processes, so {chosen.label}, a smaller plan of the same kind, "
-            "was verified instead."
-        )
-    from meshwright.verification.local_processes import start_server
-
-    start_server(_modules(model))
-    from meshwright.verification.verify import verify as verify_model
-
-    # Imported by name, since the core works without transformers and must not import it.
-    short_models = importlib.import_module("meshwright_hf.short_model")
-    with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
-        factory, changes = short_models.short_model(
-            model, Path(folder), real_plan=wanted, plan=chosen, full_width=full_width,
-            trust_remote_code=trust_remote_code, tell=tell,
-        )  # fmt: skip
-        return verify_model(
-            factory, chosen, steps=steps, seed=seed, timeout=timeout, on_progress=tell, notes=(*changes, *notes)
-        )
+    wanted = resolve_plan(words, "--plan")
+    return wanted, smaller_plan(wanted, processes or max(_LEAST_PROCESSES, os.cpu_count() or 1))
 
 
 def _modules(model: Path) -> list[str]:

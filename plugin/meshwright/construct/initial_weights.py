@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.checkpoint.safetensors_file import memory_of
+from meshwright.checkpoint.safetensors_file import ShardSlice, memory_of
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of
 from meshwright.construct.init_recording import Tape
@@ -111,7 +111,7 @@ class InitialWeights:
 
     def _shard(self, parameter: nn.Parameter, rows: RowLayout, rank: int) -> Tensor | None:
         if self.files is not None and id(parameter) in self.names:
-            return self.files.read(self.names[id(parameter)], rows, rank, parameter.dtype)
+            return self.files.read(self.names[id(parameter)], ShardSlice(rows=rows, rank=rank), parameter.dtype)
         if id(parameter) in self.recipes:
             full = self.recipes[id(parameter)].compute(parameter.dtype)
         elif id(parameter) in self.values:
@@ -128,8 +128,8 @@ class InitialWeights:
                     if not isinstance(tensor, Tensor):
                         continue
                     if self.files is not None and id(tensor) in self.names:
-                        whole = RowLayout.replicated(1, 1)
-                        found.append((owner, name, self.files.read(self.names[id(tensor)], whole, 0, tensor.dtype)))
+                        buffer = self.files.read(self.names[id(tensor)], ShardSlice(), tensor.dtype)
+                        found.append((owner, name, buffer))
                     elif tensor.is_meta:
                         found.append((owner, name, self.values[id(tensor)].to(tensor.dtype)))
         return found

@@ -138,7 +138,7 @@ class Placer:
                 f"input_keys has {len(input_keys)} entries {list(input_keys)} for {len(targets)} meshes; pass one key "
                 "per mesh"
             )
-        self._targets, self._input_keys, self._share = targets, input_keys, share
+        self._targets, self._input_keys, self.share = targets, input_keys, share
         self._device_meshes: dict[ProcessMesh, DeviceMesh] = {}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.as_dtensors = as_dtensors
@@ -211,7 +211,7 @@ class Placer:
                     "which leaves this input unchanged"
                 )
             has_rows = x.ndim > 0 and x.shape[0] == portion.held
-            is_sharded = has_rows and not self._share(portion.total, Axis("", target.axis_size)).is_replicated
+            is_sharded = has_rows and not self.share(portion.total, Axis("", target.axis_size)).is_replicated
             is_sharded &= target.axis is not None
             if is_sharded and portion.is_whole and self._rank in target.mesh:
                 if not self.as_dtensors and portion.total % target.axis_size:
@@ -220,7 +220,7 @@ class Placer:
                         f"{target.axis_size}. Other inputs have another layout, so loader.weight cannot correct the "
                         "loss; use output='dtensor', or set drop_last=True"
                     )
-                share = self._share(portion.total, self._axis_of(target))
+                share = self.share(portion.total, self._axis_of(target))
                 x = take_rows(x, slice(share.low, share.high))
             if not self.as_dtensors:
                 return x if self._rank in target.mesh else None

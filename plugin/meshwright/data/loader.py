@@ -10,7 +10,7 @@ import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,17 @@ from torch import Tensor
 
 from meshwright.config import LoaderOptions
 from meshwright.data.equal_inputs import check_replicated, check_sizes
-from meshwright.data.global_batches import Portion, Sharing, even_share
+from meshwright.data.global_batches import Portion, even_share
 from meshwright.data.input_placement import Placer
 from meshwright.data.label_check import warn_without_labels
 from meshwright.data.nested import digest, is_batch, signature, to_device
-from meshwright.data.peers import Peers, check_same_rows, first_ranks
+from meshwright.data.peers import LoaderMesh, Peers, check_same_rows, first_ranks
 from meshwright.data.readers.base import Position
-from meshwright.data.readers.choose import make_reader
+from meshwright.data.readers.choose import make_reader, split_reader
 from meshwright.data.readers.map_style import MapReader
 from meshwright.data.readers.split import SplitReader
-from meshwright.data.shuffling import decoded, encoded
+from meshwright.data.shuffling import Draws, decoded, encoded
 from meshwright.faults.same_call import Claim, agreed
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 
 logger = logging.getLogger(__name__)
@@ -50,17 +49,13 @@ class DistributedLoader:
 
     Args:
         loader: a DataLoader, or any iterable of batches.
-        dp: the axis along which ranks take different rows.
-        peers: the ranks that take the same rows as this rank.
-        everyone: all ranks that read the dataset; by default those of ``dp`` and ``peers``.
-        device: the device that tensors are moved to.
-        share: the function that chooses a rank's rows of a batch.
+        mesh: the ranks that take different rows and the same rows, and this rank's device.
         placer: the Placer that puts each input on its mesh, if any.
-        is_dataset_splitted: whether the user's loader reads only this rank's part of the dataset.
-        masks_blanks: whether a blank (a row that only keeps a rank in step with the others) gets labels that no loss
-            counts. If not, only ``weight`` marks the blank.
-        may_hold_blanks: whether a batch without labels may hold a blank too. The program must then apply ``weight``.
-        options: the options for reading.
+        is_dataset_splitted: whether the user's loader reads only this rank's part.
+        blanks: how a row that only keeps a rank in step is marked: "masked" by labels that no loss counts, so that a
+            batch without labels cannot hold one; "weighted" by ``weight`` alone; or "either", by labels if there are
+            any. The user applies ``weight`` to what is not masked.
+        options: the options of reading.
 
     Raises:
         ValueError: the dataset is empty or split already.
@@ -71,35 +66,26 @@ class DistributedLoader:
     def __init__(
         self,
         loader: Iterable[Any],
+        mesh: LoaderMesh,
         *,
-        dp: Axis,
-        peers: Peers | None = None,
-        everyone: Peers | None = None,
-        device: torch.device | None = None,
-        share: Sharing = even_share,
         placer: Placer | None = None,
         is_dataset_splitted: bool = False,
-        masks_blanks: bool = True,
-        may_hold_blanks: bool = False,
+        blanks: Literal["masked", "weighted", "either"] = "masked",
         options: LoaderOptions | None = None,
     ):
         self.user_loader = loader
-        self._dp, self._peers = dp, peers or Peers()
-        self._everyone = Peers((*self._peers.axes, dp)) if everyone is None else everyone
-        self._device, self._placer = device or torch.device("cpu"), placer
+        self._dp, self._peers, self._device = mesh.dp, mesh.peers, mesh.device or torch.device("cpu")
+        self._everyone = Peers((*mesh.peers.axes, mesh.dp)) if mesh.everyone is None else mesh.everyone
+        self._placer, self._has_dtensors = placer, placer is not None and placer.as_dtensors
         self._options = options or LoaderOptions()
-        self._may_hold_blanks = may_hold_blanks
-        self._masks_blanks, self._has_dtensors = masks_blanks, placer is not None and placer.as_dtensors
+        self._blanks = blanks
         self._is_led = self._options.source == "leader" and self._peers.count > 1
-        self._reader = make_reader(
-            loader,
-            dp,
-            share,
-            readers=Peers((dp,)) if self._is_led else self._everyone,
-            is_dataset_splitted=is_dataset_splitted,
-            has_dtensors=self._has_dtensors,
-            options=self._options,
-        )
+        share = even_share if placer is None else placer.share
+        if is_dataset_splitted:
+            self._reader = split_reader(loader, mesh.dp, share, self._options, needs_equal_rows=self._has_dtensors)
+        else:
+            readers = Peers((mesh.dp,)) if self._is_led else self._everyone
+            self._reader = make_reader(loader, mesh.dp, share, readers, self._options)
         self._steps = self._iterations = self._dropped = 0
         self._sizes: str | None = None  # the inputs' sizes and dtypes, which the ranks of dp compared last
         self._weight = 1.0
@@ -243,7 +229,7 @@ class DistributedLoader:
         else:
             yield from self._receive()
 
-    def _agreed_draws(self) -> list[Any]:
+    def _agreed_draws(self) -> Draws:
         """Return the first rank's random numbers, after checking that all ranks are at the same position."""
         position = self._reader.position
         own = self._reader.draw()
@@ -256,9 +242,12 @@ class DistributedLoader:
                 f"the ranks are at different positions in the dataset: {said}. Make the same calls of load_state_dict "
                 "and set_epoch on every rank, and iterate equally far on every rank"
             )
-        return own if isinstance(self._reader, SplitReader) else first_ranks(own, self._everyone)
+        if isinstance(self._reader, SplitReader):
+            return own
+        worker_seed, *order = first_ranks([own.worker_seed, *own.order], self._everyone)
+        return Draws(worker_seed=worker_seed, order=order)
 
-    def _read_for_peers(self, draws: list[Any]) -> Iterator[Portion]:
+    def _read_for_peers(self, draws: Draws) -> Iterator[Portion]:
         portions = self._reader.read(draws)
         while True:
             try:
@@ -342,7 +331,8 @@ class DistributedLoader:
         """
         if self._cannot_share(portion.batch, portion.total):
             raise ValueError(self._too_few(portion.total))
-        if not self._has_warned and not (self._masks_blanks and _has_labels(portion.batch)):
+        has_maskable = self._blanks != "weighted" and _has_labels(portion.batch)
+        if not self._has_warned and not has_maskable:
             self._has_warned = True
             logger.warning(
                 "a batch of %d rows is spread unevenly over %d ranks, so an average of the ranks' means would weight "
@@ -350,12 +340,10 @@ class DistributedLoader:
                 portion.total,
                 self._dp.size,
             )
-        is_masked = portion.is_blank and self._masks_blanks and _has_labels(portion.batch)
-        return without_labels(portion.batch) if is_masked else portion.batch
+        return without_labels(portion.batch) if portion.is_blank and has_maskable else portion.batch
 
     def _cannot_share(self, batch: Any, rows: int) -> bool:
-        needs_labels = self._masks_blanks and not self._may_hold_blanks
-        return rows < self._dp.size and needs_labels and not _has_labels(batch)
+        return rows < self._dp.size and self._blanks == "masked" and not _has_labels(batch)
 
     def _too_few(self, rows: int) -> str:
         return (

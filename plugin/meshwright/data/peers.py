@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,6 +76,23 @@ class Peers:
         if isinstance(received, _Failure):
             raise PeerFailedError(f"the rank that reads for this one failed: {received.text}")
         return received
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderMesh:
+    """The mesh that a loader reads for, as seen from this rank.
+
+    Args:
+        dp: this rank's place among the ranks that take different rows.
+        peers: the ranks that take the same rows as this one.
+        everyone: all of these ranks; by default ``dp`` and ``peers``.
+        device: the device that tensors are moved to, by default the CPU.
+    """
+
+    dp: Axis
+    peers: Peers = field(default_factory=Peers)
+    everyone: Peers | None = None
+    device: torch.device | None = None
 
 
 def check_same_rows(everyone: Peers, place: int, code: int, where: str) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from meshwright.data.epoch_order import InOrder, Listed, Order, shuffled
 from meshwright.data.global_batches import EqualBatches, ListedBatches
-from meshwright.data.shuffling import GeneratorShuffle, RandomState, WorkerSeeds, decoded, random_number
+from meshwright.data.shuffling import Draws, GeneratorShuffle, RandomState, WorkerSeeds, decoded, random_number
 
 Batches = EqualBatches | ListedBatches
 
@@ -90,8 +90,8 @@ class Sampling:
             return len(self._batches(self.length))
         return len(self._batch_sampler)
 
-    def draw(self, epoch: int, samples: int) -> list[Any]:
-        """Draw this epoch's random numbers: a seed for the workers, and the numbers that determine the order.
+    def draw(self, epoch: int, samples: int) -> Draws:
+        """Draw this epoch's random numbers: a seed for the workers, and what the order needs.
 
         Args:
             epoch: the epoch to read.
@@ -100,33 +100,32 @@ class Sampling:
         goes_on = self._is_loaded and samples > 0
         self._is_loaded = False
         if goes_on and self.kind != "listed":
-            return [self._worker_seeds.go_on(samples)]
+            return Draws(worker_seed=self._worker_seeds.go_on(samples))
         if self._shuffle:
             return self._shuffle.draw(epoch)
         if goes_on:
-            return [self._worker_seeds.go_on(samples), *self._listed_again()]
+            return Draws(worker_seed=self._worker_seeds.go_on(samples), order=self._listed_again())
         worker_seed = self._worker_seeds.draw()
         if self.kind == "sequential":
-            return [worker_seed]
+            return Draws(worker_seed=worker_seed)
         if self.kind == "shuffled":
-            return [worker_seed, random_number(None)]
+            return Draws(worker_seed=worker_seed, order=[random_number(None)])
         self._drawn_from = RandomState(self._source.get_state())
-        return [worker_seed, *self._listed()]
+        return Draws(worker_seed=worker_seed, order=self._listed())
 
-    def begin(self, draws: list[Any], epoch: int) -> tuple[Order, Batches]:
-        """Return the order and the batches of an epoch, given the numbers that ``draw`` returned on some rank."""
+    def begin(self, numbers: list[Any], epoch: int) -> tuple[Order, Batches]:
+        """Return the order and the batches of an epoch, from the numbers for its order that some rank drew."""
         self._is_begun = True
-        own = draws[1:]
         if self.kind == "listed":
-            sizes, indices = own[1 : 1 + own[0]], own[1 + own[0] :]
+            sizes, indices = numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
             batches = self._batches(len(indices)) if self.has_equal_batches else ListedBatches(sizes)
             return Listed(indices), batches
         order: Order = InOrder()
         if self._shuffle:
-            order = self._shuffle.begin(own, epoch) if own else self._shuffle.go_on()
+            order = self._shuffle.begin(numbers, epoch) if numbers else self._shuffle.go_on()
         elif self.kind == "shuffled":
-            if own:
-                self._order_seed = own[0]
+            if numbers:
+                self._order_seed = numbers[0]
             assert self._order_seed is not None
             order = shuffled(self.length, self._order_seed)
         return order, self._batches(self.length)

@@ -12,7 +12,7 @@ from meshwright.config import LoaderOptions, Source
 from meshwright.data.global_batches import chunk_share, even_share
 from meshwright.data.input_placement import Placer, Target, Targets, flat, match_targets
 from meshwright.data.loader import DistributedLoader
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
 from meshwright.faults.guard import active_guard, start_guard
 from meshwright.faults.same_call import Claim, agreed
@@ -125,20 +125,16 @@ def shard_dataloader(
     device_type = wire_device().type if is_dtensor and device.type == "cpu" else device.type
     dp, peers = _places(targets, device_type)
     placer = Placer(targets, input_keys, share, as_dtensors=is_dtensor, device_type=device_type)
-    everyone = _everyone(targets)
+    mesh = LoaderMesh(dp=dp, peers=peers, everyone=_everyone(targets), device=device)
 
     def make() -> Claim[DistributedLoader]:
         _check_outsiders(loader, flat(targets), is_dataset_splitted)
         return DistributedLoader(
             loader,
-            dp=dp,
-            peers=peers,
-            everyone=everyone,
-            device=device,
-            share=share,
+            mesh,
             placer=placer,
             is_dataset_splitted=is_dataset_splitted,
-            masks_blanks=False,
+            blanks="weighted",
             options=options,
         ).claim()
 

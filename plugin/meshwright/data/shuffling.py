@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,19 @@ from torch import Generator, Tensor
 
 from meshwright.data import epoch_order as order
 from meshwright.data.epoch_order import Order, Permutation, Permuted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """The random numbers of one epoch.
+
+    Args:
+        worker_seed: the seed of the workers; 0 for a loader that draws its own.
+        order: the numbers that the order follows from; empty if it is known without them.
+    """
+
+    worker_seed: int = 0
+    order: list[Any] = field(default_factory=list)
 
 
 class WorkerSeeds:
@@ -90,13 +103,14 @@ class GeneratorShuffle:
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)
 
-    def draw(self, epoch: int) -> list[int]:
-        """Return an epoch's worker seed, and the generator's state before the epoch's order is drawn."""
+    def draw(self, epoch: int) -> Draws:
+        """Return the worker seed of an epoch, and the generator's state before its order."""
         if self._first is None:
             self._first = self._generator.get_state()
         if epoch != self._next:
             self._go_to(epoch)
-        return [self._worker_seeds.draw(), *self._generator.get_state().view(torch.int64).tolist()]
+        worker_seed = self._worker_seeds.draw()
+        return Draws(worker_seed=worker_seed, order=self._generator.get_state().view(torch.int64).tolist())
 
     def begin(self, state: list[int], epoch: int) -> Order:
         """Return the order of an epoch, drawn from the given state of some rank's generator."""

@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.config import LANES
-from meshwright.data.lane_order import Lane, deal, next_batches
 from meshwright.data.readers.read_ahead import ReadAhead
 from meshwright.data.shards import LaneReader, as_source, window_start
+from meshwright.data.stream_order import Lane, deal, next_batches
 from meshwright.errors import PeerFailedError
 from meshwright.faults.interpose import own_collectives
 from meshwright.parallel.collectives import Axis

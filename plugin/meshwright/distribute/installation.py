@@ -14,6 +14,7 @@ from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.distribute.check_arguments import explained
+from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
 from meshwright.faults.together import succeed_together
@@ -28,7 +29,7 @@ from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.generate_together import sample_together
-from meshwright.parallel.head_losses import LossKind, install_loss
+from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -43,7 +44,7 @@ from meshwright.parallel.tensor_parallel import (
 )
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
-from meshwright.roles import plan_for
+from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
 
 
@@ -88,6 +89,22 @@ class Installation:
     loss: LossKind | None
     runtime: Runtime
     device: torch.device
+
+    @classmethod
+    def on_fake_rank(cls, model: Any, plan: ParallelPlan, sharding_plan: ShardingPlan | None = None) -> Installation:
+        """Decide what ``to_distributed`` would decide on this rank of a fake world: on CPU, and without a guard."""
+        decoder, device = without_wrappers(model)[1], torch.device("cpu")
+        config = ToDistributedConfig(plan=plan, sharding_plan=sharding_plan)
+        tp, dp = build_axes(plan, device)
+        return cls(
+            model=model,
+            plan=plan,
+            config=config,
+            structure=structure_of(decoder, plan, config),
+            loss=find_loss(decoder),
+            runtime=Runtime(tp=tp, dp=dp, parameters=[], plan=plan),
+            device=device,
+        )
 
     @property
     def decoder(self) -> Any:

@@ -16,7 +16,7 @@ from meshwright.choose.picked_plan import choose_plan
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
-from meshwright.data.peers import Peers
+from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
@@ -151,9 +151,8 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], tp: Axis, dp: Axis, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    return made_together(
-        lambda: DistributedLoader(dataloader, dp=dp, peers=Peers((tp,)), device=device, options=config.loader)
-    )
+    mesh = LoaderMesh(dp=dp, peers=Peers((tp,)), device=device)
+    return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
 
 
 def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import interpose
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
-from meshwright.faults.hub import Hub
 from meshwright.faults.link import Link
+from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, differences
 from meshwright.mesh.process_group import wire_device
 

@@ -86,9 +86,11 @@ def observe(observer: Observer | None) -> None:
     for name in COLLECTIVES:
         if (method := getattr(dist.ProcessGroup, name, None)) is not None:
             setattr(dist.ProcessGroup, name, _observed_collective(name, method))
-    setattr(dist.ProcessGroup, "send", _observed_send(dist.ProcessGroup.send))  # noqa: B010  mypy refuses methods
-    setattr(dist.ProcessGroup, "recv", _observed_receive(dist.ProcessGroup.recv))  # noqa: B010
-    setattr(dist.Work, "wait", _explained(dist.Work.wait))  # noqa: B010
+    group, work = dist.ProcessGroup, dist.Work
+    for owner, name, wrap in (
+        (group, "send", _observed_send), (group, "recv", _observed_receive), (work, "wait", _explained)
+    ):  # fmt: skip
+        setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:

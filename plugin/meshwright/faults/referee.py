@@ -1,7 +1,7 @@
 """The rules by which the hub knows which ranks are alive, which rank waits for which, and what failed first.
 
-The rules use no sockets or clocks. One referee serves all ranks (see hub.py). Each call takes a rank's message and the
-time, and returns the messages to send to ranks.
+They use no sockets or clocks. One referee serves all ranks (see referee_server.py). Each call takes a rank's message
+and the time, and returns the messages to send to ranks.
 """
 
 from __future__ import annotations

@@ -39,19 +39,8 @@ def install_gradient_sync(
             ``runtime.weights`` must be attached.
         bucket_bytes: size of the buckets in which gradients are reduced.
     """
-    tp, dp, meet = runtime.tp, runtime.dp, runtime.meet_over_dp
-    runtime.syncs.clear()  # hooks of an earlier call have weak references to the syncs, and do nothing from now on
-    trained = TrainedParameters(
-        model,
-        optimizer,
-        tp=tp,
-        dp=dp,
-        zero_stage=zero_stage,
-        weights=runtime.weights,
-        bucket_bytes=bucket_bytes,
-        meet=meet,
-        syncs=runtime.syncs,
-    )
+    runtime.syncs.clear()  # hooks of an earlier call refer to these weakly, and then do nothing
+    trained = TrainedParameters(model, optimizer, runtime, zero_stage=zero_stage, bucket_bytes=bucket_bytes)
     runtime.trained, runtime.parameters, runtime.zero = trained, trained.parameters, trained.zero
     if optimizer is not None:
         runtime.has_optimizer = True

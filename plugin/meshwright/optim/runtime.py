@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, CheckpointError
 from meshwright.faults.guard import Guard
-from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axis
@@ -29,6 +28,16 @@ from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 
 _ATTRIBUTE = "_meshwright"
+
+
+class RequiresGrad(Protocol):
+    """Follows which parameters the program freezes and thaws."""
+
+    def follow(self) -> None:
+        """Called before each forward pass of the model, to take in what has changed."""
+
+    def check(self) -> None:
+        """Called before a step; raises ValueError if the gradient of a thawed parameter is this rank's own."""
 
 
 @dataclass(eq=False)
@@ -72,7 +81,7 @@ class Runtime:
     loss: BatchLoss | None = None
     uneven: UnevenBatches | None = None
     hooked: HookedModules | None = None
-    trained: TrainedParameters | FixedParameters | None = None
+    trained: RequiresGrad | None = None
     gathers_logits: bool = False
     names_only: bool = False
     engine: str | None = None

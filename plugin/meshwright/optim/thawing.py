@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.optim.zero3_layers import ShardedWeights
+from meshwright.optim.runtime import Runtime
 from meshwright.optim.zero_optimizer import ReduceScatter, ShardedBucket, bind_optimizer, lay_out, step_slices
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradient_buckets import make_buckets
 from meshwright.parallel.gradient_sync import IN_FLIGHT, AllReduce, GradientSync
 from meshwright.parallel.row_layout import record_of
@@ -24,14 +22,11 @@ class TrainedParameters:
     If the parameter is frozen later, it keeps both and gets no gradients.
 
     Args:
-        model: the model, whose parameters have shard records.
-        optimizer: the optimizer of the model's parameters, if any.
-        tp, dp: the axes, with this rank's place on them.
-        zero_stage: the ZeRO stage, 0 to 3. On one data-parallel rank, stages 2 and 3 act as stage 1.
-        weights: the model's sharded weights under stage 3.
+        model: the model, whose parameters carry records.
+        optimizer: the optimizer of those parameters, if any.
+        runtime: the model's runtime, whose ``syncs`` this class fills; under stage 3 its ``weights`` are attached.
+        zero_stage: 0 to 3; on one data-parallel rank, 2 and 3 act as 1.
         bucket_bytes: size of the buckets in which gradients are reduced.
-        meet: function that is called once per synchronised pass.
-        syncs: list that this class fills with the objects that synchronise the gradients.
 
     Attributes:
         parameters: all parameters that were ever trainable.
@@ -42,17 +37,14 @@ class TrainedParameters:
         self,
         model: nn.Module,
         optimizer: Optimizer | None,
+        runtime: Runtime,
         *,
-        tp: Axis,
-        dp: Axis,
         zero_stage: int,
-        weights: ShardedWeights | None,
         bucket_bytes: int,
-        meet: Callable[[], None],
-        syncs: list[GradientSync],
     ):
+        tp, dp, weights, syncs = runtime.tp, runtime.dp, runtime.weights, runtime.syncs
         self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights
-        self.bucket_bytes, self._meet = bucket_bytes, meet
+        self.bucket_bytes, self._meet = bucket_bytes, runtime.meet_over_dp
         stage = 3 if weights is not None else zero_stage if dp.size > 1 else min(zero_stage, 1)
         self.stage = 0 if stage == 1 and optimizer is None else stage
         self.parameters: list[nn.Parameter] = []
@@ -68,7 +60,9 @@ class TrainedParameters:
                 bind_optimizer(optimizer, self.zero)
             # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
             in_flight = IN_FLIGHT if weights is None else 1
-            self._of_zero = GradientSync([], tp=tp, reduction=self.zero, meet=meet, in_flight=in_flight, peers=syncs)
+            self._of_zero = GradientSync(
+                [], tp=tp, reduction=self.zero, meet=self._meet, in_flight=in_flight, peers=syncs
+            )
             self.syncs.append(self._of_zero)
         self._take_in(self._new())
 

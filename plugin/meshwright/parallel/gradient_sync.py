@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.collectives import Axis, start_all_reduce
@@ -64,7 +65,6 @@ class GradientSync:
         buckets: the buckets, in the order in which backward completes them; buckets with partial gradients come last.
         tp: the axis over which copies are averaged.
         reduction: the reduction over the data-parallel axis.
-        unreduced: sharded parameters that are in no bucket, since their gradients need no reduction.
         meet: a function that compares the ranks, called once per synchronised pass, before the gradients are used.
         in_flight: the number of buckets that are reduced at the same time.
         peers: all ``GradientSync`` objects of the same model, in order. The first overlaps with backward. The others
@@ -77,7 +77,6 @@ class GradientSync:
         *,
         tp: Axis,
         reduction: Reduction,
-        unreduced: Iterable[nn.Parameter] = (),
         meet: Callable[[], None] = lambda: None,
         in_flight: int = IN_FLIGHT,
         peers: list[GradientSync] | None = None,
@@ -99,10 +98,15 @@ class GradientSync:
         self._finish: list[Callable[[], None]] = []
         self._bucket_of: dict[int, int] = {}
         self._copies: dict[int, Tensor | float] = {}
-        self.extend(buckets, unreduced)
+        self.extend(buckets)
 
     def extend(self, buckets: Iterable[Bucket], unreduced: Iterable[nn.Parameter] = ()) -> None:
-        """Synchronise more parameters; call this between two backward passes. The class describes the arguments."""
+        """Synchronise more parameters, between two backward passes.
+
+        Args:
+            buckets: as for the class.
+            unreduced: sharded parameters in no bucket, whose gradients need no reduction.
+        """
         for bucket in buckets:
             self._bucket_of |= {id(p): len(self.buckets) for p in bucket.parameters}
             self._copies |= {id(p): record_of(p).copies(p) for p in bucket.parameters if record_of(p).is_grad_partial}
@@ -274,6 +278,8 @@ class AllReduce:
 
     def __init__(self, dp: Axis):
         self.dp = dp
+        # The gradients that no_sync() left unsynchronised; a reduction replaces the tensors.
+        self._unreduced = WeakTensorKeyDictionary()
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Do nothing: gradients accumulate in ``.grad`` as on one device."""
@@ -288,10 +294,10 @@ class AllReduce:
         for parameter in bucket.parameters:
             _guard(parameter)
             if parameter.grad is not None:
-                setattr(parameter.grad, _OWN, True)
+                self._unreduced[parameter.grad] = True
 
     def holds(self, bucket: Bucket) -> bool:
-        return any(getattr(parameter.grad, _OWN, False) for parameter in bucket.parameters)
+        return any(p.grad is not None and p.grad in self._unreduced for p in bucket.parameters)
 
     def take(self, bucket: Bucket) -> Tensor:
         flat = bucket.flatten_gradients(1 / self.dp.size, extra=len(bucket.parameters))
@@ -316,10 +322,6 @@ class AllReduce:
                 _guard(parameter)
 
         return finish
-
-
-# Attribute that marks a gradient left unsynchronised by no_sync(). A reduction replaces the tensor and its mark.
-_OWN = "meshwright_own"
 
 
 def _guard(parameter: nn.Parameter) -> None:

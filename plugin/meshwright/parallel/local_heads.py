@@ -30,18 +30,19 @@ class LocalConfig:
 
 def localise_attributes(block: Block) -> None:
     """Set the head counts and widths in a block's modules to those of this rank's part."""
-    for projection in (*block.columns, block.row):
+    module: Any = block.module
+    projections: list[Any] = [*block.columns, block.row]
+    for projection in projections:
         if is_transposed(projection):
-            setattr(projection, "nf", out_features(projection))  # noqa: B010  the width that Conv1D reshapes to
+            projection.nf = out_features(projection)  # the width that Conv1D reshapes to
     for name, value in block.local_attributes.items():
-        setattr(block.module, name, value)
-    if block.heads is not None and block.has_fused_qkv and hasattr(block.module, "config"):
-        local = LocalConfig(
-            block.module.config,
+        setattr(module, name, value)
+    if block.heads is not None and block.has_fused_qkv and hasattr(module, "config"):
+        module.config = LocalConfig(
+            module.config,
             num_attention_heads=block.heads.local_heads,
             num_key_value_heads=block.heads.num_local_kv_heads,
         )
-        setattr(block.module, "config", local)  # noqa: B010  type checkers refuse an assignment to nn.Module
 
 
 class HeadInputs:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UnreadableTensorError
-from meshwright.parallel.tensor_guards import ShardedLogits, is_metadata
+from meshwright.parallel.tensor_guards import ShardedLogits, UnreadableTensor
 
 
 class Pieces:
@@ -91,20 +91,14 @@ class _Read(torch.autograd.Function):
         )
 
 
-class _Unkept(Tensor):
-    """A placeholder for an output of the whole batch that was not kept. Reading it raises."""
+class _Unkept(UnreadableTensor):
+    """Stands in for an output of the whole batch that was not kept; reading it raises."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_metadata(func):
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise UnreadableTensorError(
-            "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
-            "their outputs need not fit in memory at once. To read outputs.logits of the batch, pass "
-            "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
-        )
+    _MESSAGE = (
+        "this output was not kept: the plan runs the batch as micro-batches and keeps only their loss, so that "
+        "their outputs need not fit in memory together. To read outputs.logits of the batch, pass "
+        "ToDistributedConfig(gather_logits=True), or call the model in eval mode or without labels"
+    )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "(output of micro-batches, not kept: see ToDistributedConfig.gather_logits)"

@@ -24,18 +24,36 @@ _SHAPE: frozenset[Any] = frozenset(
 )
 
 
-def is_metadata(func: Callable[..., Any]) -> bool:
-    """Return whether a function of a tensor reads none of its values."""
-    return func in _METADATA or func in _SHAPE
+class UnreadableTensor(Tensor):
+    """A tensor that raises where an operation would read its values."""
+
+    _MESSAGE: ClassVar[str]
+
+    @classmethod
+    def _allows(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        return func in _METADATA or func in _SHAPE
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if cls._allows(func, args):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise UnreadableTensorError(cls._MESSAGE)
 
 
-class ShardedLogits(Tensor):
-    """The logits of this rank's words of the vocabulary, in training with labels.
+class ShardedLogits(UnreadableTensor):
+    """Logits of this rank's vocabulary rows, in training with labels.
 
     Models scale and cap logits before the loss, so elementwise arithmetic with numbers works.
     Everything else raises an error that names the option that gathers the logits.
     """
 
+    _MESSAGE = (
+        "in training with labels the logits stay sharded over the vocabulary, and each rank has only its own "
+        "words. To read outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval "
+        "mode or without labels, where the logits are whole"
+    )
     _ELEMENTWISE: ClassVar[set[Any]] = {
         torch.tanh,
         Tensor.tanh,
@@ -53,33 +71,25 @@ class ShardedLogits(Tensor):
     }
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def _allows(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         others_are_numbers = not any(isinstance(arg, Tensor) for arg in args[1:])
-        if func in _METADATA or (func in cls._ELEMENTWISE and others_are_numbers):
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise UnreadableTensorError(
-            "in training with labels the logits stay sharded over the vocabulary, and each rank has only its own "
-            "words. To read outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval "
-            "mode or without labels, where the logits are whole"
-        )
+        return func in _METADATA or (func in cls._ELEMENTWISE and others_are_numbers)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "ShardedLogits(not gathered: see ToDistributedConfig.gather_logits)"
 
 
-class HeldGradient(Tensor):
-    """A placeholder in ``parameter.grad`` for a gradient that ZeRO has moved to its shards.
+class HeldGradient(UnreadableTensor):
+    """Stands in ``parameter.grad`` for a gradient that ZeRO has moved to its shards.
 
     The placeholder has the parameter's shape and no memory. Setting ``parameter.grad`` to None, or zeroing it in
     place, clears the gradient.
     """
 
+    _MESSAGE = (
+        "under ZeRO the reduced gradient is in shards over the data-parallel axis, not in parameter.grad. Clip "
+        "with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
+    )
     _CLEARING: ClassVar[set[Any]] = {Tensor.zero_, torch._foreach_zero_, Tensor.requires_grad_, Tensor.detach_}
 
     @classmethod
@@ -97,11 +107,7 @@ class HeldGradient(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in cls._CLEARING:
             tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -112,12 +118,7 @@ class HeldGradient(Tensor):
                     else:
                         tensor.zero_()
             return args[0]
-        if is_metadata(func):
-            return super().__torch_function__(func, types, args, kwargs or {})
-        raise UnreadableTensorError(
-            "under ZeRO the reduced gradient is in shards over the data-parallel axis, not in parameter.grad. Clip "
-            "with meshwright.clip_grad_norm_(model, max_norm), and read with meshwright.full_gradients(model)"
-        )
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "HeldGradient(in the ZeRO shards: see meshwright.full_gradients)"

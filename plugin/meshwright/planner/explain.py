@@ -14,6 +14,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.search import Choice, Search, search
+from meshwright.planner.space import Space
 
 TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
 _GIB = 2**30
@@ -63,7 +64,8 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    other = search(found.shape, cluster, job, found.profile, allow_future=found.allow_future, top=1, budget=budget)
+    space = Space(shape=found.shape, cluster=cluster, job=job, allow_future=found.allow_future)
+    other = search(space, found.profile, top=1, budget=budget)
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]
@@ -83,13 +85,12 @@ def no_fit(found: Search) -> PlanError:
 
 
 def _remedies(found: Search) -> Iterator[str]:
-    shape, cluster, job, profile = found.shape, found.cluster, found.job, found.profile
+    cluster, job = found.cluster, found.job
 
     def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
+        space = Space(shape=found.shape, cluster=cluster, job=job, allow_future=later or found.allow_future)
         try:
-            other = search(
-                shape, cluster, job, profile, allow_future=later or found.allow_future, top=1, budget=found.budget
-            )
+            other = search(space, found.profile, top=1, budget=found.budget)
         except PlanError:
             return None
         return other.choices[0].plan.label if other.choices else None

@@ -70,8 +70,10 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
     recomputed = shape.layers if plan.recompute == "full" else 0
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
-    forward = _forward(shape, plan, saved, recomputed, seq_len, b, gathered)
-    backward = _backward(shape, plan, saved, recomputed, members, seq_len, b, cpu, gathered)
+    micro = _MicroBatch(
+        shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered
+    )
+    forward, backward = _forward(micro), _backward(micro, members, cpu)
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
@@ -112,10 +114,22 @@ class _Gathered:
         return _Gathered(layers=layer * min(2, shape.layers), head=head)
 
 
-def _forward(
-    shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, seq_len: int, b: int, gathered: _Gathered
-) -> float:
-    n = plan.micro_batch * seq_len
+@dataclass(frozen=True, kw_only=True)
+class _MicroBatch:
+    """One micro-batch on one rank: its sizes, and what forward saves and gathers for it."""
+
+    shape: ModelShape
+    plan: Candidate
+    seq_len: int
+    element_bytes: int
+    saved: Saved
+    recomputed: int
+    gathered: _Gathered
+
+
+def _forward(micro: _MicroBatch) -> float:
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+    saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words = -(-shape.vocab // plan.tp)
     # The loss reads 32-bit logits, a copy if the logits are 16-bit. It overwrites sharded logits in place.
     loss = n * words * (b if b < 4 else 0) if plan.tp > 1 else n * words * (4 + (b if b < 4 else 0))
@@ -131,11 +145,9 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
     return n * shape.hidden * b * (2 if plan.tp > 1 else 1)
 
 
-def _backward(
-    shape: ModelShape, plan: Candidate, saved: Saved, recomputed: int, members: list[Parameter], seq_len: int, b: int,
-    cpu: bool, gathered: _Gathered,
-) -> float:  # fmt: skip
-    n = plan.micro_batch * seq_len
+def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+    saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
     total = saved.total(shape.layers, recomputed)
     # The 32-bit gradient of the logits is a new tensor without tp; with tp it overwrites the logits. Then the gradient
@@ -148,8 +160,7 @@ def _backward(
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
     if shape.traits.keeps_scores:
-        # Two tensors of the scores' size are alive: scores, capped scores, their softmax, or gradients.
-        attention += 2 * n * b * seq_len * shape.heads / plan.tp
+        attention += 2 * n * b * micro.seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
     counts = Counter(member.layer for member in members)
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.dp > 1

@@ -71,15 +71,7 @@ class Search:
 
 
 def search(
-    shape: ModelShape,
-    cluster: Cluster,
-    job: Job,
-    profile: HardwareProfile | None = None,
-    *,
-    allow_future: bool = False,
-    top: int = 5,
-    budget: float | None = None,
-    most_zero: int = 3,
+    space: Space, profile: HardwareProfile | None = None, *, top: int = 5, budget: float | None = None
 ) -> Search:
     """Return the fastest plans that fit.
 
@@ -88,21 +80,17 @@ def search(
     the times of the best plans found so far.
 
     Args:
-        shape: the model.
-        cluster: the devices.
-        job: sequence length and global batch.
+        space: the model, the devices and the job, and which plans to include.
         profile: the coefficients (default: the catalogue's).
-        allow_future: whether to include plans that this version's runtime cannot run.
         top: number of plans to return.
         budget: memory per device that a plan may fill, in bytes (default: 90 % of the device's memory).
-        most_zero: the highest ZeRO stage to include.
 
     Raises:
         PlanError: there is no legal plan.
     """
+    shape, cluster, job = space.shape, space.cluster, space.job
     profile = profile or HardwareProfile(name="catalogue")
     budget = budget if budget is not None else _HEADROOM * cluster.device.memory
-    space = Space(shape=shape, cluster=cluster, job=job, allow_future=allow_future, most_zero=most_zero)
     model = StepModel(shape, cluster, profile.coefficients)
     considered = 0
     bounded: list[tuple[float, int, Candidate, Memory]] = []
@@ -143,7 +131,7 @@ def search(
         cluster=cluster,
         job=job,
         profile=profile,
-        allow_future=allow_future,
+        allow_future=space.allow_future,
         choices=tuple(
             Choice(
                 plan=plan, time=time, memory=memory, mfu=peak / total,

@@ -61,7 +61,7 @@ class Space:
     job: Job
     allow_future: bool = False
     most_zero: int = 3
-    pruned: dict[str, str] = field(default_factory=dict)
+    pruned: dict[str, str] = field(default_factory=dict, init=False)
 
     def regions(self) -> Iterator[Region]:
         """Yield the legal layouts of the ranks, in a fixed order."""

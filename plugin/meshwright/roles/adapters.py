@@ -18,9 +18,9 @@ def is_adapted(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))
 
 
-def projection(module: nn.Module) -> Any:
-    """Return a projection without its adapters."""
-    return getattr(module, "base_layer") if is_adapted(module) else module  # noqa: B009  no attribute of nn.Module
+def projection(module: Any) -> Any:
+    """Return the projection itself, without its adapters."""
+    return module.base_layer if is_adapted(module) else module
 
 
 def without_wrappers(model: nn.Module) -> tuple[str, nn.Module]:

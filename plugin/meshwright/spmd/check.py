@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import ParallelPlan
 from meshwright.construct.initial_weights import InitialWeights
-from meshwright.distribute.check_launch import build_axes
-from meshwright.distribute.installation import Installation, structure_of
+from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
 from meshwright.roles import ShardingPlan, plan_for
@@ -72,8 +70,12 @@ def check_plan(
     for rank in range(plan.tp):
         with fake_world(plan.world_size, rank * _stride(plan)):
             model = model_factory().train()
-            runtime, structure = _install(model, plan, sharding_plan)
-            found = _check_step(model, runtime, structure, inputs)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+            installation = Installation.on_fake_rank(model, plan, sharding_plan)
+            installation.make_weights(InitialWeights.find(model, None).make).attach(model)
+            installation.install(optimizer, seed=0)
+            structure = installation.structure
+            found = _check_step(model, installation.runtime, structure, inputs)
             if expected is not None and structure is not None and not found:
                 own = RowsRead.of(model, structure, inputs)
                 found += [Finding(name, "reads", problem) for name, problem in compare_rows(expected, own, rank)]
@@ -91,26 +93,6 @@ def _stride(plan: ParallelPlan) -> int:
     here = [0] * grid.ndim
     here[index] = 1
     return coordinates.get(tuple(here), 1)
-
-
-def _install(model: Any, plan: ParallelPlan, roles: ShardingPlan | None) -> tuple[Runtime, DecoderStructure | None]:
-    """Do what ``to_distributed`` does on this rank, without communication."""
-    decoder = without_wrappers(model)[1]
-    config = ToDistributedConfig(plan=plan, sharding_plan=roles)
-    tp, dp = build_axes(plan, torch.device("cpu"))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    installation = Installation(
-        model=model,
-        plan=plan,
-        config=config,
-        structure=structure_of(decoder, plan, config),
-        loss=find_loss(decoder),
-        runtime=Runtime(tp=tp, dp=dp, parameters=[], plan=plan),
-        device=torch.device("cpu"),
-    )
-    installation.make_weights(InitialWeights.find(model, None).make).attach(model)
-    installation.install(optimizer, seed=0)
-    return installation.runtime, installation.structure
 
 
 def _check_step(

@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.config import ParallelPlan
 from meshwright.construct.initial_weights import NewTensors
-from meshwright.distribute.check_launch import build_axes
-from meshwright.distribute.installation import Installation, structure_of
+from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, make_shards
 from meshwright.tracing.fake_world import fake_world
@@ -151,8 +149,6 @@ class Step:
 def _install(
     model: Any, plan: ParallelPlan, make_optimizer: OptimizerFactory, fake: FakeTensorMode
 ) -> tuple[Runtime, Optimizer]:
-    tp, dp = build_axes(plan, torch.device("cpu"))
-    config = ToDistributedConfig(plan=plan)
     optimizer = make_optimizer(model.parameters())
 
     def empty_shard(parameter: nn.Parameter, rows: RowLayout) -> Tensor:
@@ -165,15 +161,7 @@ def _install(
     def make(model: nn.Module, layouts: Any, tp: Axis, device: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
         return NewTensors(make_shards(model, layouts, tp, device, empty_shard, keep), _empty_buffers(model, fake))
 
-    installation = Installation(
-        model=model,
-        plan=plan,
-        config=config,
-        structure=structure_of(model, plan, config),
-        loss=find_loss(model),
-        runtime=Runtime(tp=tp, dp=dp, parameters=[]),
-        device=torch.device("cpu"),
-    )
+    installation = Installation.on_fake_rank(model, plan)
     with fake:
         made = installation.make_weights(make)
     made.attach(model)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from meshwright.data.global_batches import Portion
+from meshwright.data.shuffling import Draws
 
 VERSION = 2
 WORKER_SEEDS = 2**62  # leaves room for the worker's number, which is added to a seed
@@ -100,10 +101,10 @@ class Reader(Protocol):
     def describe(self) -> dict[str, str]:
         """Return the values that must be equal on all ranks, by name."""
 
-    def draw(self) -> list[Any]:
+    def draw(self) -> Draws:
         """Draw the epoch's random numbers on this rank."""
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         """Yield the rest of the epoch from ``position`` on, and move ``position`` past each batch."""
 
     def set_epoch(self, epoch: int) -> None:

@@ -21,25 +21,23 @@ from meshwright.parallel.collectives import Axis
 logger = logging.getLogger(__name__)
 
 
-def make_reader(
-    loader: Any,
-    dp: Axis,
-    share: Sharing,
-    *,
-    readers: Peers,
-    is_dataset_splitted: bool,
-    has_dtensors: bool,
-    options: LoaderOptions,
-) -> Reader:
+def split_reader(loader: Any, dp: Axis, share: Sharing, options: LoaderOptions, *, needs_equal_rows: bool) -> Reader:
+    """Return the reader for a loader of this rank's part of a dataset.
+
+    Raises:
+        ValueError: an empty dataset, or options that do not fit it.
+    """
+    own = _reader_of_whole(loader, Axis(dp.name), share, Peers(), options, may_stream=False)
+    drop_last = bool(getattr(loader, "drop_last", False))
+    return SplitReader(own, dp, drop_last=drop_last, needs_equal_rows=needs_equal_rows)
+
+
+def make_reader(loader: Any, dp: Axis, share: Sharing, readers: Peers, options: LoaderOptions) -> Reader:
     """Return the reader that fits a loader.
 
     Raises:
-        ValueError: the dataset is empty, it is split but ``is_dataset_splitted`` is False, or the options do not fit.
+        ValueError: an empty dataset, one that is split already, or options that do not fit it.
     """
-    if is_dataset_splitted:
-        own = _reader_of_whole(loader, Axis(dp.name), share, Peers(), options, may_stream=False)
-        drop_last = bool(getattr(loader, "drop_last", False))
-        return SplitReader(own, dp, drop_last=drop_last, needs_equal_rows=has_dtensors)
     if what := split_by(loader):
         raise ValueError(
             f"the loader is split already, by {what}, and would be split a second time; pass the whole dataset in a "

@@ -14,6 +14,7 @@ from meshwright.data.fingerprint import fingerprint
 from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.sampler_order import Batches, Sampling
+from meshwright.data.shuffling import Draws
 from meshwright.parallel.collectives import Axis
 
 
@@ -84,19 +85,19 @@ class MapReader:
             "has a generator or seed": str(sampling.generator is not None),
         }
 
-    def draw(self) -> list[Any]:
+    def draw(self) -> Draws:
         return self._sampling.draw(self.position.epoch, self.position.samples)
 
     @property
     def follows_torch(self) -> bool:
         return self._sampling.follows_torch
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         position = self.position
-        order, batches = self._sampling.begin(draws, position.epoch)
-        self._check_order(draws)
+        order, batches = self._sampling.begin(draws.order, position.epoch)
+        self._check_order(draws.order)
         self._indices.begin(order, batches, position.samples)
-        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
+        self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
         self.dropped, self.least = batches.dropped(position.samples), batches.least(position.samples)
         rest = batches.after(position.samples)
         for (start, rows), batch in zip(rest, self._loader(), strict=True):
@@ -156,11 +157,11 @@ class MapReader:
             if callable(tell := getattr(part, "set_epoch", None)):
                 tell(self.position.epoch)
 
-    def _check_order(self, draws: list[Any]) -> None:
-        """Raise if the user's sampler drew a different order than in the run that saved the loaded state."""
+    def _check_order(self, numbers: list[Any]) -> None:
+        """Raise if the user's sampler drew an order other than the state's, since the samples would then differ."""
         if self._sampling.kind != "listed":
             return
-        drawn = zlib.crc32(repr(draws[1:]).encode())
+        drawn = zlib.crc32(repr(numbers).encode())
         if self.position.samples and self._order not in (None, drawn):
             raise ValueError(
                 "the loader's sampler drew a different order than in the epoch of the state, so the samples not yet "

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.data.global_batches import Portion
 from meshwright.data.peers import Peers
 from meshwright.data.readers.base import VERSION, Position, Reader, check_state
+from meshwright.data.shuffling import Draws
 from meshwright.parallel.collectives import Axis
 
 logger = logging.getLogger(__name__)
@@ -56,10 +57,10 @@ class SplitReader:
     def describe(self) -> dict[str, str]:
         return {"drop_last": str(self._drop_last), "batch size": str(self.batch_size)}
 
-    def draw(self) -> list[Any]:
-        return []
+    def draw(self) -> Draws:
+        return Draws()
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         self._own.position = Position(self.position.epoch, 0, is_fresh=False)
         portions = islice(self._own.read(self._own.draw()), self.position.samples, None)
         last: Portion | None = None

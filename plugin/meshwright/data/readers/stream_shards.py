@@ -14,7 +14,7 @@ from meshwright.data.nested import map_tensors
 from meshwright.data.readers.base import VERSION, WORKER_SEEDS, Position, check_state, worker_options
 from meshwright.data.readers.whole_stream import is_stock
 from meshwright.data.shards import ShardedSource
-from meshwright.data.shuffling import WorkerSeeds
+from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.data.stream import ShardedStream, gather_objects
 from meshwright.parallel.collectives import Axis
 
@@ -87,13 +87,13 @@ class StreamReader:
     def follows_torch(self) -> bool:
         return False
 
-    def draw(self) -> list[Any]:
-        """Draw a worker seed as a DataLoader does, so that other loaders with the same generator keep their order."""
+    def draw(self) -> Draws:
+        """Draw a worker seed as a DataLoader does, so that loaders with the same random state keep their order."""
         samples = self.position.samples
-        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
+        return Draws(worker_seed=self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw())
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
-        self._generator.manual_seed((draws[0] + self._dp.rank) % WORKER_SEEDS)
+    def read(self, draws: Draws) -> Iterator[Portion]:
+        self._generator.manual_seed((draws.worker_seed + self._dp.rank) % WORKER_SEEDS)
         self._stream.set_epoch(self.position.epoch)
         for rows in self._stream:
             samples, counted = rows.samples, 0 if rows.is_blank else len(rows.samples)

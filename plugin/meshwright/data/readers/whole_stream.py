@@ -15,7 +15,7 @@ from meshwright.data.global_batches import Portion, Sharing
 from meshwright.data.nested import digest, is_dense, leaves, map_tensors, take_rows
 from meshwright.data.peers import Peers, check_same_rows
 from meshwright.data.readers.base import NAMED, VERSION, WORKER_SEEDS, Position, check_state, worker_options
-from meshwright.data.shuffling import WorkerSeeds
+from meshwright.data.shuffling import Draws, WorkerSeeds
 from meshwright.parallel.collectives import Axis
 
 ENDED = -1
@@ -79,17 +79,16 @@ class WholeReader:
     def follows_torch(self) -> bool:
         return False
 
-    def draw(self) -> list[Any]:
-        """Draw the seed that a DataLoader draws for its workers. Other loaders draw their own random numbers."""
+    def draw(self) -> Draws:
+        """Draw the seed that a DataLoader draws for its workers; other loaders draw for themselves."""
         if self._worker_seeds is None:
-            return []
+            return Draws()
         samples = self.position.samples
-        return [self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw()]
+        return Draws(worker_seed=self._worker_seeds.go_on(samples) if samples else self._worker_seeds.draw())
 
-    def read(self, draws: list[Any]) -> Iterator[Portion]:
+    def read(self, draws: Draws) -> Iterator[Portion]:
         position = self.position
-        if draws:
-            self._generator.manual_seed(draws[0] % WORKER_SEEDS)
+        self._generator.manual_seed(draws.worker_seed % WORKER_SEEDS)
         if not position.samples:
             self._batches = 0
         rest = self._rest()

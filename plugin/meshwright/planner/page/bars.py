@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from meshwright.planner.explain import ties
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.memory import Memory, stage_memory
-from meshwright.planner.page.draw import Svg, span, text_width
+from meshwright.planner.page.draw import Box, Svg, span, text_width
 from meshwright.planner.search import Search
 
 _ROWS = 12  # largest number of bars; if there are more, the middle ones are left out
@@ -24,15 +24,15 @@ class Bar:
 
     Args:
         label: text above the bar.
-        parts: part -> value; empty for the line in place of omitted bars.
-        note: the bar's total as text.
-        first: whether to emphasise the bar.
+        parts: part -> value; empty for a line that stands for omitted bars.
+        note: its total as text.
+        is_emphasised: whether its texts are bold.
     """
 
     label: str
     parts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
-    first: bool = False
+    is_emphasised: bool = False
 
 
 def rank_groups(found: Search) -> list[tuple[int, int, Memory]]:
@@ -78,17 +78,12 @@ def memory_bars(found: Search, width: float, ident: str) -> Svg:
         if plan.pp > 1:
             a, b = first // ranks, last // ranks
             label = f"stage{'s' if b > a else ''} {span(a, b)}, {label}"
-        bars.append(Bar(label=label, parts=memory.parts, note=gib(memory.total), first=memory.total == most))
-    return stacked(
-        bars,
-        width=width,
-        ident=ident,
-        limit=max(capacity, most),
-        unit=gib,
-        marks=[(capacity, f"device {gib(capacity)}"), (found.budget, f"budget {gib(found.budget)}")],
-        title="Memory of each rank",
-        description="; ".join(f"{bar.label}: {bar.note}" for bar in bars) + f"; the budget is {gib(found.budget)}",
-    )
+        is_fullest = memory.total == most
+        bars.append(Bar(label=label, parts=memory.parts, note=gib(memory.total), is_emphasised=is_fullest))
+    description = "; ".join(f"{bar.label}: {bar.note}" for bar in bars) + f"; the budget is {gib(found.budget)}"
+    svg = Svg(ident=ident, width=width, title="Memory of each rank", description=description)
+    marks = [(capacity, f"device {gib(capacity)}"), (found.budget, f"budget {gib(found.budget)}")]
+    return stacked(svg, bars, limit=max(capacity, most), unit=gib, marks=marks)
 
 
 def time_bars(found: Search, width: float, ident: str) -> Svg:
@@ -99,49 +94,38 @@ def time_bars(found: Search, width: float, ident: str) -> Svg:
             label=f"{'=' if 0 < index < tied else index + 1}  {choice.plan.label}",
             parts=choice.time.parts,
             note=seconds(choice.time.total),
-            first=not index,
+            is_emphasised=not index,
         )
         for index, choice in enumerate(found.choices)
     ]
-    return stacked(
-        bars,
-        width=width,
-        ident=ident,
-        limit=max(choice.time.total for choice in found.choices),
-        unit=seconds,
-        title="Step time of the best plans",
-        description="; ".join(f"{bar.label}: {bar.note}" for bar in bars),
-    )
+    description = "; ".join(f"{bar.label}: {bar.note}" for bar in bars)
+    svg = Svg(ident=ident, width=width, title="Step time of the best plans", description=description)
+    return stacked(svg, bars, limit=max(choice.time.total for choice in found.choices), unit=seconds)
 
 
 def stacked(
+    svg: Svg,
     bars: Sequence[Bar],
     *,
-    width: float,
-    ident: str,
     limit: float,
     unit: Callable[[float], str],
-    title: str,
-    description: str,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Svg:
     """Draw bars below each other, each with its label above it and its total on the right.
 
     Args:
+        svg: the diagram to draw on, whose height follows from the bars.
         bars: the bars.
-        width: width of the diagram.
-        ident: id of the diagram.
-        limit: value of a bar that fills the full width.
+        limit: value of a bar across the full width.
         unit: function that formats a value.
-        title, description: title and description of the diagram.
         marks: (value, label) of vertical lines across all bars.
     """
     thick = 34 if len(bars) <= 2 else 24 if len(bars) <= 6 else 14
     top = 18 * len(marks) + (8 if marks else 0)
     pitch = 20 + thick + (14 if thick > 14 else 8)
     heights = [pitch if bar.parts else 28 for bar in bars]
-    svg = Svg(ident=ident, width=width, height=top + sum(heights) + 2, title=title, description=description)
-    scale = (width - 2 - (_NOTE if marks else 0)) / limit  # lines must not cross the totals
+    svg.height = top + sum(heights) + 2
+    scale = (svg.width - 2 - (_NOTE if marks else 0)) / limit  # lines must not cross the totals
     for row, (value, label) in enumerate(marks):
         x = value * scale
         svg.line(x, 18 * row + 4, x, svg.height, "mark")
@@ -150,11 +134,11 @@ def stacked(
     for bar, height in zip(bars, heights, strict=True):
         if not bar.parts:
             svg.text(0, y + 16, bar.label, "muted halo")
-            svg.text(width - 2, y + 16, bar.note, "muted num halo", anchor="end")
+            svg.text(svg.width - 2, y + 16, bar.note, "muted num halo", anchor="end")
             y += height
             continue
-        svg.text(0, y + 13, bar.label, "strong" if bar.first else "label")
-        svg.text(width - 2, y + 13, bar.note, "strong num" if bar.first else "label num", anchor="end")
+        svg.text(0, y + 13, bar.label, "strong" if bar.is_emphasised else "label")
+        svg.text(svg.width - 2, y + 13, bar.note, "strong num" if bar.is_emphasised else "label num", anchor="end")
         svg.open("bar", total=sum(bar.parts.values()), scale=scale)
         x = 0.0
         for name, value in bar.parts.items():
@@ -162,17 +146,19 @@ def stacked(
                 continue
             length = value * scale
             share = value / sum(bar.parts.values())
-            svg.part(x, y + 20, length, thick, name, title=f"{name}: {unit(value)}, {share:.0%} ({bar.label})")
+            box = Box(x, y + 20, length, thick)
+            svg.part(box, name, title=f"{name}: {unit(value)}, {share:.0%} ({bar.label})")
             if thick >= 24:
-                _inside(svg, name, unit(value), x, y + 20, length, thick)
+                _inside(svg, name, unit(value), box)
             x += length
         svg.close()
         y += height
     return svg
 
 
-def _inside(svg: Svg, name: str, value: str, x: float, y: float, length: float, thick: float) -> None:
+def _inside(svg: Svg, name: str, value: str, box: Box) -> None:
     """Write a part's name and value on the part, as far as there is room."""
+    x, y, length, thick = box
     room = length - 10
     if thick >= 30 and max(text_width(name, 11.5), text_width(value, 11)) < room:
         svg.text(x + 6, y + 15, name, f"inside t-{name}")

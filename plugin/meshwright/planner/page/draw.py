@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
+from typing import NamedTuple
 
 _GIB = 2**30
 _CHARACTER = 0.56  # mean width of a character, relative to the font size
@@ -70,36 +71,44 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(index * step, 9) for index in range(first, int(high / step * (1 + 1e-9)) + 1)]
 
 
+class Box(NamedTuple):
+    """The place and the size of a rectangle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
 @dataclass(kw_only=True)
 class Svg:
     """One diagram.
 
     Args:
         ident: id of the diagram, unique on the page, to which its title and description refer.
-        width, height: size of the diagram; the page may shrink it.
+        width, height: size of the diagram; the page may shrink it. The height may be set while it is drawn.
         title, description: text for screen readers.
     """
 
     ident: str
     width: float
-    height: float
+    height: float = 0
     title: str
     description: str
     parts: list[str] = field(default_factory=list)
 
-    def rect(
-        self, x: float, y: float, width: float, height: float, kind: str, *, title: str = "", radius: float = 0
-    ) -> None:
+    def rect(self, box: Box, kind: str, *, title: str = "", radius: float = 0) -> None:
         """Add a rectangle of the CSS class ``kind``."""
+        x, y, width, height = box
         size = f'x="{number(x)}" y="{number(y)}" width="{number(max(0, width))}" height="{number(height)}"'
         corner = f' rx="{number(radius)}"' if radius else ""
         self._add(f'<rect {size}{corner} class="{kind}"', "rect", title)
 
-    def part(self, x: float, y: float, width: float, height: float, name: str, *, title: str = "") -> None:
+    def part(self, box: Box, name: str, *, title: str = "") -> None:
         """Add a rectangle in a part's colour, hatched if the part is not useful work."""
-        self.rect(x, y, width, height, f"part f-{name}", title=title)
+        self.rect(box, f"part f-{name}", title=title)
         if name in HATCHED:
-            self.rect(x, y, width, height, "hatch")
+            self.rect(box, "hatch")
 
     def text(self, x: float, y: float, words: str, kind: str = "", *, anchor: str = "start") -> None:
         """Add a text with its baseline at y."""

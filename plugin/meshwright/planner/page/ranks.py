@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.page.draw import AXES, Svg, span
+from meshwright.planner.page.draw import AXES, Box, Svg, span
 from meshwright.planner.search import Search
 
 _CELLS = 64  # ranks drawn in a wide diagram; half as many in a narrow one
@@ -68,12 +68,12 @@ def rank_picture(found: Search, width: float, ident: str) -> Svg:
         left = node % boxes * (box + _GAP)
         top = node // boxes * (box_height + _GAP) + 1
         first = node * in_node
-        svg.rect(left + 0.5, top, box - 1, box_height, "node", radius=6)
+        svg.rect(Box(left + 0.5, top, box - 1, box_height), "node", radius=6)
         svg.text(left + 10, top + 18, f"node {node}", "strong")
         svg.text(left + box - 10, top + 18, _ranks(first, first + in_node - 1), "muted num", anchor="end")
         for index in range(in_box):
             x, y = left + 6 + index % across * cell, top + 26 + index // across * tall
-            _cell(svg, plan, first + index, axes, x, y, cell, tall)
+            _cell(svg, plan, first + index, axes, Box(x, y, cell, tall))
     if more or cut:
         rest = f"{more:,} more node{'s' if more != 1 else ''}" if more else ""
         where = " and ".join(words for words in ("the rest of this node" if cut else "", rest) if words)
@@ -85,18 +85,17 @@ def _ranks(first: int, last: int) -> str:
     return f"rank{'s' if last > first else ''} {span(first, last)}"
 
 
-def _cell(
-    svg: Svg, plan: Candidate, rank: int, axes: list[str], x: float, y: float, width: float, height: float
-) -> None:
+def _cell(svg: Svg, plan: Candidate, rank: int, axes: list[str], box: Box) -> None:
+    x, y, width, height = box
     places = coordinates(plan, rank)
     title = f"rank {rank}: " + ", ".join(f"{axis}={places[axis]}" for axis in places)
     svg.open("rank", rank=rank)
-    svg.rect(x + 2, y + 2, width - 4, height - 4, "rank-cell", title=title, radius=4)
+    svg.rect(Box(x + 2, y + 2, width - 4, height - 4), "rank-cell", title=title, radius=4)
     svg.text(x + width / 2, y + 17, str(rank), "num rank-number", anchor="middle")
     chip = (width - 10) / len(axes)
     for index, axis in enumerate(axes):
         shade = places[axis] * _SHADES // max(_SHADES, sizes(plan)[axis]) % _SHADES
         left = x + 5 + index * chip
-        svg.rect(left, y + 23, chip - 1, 15, f"chip f-{AXES[axis]} s{shade}", radius=2)
+        svg.rect(Box(left, y + 23, chip - 1, 15), f"chip f-{AXES[axis]} s{shade}", radius=2)
         svg.text(left + (chip - 1) / 2, y + 34.5, str(places[axis]), f"chip-text c-{AXES[axis]}", anchor="middle")
     svg.close()

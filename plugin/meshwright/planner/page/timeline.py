@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.candidate import recomputed_share
 from meshwright.planner.formatting import seconds
-from meshwright.planner.page.draw import Svg, number, text_width, ticks
+from meshwright.planner.page.draw import Box, Svg, number, text_width, ticks
 from meshwright.planner.search import Search
 from meshwright.planner.simulate import Event, pipeline_events
 from meshwright.planner.time import StepModel
@@ -161,10 +161,10 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
     else:
         svg.text(0, y + tall / 2 + 5, f"stage {stage}" if left > 50 else f"st. {stage}", "label")
     if pp > 1:
-        svg.part(left, y, at(line.piped) - left, tall, "bubble")
+        svg.part(Box(left, y, at(line.piped) - left, tall), "bubble")
     else:
-        svg.rect(left, y, at(line.piped) - left, tall, "lane")
-    svg.rect(left, low, width - 4 - left, thin, "lane")
+        svg.rect(Box(left, y, at(line.piped) - left, tall), "lane")
+    svg.rect(Box(left, low, width - 4 - left, thin), "lane")
     moved = sum(line.communication.values())
     for event in line.events:
         if event.stage != stage:
@@ -176,26 +176,27 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
         chunk = f", chunk {event.chunk}" if event.chunk else ""
         title = f"{name} of micro-batch {event.micro_batch}{chunk}, stage {stage}: {seconds(event.end - event.start)}"
         edge = "part " if length > 6 else ""  # an edge would hide a narrow rectangle
-        svg.rect(x, y, busy, tall, f"{edge}f-{name}", title=title)
+        svg.rect(Box(x, y, busy, tall), f"{edge}f-{name}", title=title)
         again = 0.0 if event.is_forward else line.again * busy
         if again > 1:
-            svg.part(x, y, again, tall, "recompute", title=f"recompute, {line.again:.0%} of the {title}")
+            svg.part(Box(x, y, again, tall), "recompute", title=f"recompute, {line.again:.0%} of the {title}")
         label = f"{letter}{event.micro_batch}"
         if text_width(label, 11) + 5 < busy - again:
             svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, f"inside t-{name}", anchor="middle")
         x += busy
         if pp > 1 and length - busy > 1:
-            svg.rect(x, y, length - busy, tall, "lane")  # waiting for communication is not a bubble
+            svg.rect(Box(x, y, length - busy, tall), "lane")  # waiting for communication is not a bubble
         for part, share in line.communication.items():
             if share * length > 0.2:
                 kind = "part " if share * length > 6 else ""
-                svg.rect(x, low, share * length, thin, f"{kind}f-{part}", title=f"{part}: {share:.0%} of {label}")
+                box = Box(x, low, share * length, thin)
+                svg.rect(box, f"{kind}f-{part}", title=f"{part}: {share:.0%} of {label}")
             x += share * length
     start = line.piped
     for name, value in line.tail:
         top, height = (low, thin) if name == "data" else (y, tall)
         x, length = at(start), at(start + value) - at(start)
-        svg.part(x, top, length, height, name, title=f"{name}: {seconds(value)}")
+        svg.part(Box(x, top, length, height), name, title=f"{name}: {seconds(value)}")
         if pp == 1 and text_width(name, 11.5) + 8 < length:
             svg.text(x + 5, top + height / 2 + 4, name, f"inside t-{name}")
         start += value

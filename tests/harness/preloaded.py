@@ -1,0 +1,198 @@
+"""Programs that a shell starts from PATH, forked from a server that has the imports done: a second each, not ten.
+
+``commands`` writes stand-ins for ``python``, ``torchrun`` and others into a folder. Each hands its arguments,
+environment, working directory and streams to the server, which runs what the real program would run, and ends with the
+exit code of that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import multiprocessing
+import multiprocessing.process
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.server import fork_context
+
+CLIENT = """#!{python} -ISE
+import json, os, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+socket.send_fds(connection, [b"!"], [0, 1, 2])
+call = {{"arguments": {before!r} + sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
+connection.sendall(json.dumps(call).encode())
+connection.shutdown(socket.SHUT_WR)
+sys.exit(int(connection.recv(8) or 1))
+"""
+# What each command is to Python.
+COMMANDS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "meshwright": ["-m", "meshwright.cli"],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+    "pytest": ["-m", "pytest", "--collect-only", "-q"],
+}
+KILLED_AFTER = 5.0  # seconds that a program has to end after the shell that started it is gone
+
+
+@contextlib.contextmanager
+def commands(folder: Path, parsed_only: Iterable[str], added: Mapping[str, list[str]]) -> Iterator[None]:
+    """Write the stand-ins into a folder, and serve them.
+
+    Args:
+        folder: where the commands lie; the caller puts it on PATH. Its path must be short, for a socket is in it.
+        parsed_only: words; a command line with one of them is read by the program's own parser and not carried out.
+        added: words; a command line with one of them gets these arguments too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    address = str(folder / "socket")
+    for name, before in COMMANDS.items():
+        path = folder / name
+        path.write_text(CLIENT.format(python=sys.executable, address=address, before=before))
+        path.chmod(0o755)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    context = fork_context()
+    server = context.Process(target=_serve, args=(listener, _address(), tuple(parsed_only), dict(added)))
+    server.start()
+    listener.close()
+    try:
+        yield
+    finally:
+        server.kill()
+        server.join()
+
+
+def _address() -> str:
+    """Return where the server of the whole session listens, so that programs with processes of their own use it too."""
+    forkserver.ensure_running()
+    return forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+
+
+def _serve(listener: socket.socket, address: str, parsed_only: tuple[str, ...], added: dict[str, list[str]]) -> None:
+    """Fork a process for each call, which waits for another one that runs the program."""
+    for module in ("torch.distributed.run", "accelerate.commands.accelerate_cli", "meshwright.calibration"):
+        importlib.import_module(module)
+    forkserver._forkserver._forkserver_address = address  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _answer(connection, parsed_only, added)
+        connection.close()
+
+
+def _answer(connection: socket.socket, parsed_only: tuple[str, ...], added: dict[str, list[str]]) -> NoReturn:
+    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as received:
+        call = json.loads(received.read())
+    call["arguments"] += [text for word in added.keys() & set(call["arguments"]) for text in added[word]]
+    if (program := os.fork()) == 0:
+        connection.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _run(call, parsed_only)
+    for stream in streams:
+        os.close(stream)
+    alive = select.poll()
+    alive.register(connection, 0)  # tells of nothing but the client's end
+    asked_to_end = None
+    while True:
+        ended, status = os.waitpid(program, os.WNOHANG)
+        if ended:
+            with contextlib.suppress(OSError):
+                connection.sendall(str(os.waitstatus_to_exitcode(status) % 256).encode())
+            os._exit(0)
+        if asked_to_end is None and alive.poll(20):
+            asked_to_end = time.monotonic()
+            os.kill(program, signal.SIGTERM)
+        elif asked_to_end is not None:
+            time.sleep(0.02)
+            if time.monotonic() > asked_to_end + KILLED_AFTER:
+                os.kill(program, signal.SIGKILL)
+
+
+def _run(call: dict[str, Any], parsed_only: tuple[str, ...]) -> NoReturn:
+    """As Python would, from the command line to the exit code."""
+    os.chdir(call["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = call["cwd"]  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)  # the platform's, not the server's
+    os.environ.clear()
+    os.environ.update(call["environment"])
+    sys.stdin, sys.stdout, sys.stderr = (  # type: ignore[misc]
+        open(number, mode, buffering=1, closefd=False)  # noqa: SIM115
+        for number, mode in ((0, "r"), (1, "w"), (2, "w"))
+    )
+    code = 0
+    try:
+        _start(call["arguments"], parsed_only)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        code = 1
+        try:
+            sys.excepthook(*sys.exc_info())
+        except BaseException:
+            traceback.print_exc()
+    for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+        with contextlib.suppress(BaseException):
+            finish()
+    os._exit(code)
+
+
+def _start(arguments: list[str], parsed_only: tuple[str, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if set(parsed_only) & set(arguments):
+        _parse_only()
+    while arguments[0] == "-u":
+        arguments = arguments[1:]
+    if arguments[0] == "-c":
+        sys.argv, sys.path[0:0] = ["-c", *arguments[2:]], [os.getcwd()]
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif arguments[0] == "-m":
+        sys.argv, sys.path[0:0] = arguments[1:], [os.getcwd()]
+        warnings.filterwarnings("ignore", ".*found in sys.modules after import.*", RuntimeWarning)
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0:0] = arguments, [str(Path(arguments[0]).resolve().parent)]
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _parse_only() -> None:
+    """Let argparse and typer read the command line, and end where the program would begin."""
+    from argparse import ArgumentParser
+
+    from typer.core import TyperCommand
+
+    def parsed(*_: Any) -> NoReturn:
+        print("the command line is right")
+        raise SystemExit(0)
+
+    read = ArgumentParser.parse_args
+    ArgumentParser.parse_args = lambda *args, **kwargs: parsed(read(*args, **kwargs))  # type: ignore[method-assign]
+    TyperCommand.invoke = parsed  # type: ignore[method-assign]
