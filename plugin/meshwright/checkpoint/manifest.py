@@ -6,6 +6,7 @@ The file is one JSON object, whose first member is the digest of all bytes after
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -122,6 +123,7 @@ def _is_tensor(value: Any) -> bool:
         and value[0] in DTYPES
         and isinstance(value[1], list)
         and all(map(_is_count, value[1]))
+        and math.prod(value[1]) < 2**60
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any, Protocol
@@ -196,6 +197,8 @@ def check_fits(folder: Path, manifest: Manifest, saved_state: SavedState, found:
     if problems:
         shown = "\n  ".join(problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else []))
         raise CheckpointError(f"the optimizer state in {folder} does not fit this model and optimizer:\n  {shown}")
+    for index, (group, options) in enumerate(zip(found.optimizer.param_groups, manifest.groups, strict=True)):
+        _check_options(folder, f"group {index}", group, options["options"], found.optimizer.defaults)
     expected = [state_key(name, key) for name, keys in manifest.tensors.items() for key in keys]
     expected += [master_key(name) for name in manifest.masters]
     if lost := [tensor for tensor in expected if saved_state.form(tensor) is None]:
@@ -263,6 +266,36 @@ class _OneDeviceState:
         state = self._files.read(tensor, wanted, dtype)
         assert part.key is not None
         return state.view(part.key.shape) if has_shape else state
+
+
+def _check_options(
+    folder: Path, what: str, group: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any]
+) -> None:
+    """Check the options of a group against those of the optimizer."""
+    wanted = defaults.keys() - _IMPLEMENTATION
+    if lost := sorted(wanted - saved.keys()):
+        raise CheckpointError(f"{folder} is damaged: {what} of the optimizer has no option {lost[0]!r}")
+    for key in sorted(saved.keys() & group.keys() - _IMPLEMENTATION):
+        value = decode(saved[key])
+        if _kind(value) != _kind(group[key]) and value is not None and group[key] is not None:
+            raise CheckpointError(
+                f"{folder} is damaged: the option {key!r} in {what} of the optimizer is {value!r}, and a "
+                f"{_kind(group[key])} in this optimizer"
+            )
+        numbers = value if isinstance(value, tuple | list) else [value]
+        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+            raise CheckpointError(f"{folder} is damaged: the option {key!r} in {what} of the optimizer is {value!r}")
+
+
+def _kind(value: Any) -> str:
+    """The kind of an option's value: numbers and tensors of one number may stand for each other."""
+    if isinstance(value, bool):
+        return "truth value"
+    if isinstance(value, int | float | Tensor):
+        return "number"
+    if isinstance(value, tuple | list):
+        return f"sequence of {len(value)}"
+    return type(value).__name__
 
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
