@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.folders import find_checkpoint, newest_checkpoint
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
 from meshwright.checkpoint.opened import Opened
+from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.regions import numel

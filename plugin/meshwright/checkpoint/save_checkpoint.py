@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.folders import Staging, keep_newest
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
 from meshwright.checkpoint.part_files import FileRecord, Source, write_part
 from meshwright.checkpoint.random_state import random_state
@@ -108,6 +109,7 @@ def save_checkpoint(
             ties=ties,
             optimizer=described,
             streams=None if runtime.streams is None else runtime.streams.state_dict(),
+            model_config=model_config(model),
             files=files,
             **states,
         )
