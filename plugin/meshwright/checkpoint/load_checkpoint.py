@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.folders import find_checkpoint, newest_checkpoint
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.opened import Opened
+from meshwright.checkpoint.opened import Opened, check_same_everywhere
 from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
@@ -94,7 +94,7 @@ def load_checkpoint(
     if path is None:
         return None
     opened = succeed_together(lambda: Opened.read(Path(path)))
-    opened.check_same_everywhere()
+    check_same_everywhere(opened.folder)
     manifest, device = opened.manifest, device_of(model)
     used = succeed_together(lambda: _components(opened, given, ignore))
     tensors, ties, objects = succeed_together(lambda: model_tensors(model, runtime))

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_config(model: nn.Module) -> dict[str, str] | None:
-    """Return the texts of a model's ``config.json`` and ``generation_config.json``, by these names; None if it has none.
+    """Return the texts of a model's ``config.json`` and ``generation_config.json``, by name; None if it has none.
 
     A model in PEFT's wrappers has none: its names are those of the wrappers, and ``from_pretrained`` would find no
     weight of its config.
@@ -24,7 +24,7 @@ def model_config(model: nn.Module) -> dict[str, str] | None:
         return None
     found = {}
     for name in CONFIG_NAMES:
-        config = getattr(model, name.removesuffix(".json"), None)
+        config: Any = getattr(model, name.removesuffix(".json"), None)
         if callable(getattr(config, "to_json_string", None)):
             try:
                 fields = json.loads(config.to_json_string())

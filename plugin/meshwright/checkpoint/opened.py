@@ -42,16 +42,16 @@ class Opened:
                 )
         return Opened(folder=folder, manifest=manifest, parts=parts)
 
-    def check_same_everywhere(self) -> None:
-        """Check that all ranks see the same files; every rank must make the call.
 
-        Raises:
-            CheckpointError: on every rank, if hosts without a shared disk have different files at one path.
-        """
-        own = succeed_together(lambda: digest((self.folder / NAME).read_bytes()))
-        digests = texts_of_all(own)
-        if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-            raise CheckpointError(
-                f"rank(s) {', '.join(map(str, others))} see another checkpoint in {self.folder} than rank 0; copy one "
-                "to every host"
-            )
+def check_same_everywhere(folder: Path) -> None:
+    """Check that all ranks see the same checkpoint in a folder; every rank must make the call.
+
+    Raises:
+        CheckpointError: on every rank, if hosts without a shared disk have different files at one path.
+    """
+    digests = texts_of_all(succeed_together(lambda: digest((folder / NAME).read_bytes())))
+    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
+        raise CheckpointError(
+            f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "
+            "host"
+        )
