@@ -6,6 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -84,6 +85,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
         Damage(file=name, problem="is not a file of a checkpoint; load_checkpoint skips a folder that has one")
         for name in foreign_files(folder)
     ]
+    done = 0 if reads_tensors else None
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
@@ -94,7 +96,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
             random=[],
             files=files,
             damages=damages,
-            bytes_read=0 if reads_tensors else None,
+            bytes_read=done,
         )
     surplus = sorted(files.keys() - manifest.files.keys() - {NAME} - {damage.file for damage in damages})
     damages += [Damage(file=name, problem=f"is not a file of this checkpoint, says {NAME}") for name in surplus]
@@ -106,7 +108,6 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
     if len(parts) == manifest.dp * manifest.tp:  # else elements are in no file for a reason that is known
         damages += _uncovered(manifest, parts)
     damages += _inconsistencies(manifest)
-    done = None
     if reads_tensors:
         done, found = _read_all(folder, manifest, parts)
         damages += found
@@ -162,7 +163,7 @@ def _disagreements(part: PartIndex, manifest: Manifest, record: FileRecord) -> I
                 problem = f"has {len(piece.digests)} digests of {key} in its index, not one per {CHUNK} bytes"
                 yield Damage(file=name, tensor=key, problem=problem)
     ends = sorted((entry.start, entry.start + entry.num_bytes, key) for key, entry in entries.items())
-    for (_, stop, key), (start, _, other) in zip(ends, ends[1:], strict=False):
+    for (_, stop, key), (start, _, other) in pairwise(ends):
         if start != stop:
             yield Damage(file=name, tensor=other, byte=start, problem=f"has {other} where {key} is, or beyond a gap")
 

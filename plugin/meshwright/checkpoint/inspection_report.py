@@ -37,12 +37,14 @@ def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> di
 
 def listing(parent: Path) -> list[dict[str, Any]]:
     """Return a row for each checkpoint in a folder: its name, step, date, size, and what is wrong at first sight."""
-    rows = []
+    rows = []  # with the time as the key of their order
     for folder in checkpoint_folders(parent):
         row: dict[str, Any] = {"name": folder.name, "step": None, "written": None}
         row["bytes"] = sum(path.lstat().st_size for path in folder.iterdir())
+        time = 0
         try:
             manifest = Manifest.read(folder)
+            time = manifest.written
             row |= {"step": manifest.step, "written": _date(manifest)}
             absent, foreign = absent_files(folder, manifest), foreign_files(folder)
             row["problem"] = (
@@ -51,8 +53,8 @@ def listing(parent: Path) -> list[dict[str, Any]]:
             )  # fmt: skip
         except CheckpointError as error:
             row["problem"] = str(error).replace(f"{folder}/", "")
-        rows.append(row)
-    return sorted(rows, key=lambda row: (row["written"] or "", row["name"]))
+        rows.append((time, row))
+    return [row for _, row in sorted(rows, key=lambda item: item[0])]
 
 
 def as_text(found: Inspection, others: list[dict[str, Any]] | None = None) -> str:
@@ -60,7 +62,7 @@ def as_text(found: Inspection, others: list[dict[str, Any]] | None = None) -> st
     lines = [] if others is None else [*listing_lines(others), "", "The newest whole one:"]
     lines += [str(found.folder), ""]
     if found.manifest is not None:
-        lines += _content_lines(as_dict(found)) + [""] + _file_lines(found) + [""]
+        lines += [*_content_lines(as_dict(found)), "", *_file_lines(found), ""]
     return "\n".join(lines + _verdict(found))
 
 
@@ -197,9 +199,7 @@ def _verdict(found: Inspection) -> list[str]:
         more = len(found.damages) - _SHOWN
         return lines + ([f"  ... and {more} more; --json lists them all"] if more > 0 else [])
     if found.bytes_read is None:
-        return [
-            "Nothing is wrong with the manifest, the indexes and the headers. The tensors were not read (--no-check)."
-        ]
+        return ["Nothing is wrong with the manifest, indexes and headers. The tensors were not read (--no-check)."]
     return [f"WHOLE: all {found.bytes_read:,} bytes of tensors are what was saved, and each element is there once."]
 
 
