@@ -316,6 +316,37 @@ def test_a_bad_checkpoint_is_an_error(kind: str, tmp_path: Path) -> None:
         mw.load_weights(build("llama"), tmp_path / "ck")
 
 
+@pytest.mark.parametrize(
+    "value", [torch.ones(3, dtype=torch.complex64), torch.eye(3).to_sparse()], ids=["complex", "sparse"]
+)
+def test_a_tensor_that_no_file_can_hold_is_named(value: Tensor, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("odd", value)
+    with pytest.raises(mw.CheckpointError, match=r"odd of the model's state_dict is .* persistent=False"):
+        save(model, tmp_path / "ck")
+    assert not (tmp_path / "ck").exists()
+
+
+def test_a_save_goes_through_a_link_and_later_saves_work(tmp_path: Path) -> None:
+    model = build("llama")
+    save(model, tmp_path / "runs" / "step-5")
+    (tmp_path / "runs" / "last").symlink_to("step-5")
+    for name in ("last", "last", "step-6"):
+        save(model, tmp_path / "runs" / name)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["last", "step-5", "step-6"]
+    assert (tmp_path / "runs" / "last").is_symlink()
+
+
+def test_a_checkpoint_with_a_foreign_file_is_skipped_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (5, 6):
+        save(build("llama", seed=step), tmp_path / f"step-{step}")
+    (tmp_path / "step-6" / "notes.txt").touch()
+    model = build("llama")
+    mw.load_weights(model, tmp_path)
+    assert_equal(dict(model.state_dict()), dict(build("llama", seed=5).state_dict()))
+    assert "notes.txt is not a file of a checkpoint; move it away" in caplog.text
+
+
 def test_another_model_is_an_error(tmp_path: Path) -> None:
     save(build("llama"), tmp_path / "ck")
     with pytest.raises(mw.CheckpointError, match=r"(?s)have another shape.*\[48, 32\] in the checkpoint, \[64, 32\]"):

@@ -66,7 +66,7 @@ def export_checkpoint(
         OSError: if the disk fails; ``out`` is then what it was before.
     """
     most = parse_bytes(max_shard_size)
-    source, target = find_checkpoint(Path(os.path.abspath(checkpoint)))[0], Path(os.path.abspath(out))
+    source, target = find_checkpoint(Path(checkpoint))[0], Path(out)
     weights = CheckpointWeights.of(Opened.read(source))
     _check_target(target, source, overwrite)
     config = dict(weights.opened.manifest.model_config or {})

@@ -148,6 +148,9 @@ def foreign_files(folder: Path) -> list[str]:
 
 def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
     """Return the checkpoint in a folder that was written last and is whole; None if there is none."""
+    for path in checkpoint_folders(parent):
+        if foreign := foreign_files(path):
+            logger.warning("%s is skipped, since %s is not a file of a checkpoint; move it away", path, foreign[0])
     whole = []
     for path, manifest in _checkpoints(parent):
         if manifest is not None:
