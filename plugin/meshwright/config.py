@@ -195,7 +195,8 @@ class ToDistributedConfig:
             sheets and typical efficiencies).
         sequence_parallel: value that replaces ``plan.sequence_parallel``; None keeps the plan's.
         weights: checkpoint to read the weights from: a .safetensors file, a .safetensors.index.json, a directory with
-            either, or a list of files. Each rank reads its own shard and converts it to the model's dtype.
+            either, a list of files, or a folder that ``save_checkpoint`` wrote (a folder of these stands for the newest
+            whole one). Each rank reads its own shard and converts it to the model's dtype.
         input_spec: dict from input name to (shape, dtype) of one global batch. Picking a plan needs it if the
             dataloader does not show the size of its batches.
         sharding_plan: the sharding plan to use in place of the registered or inferred one.

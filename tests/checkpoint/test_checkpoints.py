@@ -11,7 +11,7 @@ from test_optimizer_state import Training
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.checkpoint.load_checkpoint import _Opened
+from meshwright.checkpoint.opened import Opened
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.regions import Block
 from support.exact import Float64
@@ -46,7 +46,7 @@ def pools(pool2: Any, pool4: Any) -> dict[int, Any]:
 
 def contents(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    opened = _Opened.read(folder)
+    opened = Opened.read(folder)
     found = {}
     for key, (dtype, shape) in opened.manifest.tensors.items():
         value = torch.zeros(torch.Size(shape).numel(), dtype=dtype)

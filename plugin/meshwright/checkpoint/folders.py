@@ -25,7 +25,55 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f
 _PART = re.compile(r"part-\d{5,}\.(safetensors|json)")
 
 
-class Staging:
+class Replacement:
+    """A hidden folder beside a target, which takes the target's place when it is complete.
+
+    Args:
+        target: the folder that is to be replaced; it need not exist.
+    """
+
+    def __init__(self, target: Path):
+        self.target = target.resolve()  # through a link: the folder behind it is replaced, not the link
+        disk.make_folder(self.target.parent)
+        self.path = _hidden(self.target, "saving")
+        with _locked(self.target.parent):  # else another save could remove the folder before it has its lock
+            _clean_hidden(self.target.parent)
+            disk.make_folder(self.path)
+            # The lock tells a save in progress from the leftovers of one that was killed.
+            self._lock = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def publish(self) -> None:
+        """Put the folder in the place of its target: its files are complete and on the disk.
+
+        Raises:
+            OSError: if the disk fails; the target is then what it was before. If only the old files cannot be
+                removed, it is the new one.
+        """
+        disk.sync_folder(self.path)
+        replaced = None
+        if self.target.exists():
+            replaced = _hidden(self.target, "replaced")
+            disk.rename(self.target, replaced)
+        try:
+            disk.rename(self.path, self.target)
+        except OSError:
+            if replaced is not None:
+                disk.rename(replaced, self.target)
+            raise
+        disk.sync_folder(self.target.parent)
+        if replaced is not None:
+            disk.remove_folder(replaced)
+
+    def close(self) -> None:
+        """Remove what is left if the save has failed, and release the lock."""
+        if self.path.exists():
+            with contextlib.suppress(OSError):
+                disk.remove_folder(self.path)
+        os.close(self._lock)
+
+
+class Staging(Replacement):
     """The hidden folder of one save, on the rank that commits it.
 
     Args:
@@ -36,18 +84,11 @@ class Staging:
     """
 
     def __init__(self, target: Path):
-        self.target = target
         if target.exists() and not _is_ours(target) and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(
                 f"{target} exists and holds something else than a checkpoint; save to a folder of another name"
             )
-        disk.make_folder(target.parent)
-        _clean(target.parent)
-        self.path = _hidden(target, "saving")
-        disk.make_folder(self.path)
-        # The lock tells a save in progress from the leftovers of one that was killed.
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        super().__init__(target)
 
     def commit(self, manifest: Manifest) -> None:
         """Make the checkpoint visible: its files are complete and on the disk.
@@ -62,22 +103,7 @@ class Staging:
                 "shared file system"
             )
         manifest.write(self.path)
-        disk.sync_folder(self.path)
-        replaced = None
-        if self.target.exists():
-            replaced = _hidden(self.target, "replaced")
-            disk.rename(self.target, replaced)
-        disk.rename(self.path, self.target)
-        disk.sync_folder(self.target.parent)
-        if replaced is not None:
-            disk.remove_folder(replaced)
-
-    def close(self) -> None:
-        """Remove what is left if the save has failed, and release the lock."""
-        if self.path.exists():
-            with contextlib.suppress(OSError):
-                disk.remove_folder(self.path)
-        os.close(self._lock)
+        self.publish()
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
@@ -86,7 +112,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: if there is none, or the folder is one that is not whole.
     """
-    if (folder / NAME).exists() or any(_parts(folder)):
+    if is_checkpoint(folder):
         return folder, _read_whole(folder)
     if found := newest_checkpoint(folder):
         return found
@@ -96,6 +122,28 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
     raise CheckpointError(f"there is no checkpoint in {folder}; name a folder that meshwright.save_checkpoint wrote")
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has files of a checkpoint, whole or not."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a folder of somebody else, beside ours
+        return False
+    return any(name == NAME or _PART.fullmatch(name) for name in names)
+
+
+def checkpoint_folders(parent: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or not, in the order of their names."""
+    paths = sorted(parent.iterdir()) if parent.is_dir() else []
+    return [
+        p for p in paths if p.is_dir() and not p.is_symlink() and not _HIDDEN.fullmatch(p.name) and is_checkpoint(p)
+    ]
+
+
+def foreign_files(folder: Path) -> list[str]:
+    """Return the names in a folder that are not those of a checkpoint's files."""
+    return sorted(path.name for path in folder.iterdir() if path.name != NAME and not _PART.fullmatch(path.name))
+
+
 def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
     """Return the checkpoint in a folder that was written last and is whole; None if there is none."""
     whole = []
@@ -103,13 +151,14 @@ def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
         if manifest is not None:
             whole.append((manifest.written, path, manifest))
         else:
-            logger.warning("%s is not a whole checkpoint and is skipped; the next save removes it", path)
+            logger.warning("%s is not a whole checkpoint and is skipped; `meshwright inspect` says what is wrong", path)
     return max(whole, key=lambda item: item[0])[1:] if whole else None
 
 
 def keep_newest(parent: Path, count: int) -> None:
-    """Remove all checkpoints of a folder but the newest ``count``."""
-    whole = [(manifest.written, path) for path, manifest in _checkpoints(parent) if manifest is not None]
+    """Remove all whole checkpoints of a folder but the newest ``count``, and none that has files of others in it."""
+    found = [(manifest.written, path) for path, manifest in _checkpoints(parent) if manifest is not None]
+    whole = [(written, path) for written, path in found if _is_ours(path)]
     for _, path in sorted(whole)[:-count]:
         _remove(path)
 
@@ -131,11 +180,7 @@ def _read_whole(folder: Path) -> Manifest:
 
 def _checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest | None]]:
     """The checkpoints in a folder; the manifest of one that is not whole is None."""
-    candidates = []
-    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if path.is_dir() and not path.is_symlink() and not _HIDDEN.fullmatch(path.name) and _is_ours(path):
-            candidates.append(path)
-    for path in [*candidates, *_replaced(parent)]:
+    for path in [*checkpoint_folders(parent), *_replaced(parent)]:
         try:
             yield path, _read_whole(path)
         except CheckpointError:
@@ -162,12 +207,7 @@ def _original(hidden: Path) -> Path:
 
 def _is_ours(folder: Path) -> bool:
     """Whether all that a folder holds are files of a checkpoint."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return bool(names) and all(name == NAME or _PART.fullmatch(name) for name in names)
-
-
-def _parts(folder: Path) -> Iterator[Path]:
-    return (path for path in (folder.iterdir() if folder.is_dir() else ()) if _PART.fullmatch(path.name))
+    return folder.is_dir() and is_checkpoint(folder) and not foreign_files(folder)
 
 
 def _size(path: Path) -> int:
@@ -177,17 +217,24 @@ def _size(path: Path) -> int:
         return -1
 
 
-def _clean(parent: Path) -> None:
-    """Remove what killed saves have left in a folder, and checkpoints that are not whole."""
+def _clean_hidden(parent: Path) -> None:
+    """Remove what killed saves have left in a folder."""
     for path in _replaced(parent):
         disk.rename(path, _original(path))
     for path in list(_hidden_folders(parent)):
         if _kind(path) != "saving" or not _is_locked(path):
             disk.remove_folder(path)
-    for path, manifest in list(_checkpoints(parent)):
-        if manifest is None:
-            logger.warning("%s is not a whole checkpoint and is removed", path)
-            _remove(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_locked(path: Path) -> bool:

@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.folders import find_checkpoint, newest_checkpoint
 from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.opened import Opened, check_same_everywhere
 from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
-from meshwright.checkpoint.part_files import PartIndex, digest, read_elements
+from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.regions import numel
 from meshwright.checkpoint.restore import check_fits, restore_optimizer
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
 from meshwright.checkpoint.shares import Held
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import json_from_first_rank, succeed_together, texts_of_all
+from meshwright.faults.together import json_from_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.optim.state_parts import Part, parts_of
 from meshwright.parallel.shard_reads import reading_shards
@@ -94,13 +95,13 @@ def load_checkpoint(
     path = json_from_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:
         return None
-    opened = succeed_together(lambda: _Opened.read(Path(path)))
-    _check_same_everywhere(opened)
+    opened = succeed_together(lambda: Opened.read(Path(path)))
+    check_same_everywhere(opened.folder)
     manifest, device = opened.manifest, device_of(model)
     used = succeed_together(lambda: _components(opened, given, ignore))
     tensors, ties, objects = succeed_together(lambda: model_tensors(model, runtime))
     names = succeed_together(lambda: _names(opened, tensors, ties))
-    random = opened.random_of(mesh)
+    random = _random_of(opened, mesh)
     if "random" in used:
         succeed_together(lambda: check_random_state(random, device, str(opened.folder)))
 
@@ -131,47 +132,13 @@ def _find(folder: Path, missing_ok: bool) -> str | None:
     return str(find_checkpoint(folder)[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """A checkpoint whose manifest and indexes are read and checked."""
-
-    folder: Path
-    manifest: Manifest
-    parts: list[PartIndex]
-
-    @staticmethod
-    def read(folder: Path) -> _Opened:
-        manifest = Manifest.read(folder)
-        parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.dp * manifest.tp)]
-        for part in parts:
-            if unknown := sorted(part.pieces.keys() - manifest.tensors.keys()):
-                raise CheckpointError(f"{part.path} has elements of {unknown[0]!r}, which {NAME} does not list")
-        for key, (_, shape) in manifest.tensors.items():
-            count = sum(numel(part.pieces[key].blocks) for part in parts if key in part.pieces)
-            if count != torch.Size(shape).numel():
-                raise CheckpointError(
-                    f"{folder} is damaged: it has {count} of the {torch.Size(shape).numel()} elements of {key}"
-                )
-        return _Opened(folder=folder, manifest=manifest, parts=parts)
-
-    def random_of(self, mesh: Mesh) -> Any:
-        """The random state for a rank: its own if the mesh is the one of the save, else that of the first rank."""
-        is_same = (self.manifest.dp, self.manifest.tp) == (mesh.dp.size, mesh.tp.size)
-        return self.parts[mesh.place if is_same else 0].random
+def _random_of(opened: Opened, mesh: Mesh) -> Any:
+    """The random state for a rank: its own if the mesh is the one of the save, else that of the first rank."""
+    is_same = (opened.manifest.dp, opened.manifest.tp) == (mesh.dp.size, mesh.tp.size)
+    return opened.parts[mesh.place if is_same else 0].random
 
 
-def _check_same_everywhere(opened: _Opened) -> None:
-    """Check that all ranks see the same files: hosts without a shared disk may have different ones at one path."""
-    own = succeed_together(lambda: digest((opened.folder / NAME).read_bytes()))
-    digests = texts_of_all(own)
-    if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
-        raise CheckpointError(
-            f"rank(s) {', '.join(map(str, others))} see another checkpoint in {opened.folder} than rank 0; copy one to "
-            "every host"
-        )
-
-
-def _components(opened: _Opened, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
+def _components(opened: Opened, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
     """The components to load: those that the checkpoint has and the program passes."""
     if isinstance(ignore, str) or (unknown := [name for name in ignore if name not in _COMPONENTS]):
         named = ignore if isinstance(ignore, str) else ", ".join(unknown)
@@ -194,7 +161,7 @@ def _components(opened: _Opened, given: dict[str, Any], ignore: Collection[str])
     return (passed | {"random"}) - set(ignore)
 
 
-def _names(opened: _Opened, tensors: dict[str, RunTensor], ties: dict[str, str]) -> dict[str, str]:
+def _names(opened: Opened, tensors: dict[str, RunTensor], ties: dict[str, str]) -> dict[str, str]:
     """The checkpoint's key of each of the model's tensors.
 
     Raises:
@@ -228,7 +195,7 @@ def _names(opened: _Opened, tensors: dict[str, RunTensor], ties: dict[str, str])
 
 
 def _checked_optimizer(
-    model: nn.Module, optimizer: Optimizer, opened: _Opened, saved: _SavedState
+    model: nn.Module, optimizer: Optimizer, opened: Opened, saved: _SavedState
 ) -> Callable[[], None]:
     """Check that the checkpoint's optimizer is this one; return the function that restores it."""
     found = parts_of(model, optimizer)
@@ -244,7 +211,7 @@ def _own_bytes(tensor: RunTensor, mesh: Mesh) -> int:
 class _SavedState:
     """The tensors of a checkpoint for this rank."""
 
-    def __init__(self, opened: _Opened, mesh: Mesh, progress: Progress):
+    def __init__(self, opened: Opened, mesh: Mesh, progress: Progress):
         self._opened, self._mesh, self._progress = opened, mesh, progress
 
     def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:

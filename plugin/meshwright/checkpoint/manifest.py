@@ -23,6 +23,7 @@ from meshwright.errors import CheckpointError
 NAME = "checkpoint.json"
 FORMAT = "meshwright-checkpoint-1"
 _PREFIX, _MIDDLE = b'{"digest":"', b'","manifest":'
+CONFIG_NAMES = ("config.json", "generation_config.json")
 _MAX_BYTES = 2**30  # of a manifest: beyond it, a hostile file would fill the memory
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,6 +44,8 @@ class Manifest:
         optimizer: what ``OptimizerState`` says beside tensors; None without an optimizer.
         scheduler, scaler, loader, streams: the (encoded) states of these; None without one.
         extra: the program's own JSON.
+        model_config: the texts of ``config.json`` and ``generation_config.json``, by these names; None for a model that
+            has none.
         files: the record of each other file, by name.
     """
 
@@ -60,6 +63,7 @@ class Manifest:
     loader: Any
     streams: dict[str, int] | None
     extra: Any
+    model_config: dict[str, str] | None
     files: dict[str, FileRecord]
 
     def write(self, folder: Path) -> None:
@@ -136,6 +140,13 @@ def _is_record(value: Any) -> bool:
     )
 
 
+def _is_config(value: Any) -> bool:
+    # Export writes files of these names.
+    return isinstance(value, dict) and all(
+        name in CONFIG_NAMES and isinstance(text, str) for name, text in value.items()
+    )
+
+
 def _table(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
@@ -156,6 +167,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "loader": _or_none(_is(dict)),
     "streams": _or_none(_table(_is_count)),
     "extra": lambda value: True,
+    "model_config": _or_none(_is_config),
     "files": _table(_is_record),
 }
 

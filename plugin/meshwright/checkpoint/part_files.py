@@ -24,7 +24,9 @@ from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memo
 from meshwright.checkpoint.shares import copies
 from meshwright.errors import CheckpointError
 
-CHUNK = 2**20  # bytes under one digest: a rank that needs some of them reads them all
+# Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
+# another FORMAT.
+CHUNK = 2**20
 _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 
 
@@ -179,6 +181,16 @@ class Piece:
     blocks: list[Block]
     digests: list[str]
 
+    def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int, str]]:
+        """Yield the first element, the end and the digest of each chunk."""
+        total, step = numel(self.blocks), CHUNK // dtype.itemsize
+        for start, expected in zip(range(0, total, step), self.digests, strict=True):
+            yield start, min(start + step, total), expected
+
+    def has_digests(self, dtype: torch.dtype) -> bool:
+        """Whether there is one digest per chunk."""
+        return len(self.digests) == -(-numel(self.blocks) // (CHUNK // dtype.itemsize))
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartIndex:
@@ -201,13 +213,19 @@ class PartIndex:
         Raises:
             CheckpointError: if a file is missing or damaged; it names the file.
         """
+        index = PartIndex.without_header(folder, place, files)
+        check_header(index.path, files[index.path.name])
+        return index
+
+    @staticmethod
+    def without_header(folder: Path, place: int, files: Mapping[str, FileRecord]) -> PartIndex:
+        """Read an index, and check it against its digest.
+
+        Raises:
+            CheckpointError: if the index is missing or damaged; it names the file.
+        """
         name, index_name = file_names(place)
         content = _checked(folder / index_name, files[index_name], files[index_name].bytes)
-        with reading(folder / name) as descriptor:
-            length = int.from_bytes(read_exactly(descriptor, folder / name, 0, 8), "little")
-        if length > min(files[name].bytes - 8, MAX_HEADER):
-            raise CheckpointError(f"{folder / name} is damaged: its header does not fit into the file")
-        _checked(folder / name, files[name], 8 + length)
         try:
             index = json.loads(content)
             pieces = {key: _piece(value) for key, value in index["tensors"].items()}
@@ -238,19 +256,17 @@ class PartIndex:
         piece = self.pieces.get(key)
         if piece is None or (wanted is not None and not copies(wanted, piece.blocks, 0, numel(piece.blocks))):
             return
-        total, step = numel(piece.blocks), CHUNK // dtype.itemsize
-        if len(piece.digests) != -(-total // step):
+        if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
-        staging = torch.empty(min(step, total), dtype=dtype)
+        staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
         with reading(self.path) as descriptor:
-            for index, start in enumerate(range(0, total, step)):
-                stop = min(start + step, total)
+            for start, stop, expected in piece.chunks(dtype):
                 found = [] if wanted is None else copies(wanted, piece.blocks, start, stop)
                 if wanted is not None and not found:
                     continue
                 chunk = staging[: stop - start]
-                _read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))
-                if digest(memory_of(chunk)) != piece.digests[index]:
+                read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))
+                if digest(memory_of(chunk)) != expected:
                     raise CheckpointError(
                         f"{self.path} is damaged: {chunk.nbytes} bytes of {key}, from byte "
                         f"{piece.start + start * dtype.itemsize} on, are not what was saved; load another checkpoint"
@@ -300,7 +316,22 @@ def _piece(value: Any) -> Piece:
     blocks = [
         Block(0, whole, length, count, length, whole_stride) for whole, length, count, whole_stride in value["blocks"]
     ]
+    if not all(b.length and b.count and (b.count == 1 or b.whole_stride >= b.length) for b in blocks):
+        raise ValueError("a block is empty, or its runs overlap")
     return Piece(start=value["start"], blocks=packed(blocks), digests=value["digests"])
+
+
+def check_header(path: Path, record: FileRecord) -> None:
+    """Check the size and the header of a tensor file.
+
+    Raises:
+        CheckpointError: if the file is missing, or they are not those that were saved; it names the file.
+    """
+    with reading(path) as descriptor:
+        length = int.from_bytes(read_exactly(descriptor, path, 0, 8), "little")
+    if length > min(record.bytes - 8, MAX_HEADER):
+        raise CheckpointError(f"{path} is damaged: its header does not fit into the file")
+    _checked(path, record, 8 + length)
 
 
 def _checked(path: Path, record: FileRecord, length: int) -> bytes:
@@ -337,11 +368,16 @@ def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytes
         CheckpointError: if the file ends earlier.
     """
     content = bytearray(length)
-    _read_into(descriptor, path, offset, memoryview(content))
+    read_into(descriptor, path, offset, memoryview(content))
     return bytes(content)
 
 
-def _read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:
+def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:
+    """Fill some memory with the bytes from ``offset`` on.
+
+    Raises:
+        CheckpointError: if the file ends earlier.
+    """
     while len(memory):
         count = os.preadv(descriptor, [memory], offset)
         if count == 0:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.checkpoint_weights import open_weights, settled
 from meshwright.checkpoint.optimizer_manifest import NAME, Manifest, decode, master_key, state_key
 from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
@@ -35,7 +36,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: the model, distributed or not.
-        path: a .safetensors file, a .safetensors.index.json, or a directory with either.
+        path: a .safetensors file, a .safetensors.index.json, a directory with either, or a folder that
+            ``save_checkpoint`` wrote. A folder of such checkpoints stands for the newest whole one in it.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or belongs to another model; the model is then unchanged. If
@@ -50,7 +52,9 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     if runtime is not None:
         runtime.check_own("load_weights", "load one of its checkpoints, or the weights before it takes the model")
     weights = None if runtime is None else runtime.weights
-    files = succeed_together(lambda: WeightFiles.open(path))
+    source = settled(path)
+    assert source is not None
+    files = succeed_together(lambda: open_weights(source))
     names = succeed_together(lambda: files.names_for(model))
 
     def read() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +21,7 @@ from meshwright.checkpoint.optimizer_state import (
     saved_tensors,
     tensor_forms,
 )
+from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.checkpoint.shares import Held
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
@@ -91,6 +93,11 @@ def model_tensors(model: nn.Module, runtime: Runtime) -> tuple[dict[str, RunTens
             raise CheckpointError(
                 f"{name} of the model's state_dict is a {type(tensor).__name__}, and a checkpoint holds its tensors "
                 "only. Save it as extra=..."
+            )
+        if tensor.dtype not in DTYPES.values() or tensor.layout is not torch.strided:
+            raise CheckpointError(
+                f"{name} of the model's state_dict is {tensor.dtype}, {tensor.layout}, which safetensors files do not "
+                "hold. Register it with persistent=False, or convert it"
             )
         if id(tensor) in first:
             ties[key] = first[id(tensor)]

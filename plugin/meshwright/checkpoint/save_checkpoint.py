@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.folders import Staging, keep_newest
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
 from meshwright.checkpoint.part_files import FileRecord, Part, Source
 from meshwright.checkpoint.random_state import random_state
@@ -106,6 +107,7 @@ def save_checkpoint(
         ties=ties,
         optimizer=described,
         streams=None if runtime.streams is None else runtime.streams.state_dict(),
+        model_config=model_config(model),
         files={},
         **states,
     )
@@ -193,10 +195,10 @@ def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, 
     states["loader"] = None if objects.loader is None else _state_of(objects.loader, "loader")
     for name in ("extra", "loader"):
         try:
-            is_same = json.loads(json.dumps(states[name])) == states[name]
+            is_same = json.loads(json.dumps(states[name], allow_nan=False)) == states[name]
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the state of {name} is not JSON: {error}") from error
-        if not is_same and states[name] == states[name]:  # NaN differs from itself
+        if not is_same:
             raise CheckpointError(
                 f"{name} would come back different from JSON: use text keys, and lists instead of tuples"
             )

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import calibrate, doctor, launch, plan, verify
+from meshwright.cli import calibrate, doctor, export, launch, plan, verify
+from meshwright.cli.inspect import inspect
 
 app = typer.Typer(
     add_completion=False,
@@ -21,6 +22,8 @@ app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command()(verify.verify)
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
+app.command()(inspect)
+app.command()(export.export)
 
 
 def _show_version(is_asked: bool) -> None:

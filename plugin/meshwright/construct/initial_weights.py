@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.checkpoint.checkpoint_weights import open_weights
 from meshwright.checkpoint.safetensors_file import ShardSlice, memory_of
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
 from meshwright.construct.deferred_init import Recipe, forget_recipe, recipe_of
@@ -62,7 +63,7 @@ class InitialWeights:
 
         Args:
             model: the model, which may be materialised, deferred, or on the meta device.
-            source: the checkpoint from which all parameters are read (see ``WeightFiles.open``), if any.
+            source: the checkpoint from which all parameters are read (see ``open_weights``), if any.
 
         Raises:
             CheckpointError: if the checkpoint is damaged or belongs to another model.
@@ -72,7 +73,7 @@ class InitialWeights:
         """
         weights = InitialWeights()
         if source is not None:
-            weights.files = WeightFiles.open(source)
+            weights.files = open_weights(source)
             weights.names = weights.files.names_for(model)
         for name, parameter in model.named_parameters():
             recipe = recipe_of(parameter)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.checkpoint.checkpoint_weights import settled
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model
 from meshwright.choose.picked_plan import choose_plan
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
@@ -110,7 +111,8 @@ def to_distributed(
     check_agreement(plan)
     tp, dp = build_axes(plan, device)
     guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
-    weights = succeed_together(lambda: InitialWeights.find(model, config.weights))
+    source = settled(config.weights)
+    weights = succeed_together(lambda: InitialWeights.find(model, source))
     if weights.equalise(model, tp, dp, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 

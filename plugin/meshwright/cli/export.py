@@ -1,0 +1,67 @@
+"""``meshwright export``: writes the weights of a checkpoint as one-device files."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(enum.StrEnum):
+    """The dtypes that floating-point weights can be converted to."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or folder of checkpoints (then the newest).")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    max_shard_size: Annotated[str, typer.Option(help="Size of a file; a larger tensor gets its own file.")] = "5GB",
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Dtype to convert floating-point weights to (default: as they were saved).")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier export in OUT, with all that is in the folder.")
+    ] = False,
+) -> None:
+    """Write the weights of a checkpoint as files for from_pretrained and load_weights.
+
+    Writes model.safetensors, or several such files with an index, under the model's own names, and config.json and
+    generation_config.json if the model has them. Checks the digest of everything it reads, and holds one tensor in
+    memory at a time. Needs no GPU, no model and no launcher. OUT gets all files at once, or stays as it was.
+
+    The exit code is 0 if OUT is written, 1 if the disk fails, and 2 if the checkpoint is not whole or an argument is
+    wrong.
+
+    For example:
+
+    \b
+      meshwright export runs/step-1000 exported
+      meshwright export runs exported --dtype bfloat16 --max-shard-size 2GB --overwrite
+    """
+    try:
+        # Imported here so that --help is fast.
+        from meshwright.checkpoint.export_checkpoint import DTYPES, export_checkpoint
+
+        done = export_checkpoint(
+            checkpoint,
+            out,
+            max_shard_size=max_shard_size,
+            dtype=None if dtype is None else DTYPES[dtype.value],
+            overwrite=overwrite,
+        )
+        step = "" if done.step is None else f", step {done.step}"
+        typer.echo(f"{done.folder} has the weights of {done.checkpoint}{step}:")
+        for name, size in done.files.items():
+            typer.echo(f"  {name:<36} {size:>17,} bytes")
+    except (ValueError, OSError) as error:
+        typer.echo(f"meshwright export: {error}", err=True)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt:
+        typer.echo("meshwright export: interrupted; nothing was written", err=True)
+        sys.exit(130)

@@ -1,0 +1,66 @@
+"""``meshwright inspect``: shows what a checkpoint holds, and all that is wrong with it."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Checkpoint, or folder of checkpoints.")],
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Read all tensors and compare them with their digests.")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Show what a checkpoint holds, and everything that is wrong with it.
+
+    Prints the step, the date, the versions, the plan, the components and the files of a checkpoint that
+    mw.save_checkpoint wrote. Of a folder of checkpoints, lists all of them and shows the newest whole one. Reads every
+    byte and compares it with its digest, unless --no-check. Needs no GPU, no model and no launcher, and changes
+    nothing.
+
+    The exit code is 0 if nothing is wrong, 1 if the checkpoint is damaged, and 2 if there is no checkpoint.
+
+    For example:
+
+    \b
+      meshwright inspect runs/step-1000
+      meshwright inspect runs --no-check
+      meshwright inspect runs/step-1000 --json | jq .damages
+    """
+    try:
+        sys.exit(_inspect(folder, check, json))
+    except (ValueError, OSError) as error:
+        typer.echo(f"meshwright inspect: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("meshwright inspect: interrupted", err=True)
+        sys.exit(130)
+
+
+def _inspect(folder: Path, check: bool, json: bool) -> int:
+    # Imported here so that --help is fast.
+    from meshwright.checkpoint.folders import find_checkpoint, is_checkpoint, newest_checkpoint
+    from meshwright.checkpoint.inspect_checkpoint import inspect_checkpoint
+    from meshwright.checkpoint.inspection_report import as_dict, as_text, listing, listing_lines
+    from meshwright.errors import CheckpointError
+
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name the folder of a checkpoint")
+    chosen, rows = folder, None
+    if not is_checkpoint(folder):
+        rows = listing(folder) or None
+        newest = newest_checkpoint(folder)
+        if rows and newest is None:
+            text = "\n".join([*listing_lines(rows), "", "DAMAGED: none of these checkpoints is whole."])
+            typer.echo(json_format.dumps({"checkpoints": rows, "is_whole": False}, indent=2) if json else text)
+            return 1
+        chosen = find_checkpoint(folder)[0] if newest is None else newest[0]
+    found = inspect_checkpoint(chosen, reads_tensors=check)
+    typer.echo(json_format.dumps(as_dict(found, rows), indent=2) if json else as_text(found, rows))
+    return 1 if found.damages else 0
