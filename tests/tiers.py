@@ -117,6 +117,11 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_planner_validation.py": ("test_eight_runs_are_enough[vTrain*",),
     "test_primitives_examples.py": ("test_torchrun_starts_a_program", "test_the_table_of_who_reads_what"),
+    "test_resume.py": (
+        "test_a_resumed_run_is_equal_to_the_bit[tp2+sp]",
+        "test_a_resumed_run_is_equal_to_the_bit[dp2xtp2+zero1]",
+        "test_a_resumed_run_is_equal_to_the_bit[dp2+zero3, recompute, workers]",
+    ),
     "test_random_programs.py": (
         "test_a_random_program_is_equal_or_told[*",
         *(f"!test_a_random_program_is_equal_or_told[{seed}]" for seed in range(8)),
@@ -190,6 +195,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_random_programs.py": ("test_a_random_program_is_equal_or_told[1]",),
     "test_referee.py": ("*",),
     "test_resharding.py": ("*",),
+    "test_resume.py": ("test_a_resumed_run_is_equal_to_the_bit[dp2]", "test_each_component_matters*"),
     "test_save_pretrained.py": ("test_saved_files_are_those_of_stock*",),
     "test_shard_dataloader.py": ("test_the_weighted_gradient_of_a_tail_is_that_of_one_process*",),
     "test_shards_say_so.py": ("*",),

@@ -16,10 +16,9 @@ from meshwright.checkpoint.checkpoint_weights import CheckpointWeights
 from meshwright.checkpoint.folders import Replacement, find_checkpoint
 from meshwright.checkpoint.model_config import ties_weights, with_dtype
 from meshwright.checkpoint.opened import Opened
-from meshwright.checkpoint.safetensors_file import Entry, SafetensorsWriter
+from meshwright.checkpoint.safetensors_file import Entry, SafetensorsWriter, ShardSlice
 from meshwright.checkpoint.streamed_files import Form, parse_bytes, split
 from meshwright.errors import CheckpointError
-from meshwright.parallel.row_layout import RowLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
@@ -138,4 +137,4 @@ def _write_weights(folder: Path, forms: dict[str, Form], weights: CheckpointWeig
 
 
 def _read(weights: CheckpointWeights, name: str, dtype: torch.dtype) -> Tensor:
-    return weights.read(name, RowLayout.replicated(1, 1), 0, dtype)
+    return weights.read(name, ShardSlice(), dtype)
