@@ -15,6 +15,7 @@ import meshwright as mw
 
 PUBLIC = {
     "AlreadyDistributedError",
+    "Checkpoint",
     "CheckpointError",
     "DataParallel",
     "DivergenceError",
@@ -45,12 +46,14 @@ PUBLIC = {
     "fused_allreduce_gradients",
     "global_mean",
     "infer_plan",
+    "load_checkpoint",
     "load_optimizer",
     "load_weights",
     "no_sync",
     "plan_of",
     "register_plan",
     "reshard",
+    "save_checkpoint",
     "save_optimizer",
     "save_weights",
     "shard_dataloader",
@@ -58,6 +61,7 @@ PUBLIC = {
     "shard_tensor",
     "to_distributed",
     "verify",
+    "wait_for_checkpoints",
 }
 
 
