@@ -1,83 +1,48 @@
-"""Checkpoints as folders: each exists whole or not at all, whenever the job is killed.
-
-A save writes into a hidden folder beside its target and renames it at the end. A checkpoint that is replaced or removed
-is renamed to a hidden name first. So a folder with a plain name is whole, unless something else damaged it.
-"""
+"""The checkpoints in a folder: which are whole, which is the newest, and which may go."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
 import re
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.checkpoint import disk
 from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.staging import Staging, about_to_be_replaced, hidden_folders, remove_folder
 from meshwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}")
 _PART = re.compile(r"part-\d{5,}\.(safetensors|json)")
 
 
-class Staging:
-    """The hidden folder of one save, on the rank that commits it.
-
-    Args:
-        target: the folder that the checkpoint gets.
+def stage(target: Path) -> Staging:
+    """Start the save of a checkpoint, on the rank that commits it; checkpoints that are not whole are removed.
 
     Raises:
         CheckpointError: if ``target`` holds something that is not a checkpoint.
     """
+    for path, manifest in list(_checkpoints(target.parent)):
+        if manifest is None:
+            logger.warning("%s is not a whole checkpoint and is removed", path)
+            remove_folder(path)
+    return Staging(target, _is_ours)
 
-    def __init__(self, target: Path):
-        self.target = target
-        if target.exists() and not _is_ours(target) and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(
-                f"{target} exists and holds something else than a checkpoint; save to a folder of another name"
-            )
-        disk.make_folder(target.parent)
-        _clean(target.parent)
-        self.path = _hidden(target, "saving")
-        disk.make_folder(self.path)
-        # The lock tells a save in progress from the leftovers of one that was killed.
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def commit(self, manifest: Manifest) -> None:
-        """Make the checkpoint visible: its files are complete and on the disk.
+def commit(staging: Staging, manifest: Manifest) -> None:
+    """Make a checkpoint visible: all files but the manifest are complete and on the disk.
 
-        Raises:
-            CheckpointError: if a file of another rank is not there.
-            OSError: if the disk fails; the folder then has what it had before.
-        """
-        if absent := absent_files(self.path, manifest):
-            raise CheckpointError(
-                f"rank 0 does not see {absent[0]}, which another rank wrote to {self.path}: all hosts must save to one "
-                "shared file system"
-            )
-        manifest.write(self.path)
-        disk.sync_folder(self.path)
-        replaced = None
-        if self.target.exists():
-            replaced = _hidden(self.target, "replaced")
-            disk.rename(self.target, replaced)
-        disk.rename(self.path, self.target)
-        disk.sync_folder(self.target.parent)
-        if replaced is not None:
-            disk.remove_folder(replaced)
-
-    def close(self) -> None:
-        """Remove what is left if the save has failed, and release the lock."""
-        if self.path.exists():
-            with contextlib.suppress(OSError):
-                disk.remove_folder(self.path)
-        os.close(self._lock)
+    Raises:
+        CheckpointError: if a file of another rank is not there.
+        OSError: if the disk fails; the folder then has what it had before.
+    """
+    if absent := absent_files(staging.path, manifest):
+        raise CheckpointError(
+            f"rank 0 does not see {absent[0]}, which another rank wrote to {staging.path}: all hosts must save to one "
+            "shared file system"
+        )
+    manifest.write(staging.path)
+    staging.commit()
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
@@ -90,11 +55,8 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
         return folder, _read_whole(folder)
     if found := newest_checkpoint(folder):
         return found
-    # The process was killed between the two renames that replace a checkpoint.
-    for path in _hidden_folders(folder.parent):
-        match = _HIDDEN.fullmatch(path.name)
-        if match and match["kind"] == "replaced" and match["name"] == folder.name and not folder.exists():
-            return path, _read_whole(path)
+    if (original := about_to_be_replaced(folder)) is not None:
+        return original, _read_whole(original)
     raise CheckpointError(f"there is no checkpoint in {folder}; name a folder that meshwright.save_checkpoint wrote")
 
 
@@ -113,7 +75,7 @@ def keep_newest(parent: Path, count: int) -> None:
     """Remove all checkpoints of a folder but the newest ``count``."""
     whole = [(manifest.written, path) for path, manifest in _checkpoints(parent) if manifest is not None]
     for _, path in sorted(whole)[:-count]:
-        _remove(path)
+        remove_folder(path)
 
 
 def absent_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -133,8 +95,9 @@ def _read_whole(folder: Path) -> Manifest:
 
 def _checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest | None]]:
     """The checkpoints in a folder; the manifest of one that is not whole is None."""
+    hidden = {path for path, _, _ in hidden_folders(parent)}
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if path.is_dir() and not path.is_symlink() and not _HIDDEN.fullmatch(path.name) and _is_ours(path):
+        if path.is_dir() and not path.is_symlink() and path not in hidden and _is_ours(path):
             try:
                 yield path, _read_whole(path)
             except CheckpointError:
@@ -156,45 +119,3 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except OSError:
         return -1
-
-
-def _clean(parent: Path) -> None:
-    """Remove what killed saves have left in a folder, and checkpoints that are not whole."""
-    for path in list(_hidden_folders(parent)):
-        match = _HIDDEN.fullmatch(path.name)
-        assert match is not None
-        original = parent / match["name"]
-        if match["kind"] == "replaced" and not original.exists():
-            disk.rename(path, original)
-        elif match["kind"] != "saving" or not _is_locked(path):
-            disk.remove_folder(path)
-    for path, manifest in list(_checkpoints(parent)):
-        if manifest is None:
-            logger.warning("%s is not a whole checkpoint and is removed", path)
-            _remove(path)
-
-
-def _is_locked(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _hidden_folders(parent: Path) -> Iterator[Path]:
-    return (path for path in (parent.iterdir() if parent.is_dir() else ()) if _HIDDEN.fullmatch(path.name))
-
-
-def _hidden(target: Path, kind: str) -> Path:
-    return target.parent / f".{target.name}.{kind}-{uuid.uuid4().hex[:8]}"
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; killed half-way, it is no longer one."""
-    hidden = _hidden(path, "removed")
-    disk.rename(path, hidden)
-    disk.remove_folder(hidden)

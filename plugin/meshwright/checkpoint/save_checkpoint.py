@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.folders import Staging, keep_newest
+from meshwright.checkpoint.folders import commit, keep_newest, stage
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.optimizer_manifest import encode
 from meshwright.checkpoint.part_files import FileRecord, Source, write_part
@@ -22,6 +22,7 @@ from meshwright.checkpoint.random_state import random_state
 from meshwright.checkpoint.regions import numel
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
 from meshwright.checkpoint.shares import shares
+from meshwright.checkpoint.staging import Staging
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
@@ -91,7 +92,7 @@ def save_checkpoint(
 
     def start() -> str:
         nonlocal staging
-        staging = Staging(target)
+        staging = stage(target)
         return str(staging.path)
 
     try:
@@ -186,7 +187,7 @@ def _write_parts(folder: Path, model: nn.Module, tensors: dict[str, RunTensor], 
 
 def _commit(staging: Staging | None, manifest: Manifest) -> None:
     assert staging is not None
-    staging.commit(manifest)
+    commit(staging, manifest)
 
 
 def _versions() -> dict[str, str]:
