@@ -24,7 +24,7 @@ from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 # Options that set how a step is computed, not its result. Loading keeps the optimizer's own values of these.
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -269,7 +269,7 @@ class _OneDeviceState:
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
     for key, encoded in saved.items():
-        if key in _IMPLEMENTATION:
+        if key in IMPLEMENTATION:
             continue
         value, current = decode(encoded), group.get(key)
         if isinstance(current, Tensor) and not isinstance(value, list | tuple):

@@ -91,12 +91,19 @@ def remove_folder(path: Path) -> None:
 
 def remove_leftovers(parent: Path) -> None:
     """Remove what killed saves have left in a folder, and restore what they were about to replace."""
-    for path, name, kind in list(hidden_folders(parent)):
-        original = parent / name
-        if kind == "replaced" and not original.exists():
-            disk.rename(path, original)
-        elif kind != "saving" or not _is_locked(path):
+    restore_replaced(parent)
+    for path, _, kind in list(hidden_folders(parent)):
+        if kind != "saving" or not _is_locked(path):
             disk.remove_folder(path)
+
+
+def restore_replaced(parent: Path) -> None:
+    """Give the folders in ``parent`` their names back whose replacement was killed between its two renames."""
+    found = list(hidden_folders(parent))
+    in_progress = {name for path, name, kind in found if kind == "saving" and _is_locked(path)}
+    for path, name, kind in found:
+        if kind == "replaced" and name not in in_progress and not (parent / name).exists():
+            disk.rename(path, parent / name)
 
 
 def about_to_be_replaced(target: Path) -> Path | None:
