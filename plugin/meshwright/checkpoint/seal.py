@@ -66,8 +66,9 @@ class Seal:
             if present.get(name, size) != size
         ]
         if not self.is_open:
-            found += [f"{folder / name} is not a file of this checkpoint" for name in present.keys() - self.files]
-        return sorted(found)
+            foreign = sorted(present.keys() - self.files)
+            found += [f"{folder / name} is not a file of this checkpoint" for name in foreign]
+        return found
 
 
 def sizes_in(folder: Path) -> dict[str, int]:

@@ -134,8 +134,9 @@ def check_seal(folder: Path) -> None:
         found = [str(error)]
     answers = [json.loads(text) for text in texts_of_all(json.dumps([found, seen]))]
     if problems := [problem for problems, _ in answers for problem in problems]:
-        more = f", and {len(set(problems)) - 1} more" if len(set(problems)) > 1 else ""
-        raise CheckpointError(f"{problems[0]}{more}; {folder} is not whole: load another checkpoint")
+        problems = list(dict.fromkeys(problems))
+        shown = "; ".join(problems[:5] + ([f"and {len(problems) - 5} more"] if len(problems) > 5 else []))
+        raise CheckpointError(f"{folder} is not whole: {shown}. Load another checkpoint")
     if others := [rank for rank, (_, other) in enumerate(answers) if other != answers[0][1]]:
         raise CheckpointError(
             f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "
@@ -149,8 +150,8 @@ def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int
     def own() -> dict[str, dict[int, str]]:
         digests: dict[str, dict[int, str]] = {}
         for name, start, stop in _share(sizes):
-            with reading(folder / name) as descriptor:
-                disk.sync(descriptor)
+            if start == 0:
+                disk.sync_file(folder / name)
             digests.setdefault(name, {})[start] = _digest_of(folder / name, start, stop)
         return digests
 
