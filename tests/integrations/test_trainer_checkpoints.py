@@ -177,13 +177,14 @@ def fail_at_each_step(folder: Path, kind: str, rank: int, every: int, replaces: 
             rank=rank,
             every=every,
             save=lambda: save(6),
-            find=lambda: Path(checkpoint_to_resume(str(folder), True) or ""),
+            find=lambda: fingerprint(Path(checkpoint_to_resume(str(folder), True) or "")),
             expected=expected,
             names={"checkpoint-6"},
             added="note.txt",
         )
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("every", [1, 17], ids=["each step", "some steps"])
 @pytest.mark.parametrize("replaces", [False, True], ids=["beside an older one", "over an older one"])
 @pytest.mark.parametrize("kind", ["kill", "full"])
@@ -191,5 +192,5 @@ def test_a_save_that_ends_early(kind: str, replaces: bool, every: int, pool2: An
     """A load finds the old checkpoint or the new one, bitwise, and the next save leaves nothing else."""
     for rank in (0, 1):
         folder = tmp_path / str(rank) / "run"
-        results = pool2.run(fail_at_each_step, folder, kind, rank, every, replaces, timeout=280)
+        results = pool2.run(fail_at_each_step, folder, kind, rank, every, replaces, timeout=900)
         counted(results, f"Trainer, {kind}, rank {rank}, {'over' if replaces else 'beside'}")

@@ -197,6 +197,8 @@ class PlannedAccelerator(Accelerator):
             raise ValueError("safe_serialization=False would pickle the weights; a planned model's are safetensors")
         target = folder_to_save(self, output_dir)
         with sealed_folder(target) as folder:
+            # First, since accelerate's own files are written by each rank alone: an error there must come last.
+            state.save_progress(self, folder)
             # Runs after the user's hooks, which may have removed models from the list.
             hook = self.register_save_state_pre_hook(state.take_weights)
             self._is_saving = True
@@ -206,7 +208,6 @@ class PlannedAccelerator(Accelerator):
             finally:
                 self._is_saving = False
                 hook.remove()
-            state.save_progress(self, folder)
         remove_oldest(self)
         return target
 
