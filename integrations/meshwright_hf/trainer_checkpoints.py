@@ -96,6 +96,7 @@ class CheckpointMixin:
         """Save a checkpoint by the Trainer's method, in a hidden folder that becomes ``checkpoint-N`` at the end."""
         run_dir = self._get_output_dir(trial)
         target = Path(run_dir, f"checkpoint-{self.state.global_step}")
+        self._push = None
         with sealed_folder(target, is_ours=lambda _: True, is_open=self._calls_on_save) as folder:
             self._hidden_run = folder.parent
             try:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import safe_globals
 
@@ -19,7 +18,6 @@ import meshwright as mw
 from meshwright.checkpoint.stock_optimizer import read_pickle
 from meshwright.data.shuffling import decoded, encoded
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import on_first_rank
 
 OPTIMIZER = "meshwright_optimizer"
 PROGRESS = "meshwright_progress.json"
@@ -143,9 +141,8 @@ def save_weights(model: Any, directory: str) -> None:
     """Write one-device weights, and the config if the model has one; every rank makes the call."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
-        return
-    weights = mw.full_state_dict(model)
-    on_first_rank(lambda: save_file(weights, Path(directory, "model.safetensors"), metadata={"format": "pt"}))
+    else:
+        mw.save_weights(model, directory)
 
 
 def load_weights(model: nn.Module, directory: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_trainer import assert_same_training, last_three, reference
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import meshwright as mw
+from meshwright.checkpoint.seal import Seal
 from meshwright.checkpoint.sealed_folder import check_seal
 from meshwright_hf.trainer_folders import checkpoint_to_resume
 from support.kills import counted, fingerprint, try_faults
@@ -128,6 +130,33 @@ class Notes(TrainerCallback):
         if state.is_world_process_zero:
             with contextlib.suppress(OSError):  # a rank that is killed says nothing
                 (folder / "note.txt").write_text("for people")
+
+
+def test_a_push_comes_after_the_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: the best model has its final path, in the state and in the checkpoint."""
+    pushed = []
+
+    def push(self: Any, folder: str) -> None:
+        pushed.append((folder, Seal.read(Path(folder)).is_open, (Path(folder) / "note.txt").is_file()))
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    with fresh_accelerate():
+        args = arguments(
+            tmp_path, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1
+        )
+        args.metric_for_best_model, args.greater_is_better = "eval_loss", False
+        data = {"train_dataset": Rows(16), "eval_dataset": Rows(4), "callbacks": [Notes()]}
+        trainer = make_trainer(args, {}, data=data)
+        trainer.args.push_to_hub = True
+        trainer.train()
+    folders = [str(tmp_path / name) for name in ("checkpoint-1", "checkpoint-2")]
+    assert pushed == [(folder, False, True) for folder in folders]
+    assert trainer.state.best_model_checkpoint == folders[1]
+    assert (
+        json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["best_model_checkpoint"]
+        == folders[1]
+    )
+    check_seal(tmp_path / "checkpoint-2")
 
 
 def trainer_to_save(folder: Path, plan: dict[str, Any], **options: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.checkpoint.seal import NAME as SEAL
-from meshwright.checkpoint.stock_optimizer import load_stock_optimizer
+from meshwright.checkpoint.stock_optimizer import check_pickle, load_stock_optimizer
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import find_runtime, runtime_of
@@ -111,7 +111,9 @@ def load_stock_optimizers(accelerator: Accelerator, folder: Path) -> None:
     for model, optimizer in _pairs(accelerator):
         wrappers = [wrapper.optimizer for wrapper in accelerator._optimizers]
         number = next(i for i, other in enumerate(wrappers) if other is optimizer)
-        load_stock_optimizer(model, optimizer, folder / _numbered("optimizer", number, "bin"))
+        path = folder / _numbered("optimizer", number, "bin")
+        check_pickle(path)
+        load_stock_optimizer(model, optimizer, path)
 
 
 def _numbered(name: str, number: int, ending: str) -> str:

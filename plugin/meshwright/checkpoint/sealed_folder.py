@@ -150,6 +150,11 @@ def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int
     def own() -> dict[str, dict[int, str]]:
         digests: dict[str, dict[int, str]] = {}
         for name, start, stop in _share(sizes):
+            if not (folder / name).exists():
+                raise CheckpointError(
+                    f"a rank does not see {folder / name}, which rank 0 sees: all hosts must save to one shared file "
+                    "system"
+                )
             if start == 0:
                 disk.sync_file(folder / name)
             digests.setdefault(name, {})[start] = _digest_of(folder / name, start, stop)

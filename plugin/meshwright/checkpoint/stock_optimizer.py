@@ -38,21 +38,25 @@ def load_stock_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.
     found = succeed_together(lambda: parts_of(model, optimizer))
 
     def read() -> tuple[Manifest, _WholeState]:
-        manifest, state = _described(read_pickle(path), found, Path(path))
+        manifest, state = _described(read_pickle(path, mmap=True), found, Path(path))
         check_fits(Path(path), manifest, state, found)
         return manifest, state
 
     restore_optimizer(found, *succeed_together(read))
 
 
-def read_pickle(path: str | os.PathLike[str]) -> Any:
+def read_pickle(path: str | os.PathLike[str], *, mmap: bool = False) -> Any:
     """Read what ``torch.save`` wrote, as tensors, numbers, texts and containers of them only.
+
+    Args:
+        path: the file.
+        mmap: whether tensors stay on the disk until they are used.
 
     Raises:
         CheckpointError: if the file cannot be read, or holds anything else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
 
