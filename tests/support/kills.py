@@ -24,7 +24,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     """The digest of each file, by its name; random names are left out, and so is the seal, which has the time."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != "meshwright_seal.json":
+        if path.is_file() and path.name not in ("meshwright_seal.json", ".meshwright_seal.json.new"):
             name = _RANDOM_NAMES.sub(rb"\1-X", path.relative_to(folder).as_posix().encode()).decode()
             found[name] = hashlib.sha256(_RANDOM_NAMES.sub(rb"\1-X", path.read_bytes())).hexdigest()
     return found
@@ -79,7 +79,7 @@ def try_faults(
         with disk.active():
             try:
                 save()
-            except OSError as raised:
+            except Exception as raised:  # a rank may find that the files of a killed rank end early
                 error = str(raised) or "killed"
         said = [json.loads(text) for text in texts_of_all(json.dumps([error, disk.steps, disk.log[-1:]]))]
         where = f"{kind} of rank {rank} at step {step}: {said[rank][2]}"

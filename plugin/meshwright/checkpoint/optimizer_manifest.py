@@ -55,7 +55,6 @@ class Manifest:
         except OSError:
             staged.unlink(missing_ok=True)
             raise
-        sync_folder(folder)
 
     @staticmethod
     def read(folder: Path) -> Manifest:

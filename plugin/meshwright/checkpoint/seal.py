@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass
@@ -50,8 +51,13 @@ class Seal:
         content = {"format": _FORMAT, "written": self.written, "open": self.is_open, "files": self.files}
         staged = folder / f".{NAME}.new"
         staged.unlink(missing_ok=True)
-        write_digested(staged, "seal", content)
-        disk.rename(staged, folder / NAME)
+        try:
+            write_digested(staged, "seal", content)
+            disk.rename(staged, folder / NAME)
+        except OSError:
+            with contextlib.suppress(OSError):
+                staged.unlink(missing_ok=True)
+            raise
 
     def problems(self, folder: Path) -> list[str]:
         """Return what the names and sizes of a folder's files show to be wrong, without reading the files."""
