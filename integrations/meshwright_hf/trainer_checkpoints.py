@@ -1,4 +1,7 @@
-"""Saves and resumes the Trainer's checkpoints as one-device files, which every plan can read."""
+"""Saves and resumes the Trainer's checkpoints as one-device files, which every plan can read.
+
+A checkpoint is written to a hidden folder, sealed, and renamed: ``checkpoint-N`` exists whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,25 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.checkpoint.sealed_folder import check_seal, close_seal, sealed_folder
+from meshwright.checkpoint.stock_optimizer import load_stock_optimizer, read_pickle
 from meshwright.data.loader import DistributedLoader
+from meshwright.errors import CheckpointError
+from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, runtime_of
 from meshwright_hf.trainer_data import rest_of_epoch
+from meshwright_hf.trainer_folders import checkpoint_to_resume, is_sealed, rotate
 from meshwright_hf.trainer_state import (
     OPTIMIZER,
     SCHEDULER,
+    STATE,
+    STOCK_OPTIMIZER,
+    Progress,
+    encoded_draws,
+    load_random_state_of_first,
     load_weights,
     place_in_epoch,
-    read_progress,
-    save_progress,
+    random_files,
     save_weights,
 )
 
@@ -44,10 +56,16 @@ class CheckpointMixin:
 
     _train_loader: DistributedLoader | None = None
     _epoch_draws: Tensor | None = None  # torch's random state when the epoch began; samplers draw the order from it
+    _hidden_run: Path | None = None  # the folder that stands for the run's folder while a checkpoint is written
+    _calls_on_save = False  # whether callbacks are told of a checkpoint once it is saved
+    _open: Path | None = None  # the checkpoint to which callbacks may be adding files
+    _push: Path | None = None  # the checkpoint that is to be pushed
 
     @property
     def _runtime(self) -> Runtime:
         return runtime_of(self.model)
+
+    # ---- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write one-device weights and all other files for ``from_pretrained``; every rank makes the call."""
@@ -57,27 +75,101 @@ class CheckpointMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         directory = self.args.output_dir if output_dir is None else output_dir
-        if self.args.should_save:
-            os.makedirs(directory, exist_ok=True)
+        on_first_rank(lambda: os.makedirs(directory, exist_ok=True))
         save_weights(self.model, directory)
-        if not self.args.should_save:
-            return
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processor is not None:
-            processor.save_pretrained(directory)
-        torch.save(self.args, os.path.join(directory, "training_args.bin"))
+
+        def save_rest() -> None:
+            if processor is not None:
+                processor.save_pretrained(directory)
+            torch.save(self.args, os.path.join(directory, "training_args.bin"))
+
+        on_first_rank(save_rest)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._hidden_run is not None:
+            return str(self._hidden_run)
+        run_dir: str = super()._get_output_dir(trial)  # type: ignore[misc]
+        return run_dir
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Save a checkpoint by the Trainer's method, in a hidden folder that becomes ``checkpoint-N`` at the end."""
+        run_dir = self._get_output_dir(trial)
+        target = Path(run_dir, f"checkpoint-{self.state.global_step}")
+        self._push = None
+        with sealed_folder(target, is_ours=lambda _: True, is_open=self._calls_on_save) as folder:
+            self._hidden_run = folder.parent
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            finally:
+                self._hidden_run = None
+            self._name_finally(folder, os.path.join(run_dir, target.name))
+        if self._calls_on_save:
+            self._open = target
+        else:
+            self._push_what_is_due()
+        best = self.state.best_model_checkpoint
+        on_first_rank(lambda: rotate(Path(run_dir), self.args.save_total_limit, best))
+
+    def _name_finally(self, folder: Path, final: str) -> None:
+        """Replace the hidden folder's name by the final one in the Trainer's state."""
+        if self._push is not None:
+            self._push = Path(final)
+        if self.state.best_model_checkpoint == str(folder):
+            self.state.best_model_checkpoint = final
+            if self.args.should_save:
+                self.state.save_to_json(str(folder / STATE))
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._calls_on_save = True
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._calls_on_save = False
+        if self._open is not None:
+            checkpoint, self._open = self._open, None
+            close_seal(checkpoint)  # callbacks have written what they write into it
+            self._push_what_is_due()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._push = Path(checkpoint_folder)  # pushed once it has its name
+
+    def _push_what_is_due(self) -> None:
+        checkpoint, self._push = self._push, None
+        if checkpoint is not None:
+            super()._push_from_checkpoint(str(checkpoint))  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         mw.save_optimizer(self.model, self.optimizer, os.path.join(output_dir, OPTIMIZER))
-        if self.args.should_save:
+        runtime, loader = self._runtime, self._train_loader
+        progress = Progress(
+            mesh=(runtime.dp.size, runtime.tp.size),
+            global_batch=self._global_batch(),
+            loader=None if loader is None else loader.state_dict(),
+            epoch_draws=encoded_draws(self._epoch_draws),
+            streams=None if runtime.streams is None else runtime.streams.state_dict(),
+        )
+
+        def save() -> None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
-            save_progress(
-                output_dir,
-                self._runtime,
-                self._train_loader,
-                global_batch=self._global_batch(),
-                epoch_draws=self._epoch_draws,
-            )
+            progress.write(output_dir)
+
+        on_first_rank(save)
+
+    # ---- resuming
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does, from a checkpoint that is whole.
+
+        Args:
+            resume_from_checkpoint: a folder, or True for the newest whole checkpoint in ``output_dir``.
+            args, kwargs: the Trainer's other arguments.
+
+        Raises:
+            CheckpointError: if there is no whole checkpoint, or the folder is not one; it names what is wrong.
+        """
+        folder = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+        return super().train(folder, *args, **kwargs)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._distribute()
@@ -85,32 +177,59 @@ class CheckpointMixin:
 
     def _load_best_model(self) -> None:
         logger.info("loading the best model, from %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
+        best = Path(self.state.best_model_checkpoint)
+        if succeed_together(lambda: is_sealed(best)):
+            check_seal(best)
         load_weights(self.model, self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = Path(checkpoint, OPTIMIZER)
-        if folder.is_dir():
-            mw.load_optimizer(self.model, self.optimizer, folder)
+        progress = succeed_together(lambda: Progress.read(checkpoint))
+        if progress is None:
+            load_stock_optimizer(self.model, self.optimizer, os.path.join(checkpoint, STOCK_OPTIMIZER))
         else:
-            logger.warning("%s has no %s, so the optimizer starts without state", checkpoint, OPTIMIZER)
-        scheduler = Path(checkpoint, SCHEDULER)
-        if scheduler.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        streams = read_progress(checkpoint).get("streams")
-        if self._runtime.streams is not None and streams is not None:
-            self._runtime.streams.load_state_dict(streams)
+            mw.load_optimizer(self.model, self.optimizer, os.path.join(checkpoint, OPTIMIZER))
+        scheduler = os.path.join(checkpoint, SCHEDULER)
+        succeed_together(lambda: self.lr_scheduler.load_state_dict(read_pickle(scheduler)))
+        if self._runtime.streams is not None and progress is not None and progress.streams is not None:
+            self._runtime.streams.load_state_dict(progress.streams)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore this rank's random state; on another mesh than the one of the save, that of rank 0."""
+        if checkpoint is None:
+            return
+        runtime, progress = self._runtime, succeed_together(lambda: Progress.read(checkpoint))
+        is_same_mesh = progress is None or progress.mesh == (runtime.dp.size, runtime.tp.size)
+        if is_same_mesh and len(random_files(checkpoint)) == self.args.world_size:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        else:
+            succeed_together(lambda: load_random_state_of_first(checkpoint, self.args.device))
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the epoch and batch to resume at, also if the rows per step have changed since the checkpoint."""
         epoch, steps = super()._init_training_state(max_steps, *args, **kwargs)  # type: ignore[misc]
         checkpoint = kwargs.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        progress = read_progress(checkpoint) if checkpoint else {}
-        is_same_size = progress.get("loader") is None or progress["global_batch"] == self._global_batch()
-        if is_same_size or self.args.ignore_data_skip:
+        if not checkpoint or self.args.ignore_data_skip:
             return epoch, steps
-        return place_in_epoch(progress, batch=self._global_batch(), accumulation=self.args.gradient_accumulation_steps)
+        progress = succeed_together(lambda: Progress.read(checkpoint))
+        if progress is None:
+            self._check_stock_batch(checkpoint)
+        elif progress.loader is not None and progress.global_batch != self._global_batch():
+            return place_in_epoch(
+                progress.loader, batch=self._global_batch(), accumulation=self.args.gradient_accumulation_steps
+            )
+        return epoch, steps
+
+    def _check_stock_batch(self, checkpoint: str) -> None:
+        """Raise if a checkpoint of the stock Trainer counts batches of another size, since it holds only the count."""
+        rows = (self.state.train_batch_size or 0) * len(random_files(checkpoint))
+        if rows != self._global_batch():
+            raise CheckpointError(
+                f"{checkpoint} of the stock Trainer was saved with batches of {rows} rows on all processes, but this "
+                f"run has batches of {self._global_batch()}, so it would go on at another place in the data; set "
+                "per_device_train_batch_size so that it has as many, or ignore_data_skip=True"
+            )
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         skipped, checkpoint = kwargs["steps_trained_in_current_epoch"], kwargs["resume_from_checkpoint"]
@@ -118,11 +237,11 @@ class CheckpointMixin:
         self._epoch_draws = torch.get_rng_state()
         if is_first and checkpoint and skipped and isinstance(loader, DistributedLoader):
             loader.set_epoch(kwargs["epoch"])
-            progress = read_progress(checkpoint)
-            self._epoch_draws = progress.get("epoch_draws", self._epoch_draws)
-            kwargs["train_dataloader"] = rest_of_epoch(
-                loader, progress.get("loader"), draws=self._epoch_draws, skipped=skipped
-            )
+            progress = succeed_together(lambda: Progress.read(checkpoint))
+            if progress is not None and (draws := progress.draws()) is not None:
+                self._epoch_draws = draws
+            state = None if progress is None else progress.loader
+            kwargs["train_dataloader"] = rest_of_epoch(loader, state, draws=self._epoch_draws, skipped=skipped)
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _global_batch(self) -> int:

@@ -1,62 +1,132 @@
-"""Reads and writes the weights of a Trainer checkpoint, and the positions of the data and the dropout masks."""
+"""Reads and writes the parts of a Trainer checkpoint: weights, random states, and the position in data and dropout."""
 
 from __future__ import annotations
 
-import os
+import json
+import random
+import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import safe_globals
 
 import meshwright as mw
-from meshwright.data.loader import DistributedLoader
-from meshwright.faults.together import on_first_rank
-from meshwright.optim.runtime import Runtime
+from meshwright.checkpoint.stock_optimizer import read_pickle
+from meshwright.data.shuffling import decoded, encoded
+from meshwright.errors import CheckpointError
 
 OPTIMIZER = "meshwright_optimizer"
-PROGRESS = "meshwright_progress.pt"
+PROGRESS = "meshwright_progress.json"
 SCHEDULER = "scheduler.pt"
-_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+STATE = "trainer_state.json"
+STOCK_OPTIMIZER = "optimizer.pt"
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_RANDOM = re.compile(r"rng_state(_\d+)?\.pth")
 
 
-def save_progress(
-    directory: str,
-    runtime: Runtime,
-    loader: DistributedLoader | None,
-    *,
-    global_batch: int,
-    epoch_draws: Tensor | None,
-) -> None:
-    """Write the positions of the data and the dropout masks; they are equal on all ranks, so only one rank calls this.
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The positions of the data and the dropout masks, which are equal on all ranks.
 
     Args:
+        mesh: the sizes of the axes dp and tp.
         global_batch: the rows of all ranks in one forward pass.
-        epoch_draws: torch's random state when the epoch began.
+        loader: the state of the training loader; None if it is not on the mesh.
+        epoch_draws: torch's random state when the epoch began, encoded; None if none has begun.
+        streams: the positions of the dropout masks; None without them.
     """
-    state: dict[str, Any] = {"global_batch": global_batch, "loader": None if loader is None else loader.state_dict()}
-    if epoch_draws is not None:
-        state["epoch_draws"] = epoch_draws
-    if runtime.streams is not None:
-        state["streams"] = runtime.streams.state_dict()
-    torch.save(state, os.path.join(directory, PROGRESS))
+
+    mesh: tuple[int, int]
+    global_batch: int
+    loader: dict[str, Any] | None
+    epoch_draws: str | None
+    streams: dict[str, int] | None
+
+    def write(self, folder: str | Path) -> None:
+        """Write ``meshwright_progress.json``."""
+        text = json.dumps(asdict(self)) + "\n"
+        Path(folder, PROGRESS).write_text(text, encoding="utf-8")
+
+    @staticmethod
+    def read(folder: str | Path) -> Progress | None:
+        """Read ``meshwright_progress.json``; a checkpoint of the stock Trainer has none, and gives None.
+
+        Raises:
+            CheckpointError: if a field is missing, unknown, or of another type.
+        """
+        path = Path(folder, PROGRESS)
+        if not path.exists():
+            return None
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
+        kinds = {"mesh": list, "global_batch": int, "loader": dict, "epoch_draws": str, "streams": dict}
+        names = {field.name for field in fields(Progress)}
+        if not isinstance(said, dict) or said.keys() != names:
+            raise CheckpointError(f"{path} does not have the fields {', '.join(sorted(names))}")
+        optional = ("loader", "epoch_draws", "streams")
+        for name, kind in kinds.items():
+            if type(said[name]) is not kind and not (name in optional and said[name] is None):
+                raise CheckpointError(f"{path} has a wrong value of {name!r}: {str(said[name])[:100]}")
+        mesh = said["mesh"]
+        if len(mesh) != 2 or not all(type(size) is int and size >= 1 for size in mesh):
+            raise CheckpointError(f"{path} has a wrong value of 'mesh': {mesh}")
+        return Progress(**{**said, "mesh": (mesh[0], mesh[1])})
+
+    def draws(self) -> Tensor | None:
+        """Return torch's random state when the epoch began."""
+        return None if self.epoch_draws is None else decoded(self.epoch_draws)
 
 
-def read_progress(directory: str) -> dict[str, Any]:
-    """Return the state that ``save_progress`` wrote; an empty dict if the checkpoint has none."""
-    path = Path(directory, PROGRESS)
-    return torch.load(path, weights_only=True) if path.is_file() else {}
+def encoded_draws(state: Tensor | None) -> str | None:
+    """Return a random state as :class:`Progress` keeps it."""
+    return None if state is None else encoded(state)
 
 
-def place_in_epoch(progress: dict[str, Any], *, batch: int, accumulation: int) -> tuple[int, int]:
+def random_files(folder: str | Path) -> list[str]:
+    """Return the names of the files with the ranks' random states."""
+    return sorted(path.name for path in Path(folder).iterdir() if _RANDOM.fullmatch(path.name))
+
+
+def load_random_state_of_first(folder: str | Path, device: torch.device) -> None:
+    """Give this rank the random states that rank 0 saved, on another number of ranks or another mesh.
+
+    Raises:
+        CheckpointError: if they are missing or damaged.
+    """
+    path = Path(folder, "rng_state.pth")
+    path = path if path.exists() else path.with_name("rng_state_0.pth")
+    with safe_globals():
+        state = read_pickle(path)
+    try:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.random.set_rng_state(state["cpu"])
+        if device.type == "cuda":
+            on_device = state["cuda"]
+            torch.cuda.set_rng_state(on_device[0] if isinstance(on_device, list) else on_device, device)
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise CheckpointError(f"{path} is damaged, or of another kind of device: {error!r}") from error
+
+
+def place_in_epoch(loader: dict[str, Any], *, batch: int, accumulation: int) -> tuple[int, int]:
     """Return the epoch and the number of its finished batches, for a batch size that may differ from the saved run's.
+
+    Args:
+        loader: the state of the training loader.
+        batch: the rows of all ranks in one forward pass.
+        accumulation: the number of forward passes in a step.
 
     Raises:
         ValueError: if the saved position is inside a step of the new size.
     """
-    epoch, samples = progress["loader"]["epoch"], progress["loader"]["samples"]
-    if samples == progress["loader"].get("length"):
+    epoch, samples = loader["epoch"], loader["samples"]
+    if samples == loader.get("length"):
         return epoch + 1, 0
     if samples % (batch * accumulation):
         raise ValueError(
@@ -71,14 +141,13 @@ def save_weights(model: Any, directory: str) -> None:
     """Write one-device weights, and the config if the model has one; every rank makes the call."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(directory)
-        return
-    weights = mw.full_state_dict(model)
-    on_first_rank(lambda: save_file(weights, Path(directory, "model.safetensors"), metadata={"format": "pt"}))
+    else:
+        mw.save_weights(model, directory)
 
 
 def load_weights(model: nn.Module, directory: str) -> None:
     """Read a checkpoint's weights, or its adapter's, into a distributed model in place."""
-    if any(Path(directory, name).is_file() for name in _ADAPTERS):
+    if any(Path(directory, name).is_file() for name in ADAPTERS):
         _load_adapter(model, directory)
     else:
         mw.load_weights(model, directory)

@@ -97,10 +97,10 @@ def test_an_optimizer_that_is_wrong_on_shards_is_refused() -> None:
 
 
 def test_a_checkpoint_inside_a_step_of_the_new_size() -> None:
-    progress = {"loader": {"epoch": 1, "samples": 24}}
-    assert place_in_epoch(progress, batch=6, accumulation=2) == (1, 4)
+    loader = {"epoch": 1, "samples": 24}
+    assert place_in_epoch(loader, batch=6, accumulation=2) == (1, 4)
     with pytest.raises(ValueError, match=r"24 rows of epoch 1.*inside a step of 5 x 2 rows"):
-        place_in_epoch(progress, batch=5, accumulation=2)
+        place_in_epoch(loader, batch=5, accumulation=2)
 
 
 def test_parameters_thawed_before_training() -> None:

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshwright as mw
+from meshwright.checkpoint.sealed_folder import sealed_folder
 from meshwright.config import LoaderOptions, ParallelPlan
 from meshwright.data.nested import map_tensors
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.announced import check_announced
+from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
 from meshwright_hf.accelerate.loader import PlannedLoader, plan_loader
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from meshwright_hf.gathering import gather_tensors, gather_values, has_only_tensors
@@ -182,23 +184,32 @@ class PlannedAccelerator(Accelerator):
         """Save everything that training needs to resume under any plan; every rank makes the call.
 
         Planned models and their optimizers are saved in one-device form in the folders ``meshwright_0``,
-        ``meshwright_1``, ...
+        ``meshwright_1``, ... The folder exists whole or not at all: it is written under a hidden name, sealed and
+        renamed.
+
+        Raises:
+            CheckpointError: if ``output_dir`` holds other files than a sealed checkpoint.
+            OSError: on every rank, if a rank cannot write; ``output_dir`` then is what it was before.
         """
         if not state.planned_models(self):
             return super().save_state(output_dir, safe_serialization, **kwargs)
         if not safe_serialization:
             raise ValueError("safe_serialization=False would pickle the weights; a planned model's are safetensors")
-        # Runs after the user's hooks, which may have removed models from the list.
-        hook = self.register_save_state_pre_hook(state.take_weights)
-        self._is_saving = True
-        try:
-            with state.without_planned_optimizers(self):
-                location = super().save_state(output_dir, safe_serialization, **kwargs)
-        finally:
-            self._is_saving = False
-            hook.remove()
-        state.save_progress(self, location)
-        return location
+        target = folder_to_save(self, output_dir)
+        with sealed_folder(target) as folder:
+            # First, since accelerate's own files are written by each rank alone: an error there must come last.
+            state.save_progress(self, folder)
+            # Runs after the user's hooks, which may have removed models from the list.
+            hook = self.register_save_state_pre_hook(state.take_weights)
+            self._is_saving = True
+            try:
+                with state.without_planned_optimizers(self), self._naming_nothing():
+                    super().save_state(str(folder), safe_serialization, **kwargs)
+            finally:
+                self._is_saving = False
+                hook.remove()
+        remove_oldest(self)
+        return target
 
     def load_state(
         self,
@@ -206,23 +217,38 @@ class PlannedAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Resume from a folder of ``save_state``, under this plan or another; every rank makes the call."""
+        """Resume from a folder of ``save_state``, under this plan or another; every rank makes the call.
+
+        Raises:
+            CheckpointError: on every rank, if the folder is not whole; it names the file.
+        """
         if not state.planned_models(self):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
-        found: list[str] = []
-
-        def give(models: list[nn.Module], directory: str) -> None:
-            found.append(directory)
-            state.give_weights(self._models, models, directory)
-
-        hook = self.register_load_state_pre_hook(give)
+        folder = folder_to_load(self, input_dir)
+        is_stock = state.check_parts(self, folder)
+        hook = self.register_load_state_pre_hook(
+            lambda models, directory: state.give_weights(self._models, models, directory, is_stock=is_stock)
+        )
         try:
             with state.without_planned_optimizers(self):
-                super().load_state(input_dir, load_kwargs, **kwargs)
+                super().load_state(str(folder), load_kwargs, **kwargs)
         finally:
             hook.remove()
-        state.load_progress(self, found[0])
+        if is_stock:
+            state.load_stock_optimizers(self, folder)
+        else:
+            state.load_progress(self, folder)
+
+    @contextlib.contextmanager
+    def _naming_nothing(self) -> Iterator[None]:
+        """Make accelerate save to the folder that it is given."""
+        project = self.project_configuration
+        before, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
+        try:
+            yield
+        finally:
+            project.automatic_checkpoint_naming = before
 
     def _dp(self) -> Axis | None:
         """Return the dp axis of the active loader or, without one, of the last prepared model; None without either."""

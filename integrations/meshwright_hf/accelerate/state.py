@@ -14,6 +14,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import meshwright as mw
+from meshwright.checkpoint.seal import NAME as SEAL
+from meshwright.checkpoint.stock_optimizer import check_pickle, load_stock_optimizer
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import find_runtime, runtime_of
@@ -50,11 +52,72 @@ def take_weights(models: list[nn.Module], weights: list[dict[str, Tensor]], dire
         mw.save_weights(weight.model, _folder(models, weight.model, directory))
 
 
-def give_weights(all_models: list[nn.Module], models: list[nn.Module], directory: str) -> None:
+def give_weights(all_models: list[nn.Module], models: list[nn.Module], directory: str, *, is_stock: bool) -> None:
     """Read the weights of the planned models that earlier hooks left in the list, and remove them from the list."""
     for model in [model for model in models if find_runtime(model) is not None]:
         models[:] = [other for other in models if other is not model]
-        mw.load_weights(model, _folder(all_models, model, directory))
+        number = next(i for i, other in enumerate(all_models) if other is model)
+        stock = Path(directory, _numbered("model", number, "safetensors"))
+        mw.load_weights(model, stock if is_stock else _folder(all_models, model, directory))
+
+
+def check_parts(accelerator: Accelerator, folder: Path) -> bool:
+    """Check that a folder can be loaded, before anything is changed; return whether accelerate's own class saved it.
+
+    Raises:
+        CheckpointError: if a part is missing, or the schedules of a stock checkpoint count something else.
+    """
+    return succeed_together(lambda: _check_parts(accelerator, folder))
+
+
+def _check_parts(accelerator: Accelerator, folder: Path) -> bool:
+    is_stock = not (folder / PROGRESS).exists() and not (folder / SEAL).exists()
+    if not is_stock and not (folder / SEAL).exists():
+        raise CheckpointError(
+            f"{folder} has {PROGRESS}, but no {SEAL}, so it is not whole, or an older version saved it; load another "
+            "checkpoint"
+        )
+    wanted = [_numbered("scheduler", number, "bin") for number in range(len(accelerator._schedulers))]
+    if is_stock:
+        wanted += [_numbered("optimizer", number, "bin") for number in range(len(accelerator._optimizers))]
+        wanted += [_numbered("model", number, "safetensors") for number in range(len(accelerator._models))]
+    if lost := [name for name in wanted if not (folder / name).is_file()]:
+        what = "was saved by accelerate's own class, and " if is_stock else ""
+        raise CheckpointError(
+            f"{folder} {what}has no {', '.join(lost)}; save what this program prepares, in the same order. To read the "
+            "weights alone, call meshwright.load_weights(model, path)"
+        )
+    if is_stock:
+        _check_stock(accelerator, folder)
+    return is_stock
+
+
+def _check_stock(accelerator: Accelerator, folder: Path) -> None:
+    """Refuse what is numbered or counted otherwise in a checkpoint of accelerate's own class."""
+    if len(planned_models(accelerator)) != len(accelerator._models):
+        raise CheckpointError(f"{folder} was saved by accelerate's own class; to load it, give a plan to every model")
+    processes = len(list(folder.glob("random_states_*.pkl")))
+    dp = runtime_of(planned_models(accelerator)[-1]).dp.size
+    if accelerator._schedulers and processes != dp:
+        raise CheckpointError(
+            f"{folder} was saved by accelerate's own class on {processes} process(es), where schedules count a batch "
+            f"of each process, but this plan has dp={dp}; load it under a plan with dp={processes}, save it there, and "
+            "go on from that under any plan"
+        )
+
+
+def load_stock_optimizers(accelerator: Accelerator, folder: Path) -> None:
+    """Restore the states of the planned optimizers that accelerate's own class saved."""
+    for model, optimizer in _pairs(accelerator):
+        wrappers = [wrapper.optimizer for wrapper in accelerator._optimizers]
+        number = next(i for i, other in enumerate(wrappers) if other is optimizer)
+        path = folder / _numbered("optimizer", number, "bin")
+        check_pickle(path)
+        load_stock_optimizer(model, optimizer, path)
+
+
+def _numbered(name: str, number: int, ending: str) -> str:
+    return f"{name}_{number}.{ending}" if number else f"{name}.{ending}"
 
 
 def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
@@ -68,7 +131,11 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         "rows": _rows_of_step(accelerator),
         "batches": [scheduler.batches for scheduler in _schedulers(accelerator)],
     }
-    on_first_rank(lambda: (Path(directory) / PROGRESS).write_text(json.dumps(said) + "\n", encoding="utf-8"))
+
+    def write() -> None:
+        (Path(directory) / PROGRESS).write_text(json.dumps(said) + "\n", encoding="utf-8")
+
+    on_first_rank(write)
 
 
 def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -> None:
@@ -81,8 +148,8 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
         _streams(model).load_state_dict(state)
     accelerator.step = said["step"]  # accelerate saves it in one file per rank, but the number of ranks may differ
-    rows, saved_rows = _rows_of_step(accelerator), said.get("rows")
-    for scheduler, batches in zip(_schedulers(accelerator), said.get("batches", ()), strict=False):
+    rows, saved_rows = _rows_of_step(accelerator), said["rows"]
+    for scheduler, batches in zip(_schedulers(accelerator), said["batches"], strict=False):
         if rows is not None and saved_rows is not None:
             scheduler.count_in(rows, saved_rows, batches)
 
@@ -99,12 +166,12 @@ def is_new_model(value: Any) -> bool:
 
 def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / PROGRESS
-    if not path.is_file():
-        raise CheckpointError(
-            f"{directory} has no {PROGRESS}: it was not saved by an Accelerator with a plan. Load its weights with "
-            "meshwright.load_weights(model, path)"
-        )
-    said = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
+    if not isinstance(said, dict) or said.keys() != {"loaders", "dropout", "step", "rows", "batches"}:
+        raise CheckpointError(f"{path} does not have the fields loaders, dropout, step, rows and batches")
     for name, here in (("loaders", _loaders(accelerator)), ("dropout", planned_models(accelerator))):
         if len(said[name]) != len(here):
             what = "loader(s)" if name == "loaders" else "model(s)"

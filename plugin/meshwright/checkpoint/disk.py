@@ -41,6 +41,15 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Flush a file that another program has written to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a new file and flush it to the disk."""
     descriptor = create(path)

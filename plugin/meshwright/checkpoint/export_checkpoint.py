@@ -13,10 +13,11 @@ from torch import Tensor
 
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.checkpoint_weights import CheckpointWeights
-from meshwright.checkpoint.folders import Replacement, find_checkpoint
+from meshwright.checkpoint.folders import find_checkpoint
 from meshwright.checkpoint.model_config import ties_weights, with_dtype
 from meshwright.checkpoint.opened import Opened
 from meshwright.checkpoint.safetensors_file import Entry, SafetensorsWriter, ShardSlice
+from meshwright.checkpoint.staging import Staging
 from meshwright.checkpoint.streamed_files import Form, parse_bytes, split
 from meshwright.errors import CheckpointError
 
@@ -72,13 +73,13 @@ def export_checkpoint(
     forms = _forms(weights, dtype, has_ties="config.json" in config and ties_weights(config["config.json"]))
     if "config.json" in config and (common := _common_dtype(forms)) is not None:
         config["config.json"] = with_dtype(config["config.json"], common)
-    staging = Replacement(target)
+    staging = Staging(target, lambda _: True)
     try:
         _write_weights(staging.path, forms, weights, most)
         for name, text in config.items():
             disk.write_file(staging.path / name, text.encode())
         files = {path.name: path.stat().st_size for path in sorted(staging.path.iterdir())}
-        staging.publish()
+        staging.commit()
     finally:
         staging.close()
     return Export(folder=target, checkpoint=source, step=weights.opened.manifest.step, files=files)

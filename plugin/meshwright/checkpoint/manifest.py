@@ -1,13 +1,8 @@
-"""The manifest of a checkpoint, ``checkpoint.json``: all of it but the tensors, and a digest of every other file.
-
-The file is one JSON object, whose first member is the digest of all bytes after it.
-"""
+"""The manifest of a checkpoint, ``checkpoint.json``: all of it but the tensors, and a digest of every other file."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,16 +10,14 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import disk
-from meshwright.checkpoint.part_files import FileRecord, digest, file_names, reading
+from meshwright.checkpoint.digested_json import read_digested, write_digested
+from meshwright.checkpoint.part_files import FileRecord, file_names
 from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.errors import CheckpointError
 
 NAME = "checkpoint.json"
 FORMAT = "meshwright-checkpoint-1"
-_PREFIX, _MIDDLE = b'{"digest":"', b'","manifest":'
 CONFIG_NAMES = ("config.json", "generation_config.json")
-_MAX_BYTES = 2**30  # of a manifest: beyond it, a hostile file would fill the memory
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -71,8 +64,7 @@ class Manifest:
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         record["tensors"] = {key: [_DTYPE_NAMES[dtype], list(shape)] for key, (dtype, shape) in self.tensors.items()}
         record["files"] = {name: asdict(file) for name, file in self.files.items()}
-        body = json.dumps({"format": FORMAT, **record}, indent=1, allow_nan=True).encode()
-        disk.write_file(folder / NAME, _PREFIX + digest(body + b"}\n").encode() + _MIDDLE + body + b"}\n")
+        write_digested(folder / NAME, "manifest", {"format": FORMAT, **record})
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -82,25 +74,11 @@ class Manifest:
             CheckpointError: if it is missing, damaged, or of another format; it names what is wrong.
         """
         path = folder / NAME
-        with reading(path) as descriptor:
-            size = os.fstat(descriptor).st_size
-            content = _all_of(descriptor) if size <= _MAX_BYTES else b""
-        head, body = content[: len(_PREFIX)], content[len(_PREFIX) + 32 + len(_MIDDLE) :]
-        middle = content[len(_PREFIX) + 32 : len(_PREFIX) + 32 + len(_MIDDLE)]
-        claimed = content[len(_PREFIX) : len(_PREFIX) + 32]
-        if (head, middle) != (_PREFIX, _MIDDLE) or digest(body).encode() != claimed:
-            raise CheckpointError(f"{path} is damaged: it is not what was saved; load another checkpoint")
+        record = read_digested(path, "manifest")
         try:
-            return _from_json(json.loads(body.removesuffix(b"}\n")))
+            return _from_json(record)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not of the format {FORMAT}: {error}") from error
-
-
-def _all_of(descriptor: int) -> bytes:
-    parts = []
-    while part := os.read(descriptor, 2**20):
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _is(kind: Any) -> Callable[[Any], bool]:

@@ -46,12 +46,15 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Replace the manifest of a folder in one step; the files that it lists must already be on disk."""
         staged = folder / f".{NAME}.saving"
-        with staged.open("w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, folder / NAME)
-        sync_folder(folder)
+        try:
+            with staged.open("w", encoding="utf-8") as file:
+                json.dump(asdict(self), file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(staged, folder / NAME)
+        except OSError:
+            staged.unlink(missing_ok=True)
+            raise
 
     @staticmethod
     def read(folder: Path) -> Manifest:

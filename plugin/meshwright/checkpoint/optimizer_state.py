@@ -231,6 +231,7 @@ def _finish(folder: Path, manifest: Manifest, written: StreamedFiles) -> None:
         for file in kept:
             (folder / file).unlink(missing_ok=True)
         raise
+    sync_folder(folder)  # if this fails, the new files are listed and must stay
     for path in folder.iterdir():
         if _FILE.fullmatch(path.name) and path.name not in kept:
             path.unlink()

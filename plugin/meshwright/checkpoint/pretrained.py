@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import re
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.gather_tensor import is_first
+from meshwright.checkpoint.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.safetensors_file import ShardSlice, read_header, read_rows
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.checkpoint.whole_tensors import gather_full, gather_state
@@ -50,22 +47,25 @@ class _FullSave(MethodOverride):
         runtime = runtime_of(model)
         call = _bind(save_pretrained, save_directory, *args, **kwargs)
         has_weights = on_first_rank(lambda: call.get("state_dict") is not None)
-        if has_weights:
-            _save_given(runtime, lambda: save_pretrained(save_directory, *args, **kwargs))
-            return
-        runtime.compare_before_save()
-        plan = on_first_rank(lambda: _plan(model, save_pretrained, call)) if _can_stream(model) else None
-        if plan is not None:
-            _stream(model, runtime, plan)
-            return
-        state = gather_state(model, _saved_by(model))
-        _save_given(runtime, lambda: save_pretrained(save_directory, *args, **{**kwargs, "state_dict": state}))
+        if not has_weights:
+            runtime.compare_before_save()
+            if _can_stream(model) and _save_streamed(model, runtime, save_pretrained, call):
+                return
+            kwargs = {**kwargs, "state_dict": gather_state(model, _saved_by(model))}
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", Path(save_directory).name)
+        with runtime.reading_names():  # the method may still read names from modules' state dicts
+            on_first_rank(lambda: _save_given(lambda path: save_pretrained(path, *args, **kwargs), call))
 
 
-def _save_given(runtime: Runtime, save: Callable[[], object]) -> None:
-    """Run transformers' own save on rank 0 with given weights; it may still read names from modules' state dicts."""
-    with runtime.reading_names():
-        on_first_rank(save)
+def _save_given(save: Callable[[Path], object], call: dict[str, Any]) -> None:
+    """Run transformers' own save with whole weights, on the rank that writes."""
+    replacement = ModelReplacement(Path(call["save_directory"]))
+    try:
+        save(replacement.path)
+        replacement.commit(WeightNames.of(call.get("variant")))
+    finally:
+        replacement.close()
 
 
 def _bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -101,43 +101,64 @@ def _can_stream(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class _Save:
-    """Where rank 0 saves, and which tensors go into which file.
+class _Files:
+    """Which tensors go into which file.
 
     Args:
-        target: the user's folder.
-        staging: a temporary folder in ``target``, which holds all files except the weights. The weights are written
-            to it too, and then all its files are moved to ``target``.
-        stem: the start of the weight files' names, e.g. "model".
-        index_name: the file name of the index, which is written if there are several files.
+        names: the names of the weight files.
         files: the names of each file's tensors, in order.
         index: the content of the index; None if there is one file.
     """
 
-    target: Path
-    staging: Path
-    stem: str
-    index_name: str
+    names: WeightNames
     files: dict[str, list[str]]
     index: dict[str, Any] | None
 
 
-def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> _Save | None:
-    """Let transformers' own method write all files but the weights; return how to stream these, None if impossible."""
-    if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
-        return None
-    most = parse_bytes(call["max_shard_size"])
-    target = Path(call["save_directory"])
-    target.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
-    state = model.state_dict(keep_vars=True)
+def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., Any], call: dict[str, Any]) -> bool:
+    """Write the weights tensor by tensor, if transformers' method would write them as they are; return whether."""
+    replacement: ModelReplacement | None = None
+
+    def start() -> _Files | None:
+        nonlocal replacement
+        if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
+            return None
+        most = parse_bytes(call["max_shard_size"])
+        replacement = ModelReplacement(Path(call["save_directory"]))
+        return _plan(model, save_pretrained, {**call, "save_directory": replacement.path}, most)
+
     try:
-        written = _save_stand_ins(state, save_pretrained, {**call, "save_directory": staging})
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        plan = on_first_rank(start)
+        if plan is None:
+            return False
+        state = model.state_dict(keep_vars=True)
+        files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
+        written = None
+        if is_first(runtime):
+            assert replacement is not None
+            written = StreamedFiles(replacement.path, files, f"writing {call['save_directory']}")
+        stream(files, lambda name: gather_full(state[name], runtime), written)
+        on_first_rank(lambda: _finish(plan, written, replacement))
+        return True
+    finally:
+        if replacement is not None:
+            replacement.close()
+
+
+def _finish(plan: _Files, written: StreamedFiles | None, replacement: ModelReplacement | None) -> None:
+    assert written is not None and replacement is not None
+    written.close()
+    if plan.index is not None:
+        text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
+        (replacement.path / plan.names.index).write_text(text, encoding="utf-8")
+    replacement.commit(plan.names)
+
+
+def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any], most: int) -> _Files | None:
+    """Let transformers' own method write all files but the weights; return how to stream these, None if impossible."""
+    state = model.state_dict(keep_vars=True)
+    written = _save_stand_ins(state, save_pretrained, call)
     if written is None:
-        shutil.rmtree(staging)
         return None
     stem, kept = written
     # Wide dtypes first, so that every tensor is aligned in its file.
@@ -149,8 +170,7 @@ def _plan(model: Any, save_pretrained: Callable[..., Any], call: dict[str, Any])
         count = sum(global_shape(p).numel() for p in model.parameters())
         metadata = {"total_parameters": count, "total_size": sum(sizes.values())}
         index = {"metadata": metadata, "weight_map": {name: file for file, inside in files.items() for name in inside}}
-    variant = f".{call['variant']}" if call.get("variant") else ""
-    return _Save(target, staging, stem, f"model.safetensors.index{variant}.json", files, index)
+    return _Files(WeightNames(stem, WeightNames.of(call.get("variant")).index), files, index)
 
 
 def _save_stand_ins(
@@ -171,7 +191,7 @@ def _save_stand_ins(
         save_pretrained(**{**call, "state_dict": dict(names), "max_shard_size": "1TB"})
     except (RuntimeError, ValueError, TypeError):
         return None  # the method converts whole tensors; it raises any other error again in the real save
-    written = list(call["save_directory"].glob("*.safetensors"))
+    written = list(Path(call["save_directory"]).glob("*.safetensors"))
     if len(written) != 1:
         return None
     entries = read_header(written[0])
@@ -182,52 +202,6 @@ def _save_stand_ins(
                 return None
     written[0].unlink()
     return written[0].stem, set(entries)
-
-
-def _stream(model: nn.Module, runtime: Runtime, plan: _Save) -> None:
-    """Write the planned files, gathering one tensor at a time."""
-    state = model.state_dict(keep_vars=True)
-    files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
-    written = StreamedFiles(plan.staging, files, f"writing {plan.target}") if is_first(runtime) else None
-    stream(files, lambda name: gather_full(state[name], runtime), written)
-    on_first_rank(lambda: _finish(plan, written) if written is not None else None)
-
-
-def _finish(plan: _Save, written: StreamedFiles) -> None:
-    """Move all files into the user's folder, and remove the weight files of an earlier save.
-
-    Raises:
-        OSError: the first error of any step; the folder then holds what it held before.
-    """
-    try:
-        written.close()
-        if plan.index is not None:
-            text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
-            (plan.staging / plan.index_name).write_text(text, encoding="utf-8")
-        new = {path.name for path in plan.staging.iterdir()}
-        _move(plan.staging, plan.target)
-        for path in _weight_files(plan):
-            if path.name not in new:
-                path.unlink()
-    finally:
-        shutil.rmtree(plan.staging, ignore_errors=True)
-
-
-def _move(source: Path, target: Path) -> None:
-    for path in source.iterdir():
-        if path.is_dir():
-            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
-        else:
-            os.replace(path, target / path.name)
-
-
-def _weight_files(plan: _Save) -> list[Path]:
-    """Return the files of the target that ``from_pretrained`` would read as this model's weights."""
-    stem = re.escape(plan.stem)
-    pattern = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-    found = [path for path in plan.target.iterdir() if pattern.fullmatch(path.name)]
-    index = plan.target / plan.index_name
-    return [*found, index] if index.is_file() else found
 
 
 def _form(x: Tensor) -> Form:

@@ -25,7 +25,7 @@ from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 # Options that set how a step is computed, not its result. Loading keeps the optimizer's own values of these.
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -276,10 +276,10 @@ def _check_options(
     folder: Path, what: str, group: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any]
 ) -> None:
     """Check the options of a group against those of the optimizer."""
-    wanted = defaults.keys() - _IMPLEMENTATION
+    wanted = defaults.keys() - IMPLEMENTATION
     if lost := sorted(wanted - saved.keys()):
         raise CheckpointError(f"{folder} is damaged: {what} of the optimizer has no option {lost[0]!r}")
-    for key in sorted(saved.keys() & group.keys() - _IMPLEMENTATION):
+    for key in sorted(saved.keys() & group.keys() - IMPLEMENTATION):
         value = decode(saved[key])
         if _kind(value) != _kind(group[key]) and value is not None and group[key] is not None:
             raise CheckpointError(
@@ -304,7 +304,7 @@ def _kind(value: Any) -> str:
 
 def _set_options(group: dict[str, Any], saved: dict[str, Any]) -> None:
     for key, encoded in saved.items():
-        if key in _IMPLEMENTATION:
+        if key in IMPLEMENTATION:
             continue
         value, current = decode(encoded), group.get(key)
         if isinstance(current, Tensor) and not isinstance(value, list | tuple):

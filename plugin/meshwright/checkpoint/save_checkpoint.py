@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
-from meshwright.checkpoint.folders import Staging, keep_newest
+from meshwright.checkpoint.folders import keep_newest
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
@@ -25,6 +25,7 @@ from meshwright.checkpoint.part_files import FileRecord, Part, Source
 from meshwright.checkpoint.random_state import random_state
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
 from meshwright.checkpoint.shares import shares
+from meshwright.checkpoint.staging import Staging
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import Meeting, json_from_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
@@ -151,12 +152,12 @@ class Save:
 
         def start() -> str:
             nonlocal staging
-            staging = Staging(self.target)
+            staging = stage(self.target)
             return str(staging.path)
 
-        def commit() -> None:
+        def finish() -> None:
             assert staging is not None
-            staging.commit(dataclasses.replace(self.manifest, files=files))
+            commit(staging, dataclasses.replace(self.manifest, files=files))
             if self.keep is not None:
                 keep_newest(self.target.parent, self.keep)
 
@@ -166,7 +167,7 @@ class Save:
             text = json.dumps({name: asdict(record) for name, record in records.items()})
             texts = texts_of_all(text) if meeting is None else meeting.texts_of_all(text)
             files = {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
-            json_from_first_rank(commit, meeting)
+            json_from_first_rank(finish, meeting)
         finally:
             if staging is not None:
                 staging.close()

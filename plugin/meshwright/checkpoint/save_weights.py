@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from meshwright.checkpoint.gather_tensor import is_first
+from meshwright.checkpoint.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.streamed_files import StreamedFiles, stream
 from meshwright.checkpoint.whole_tensors import gather_full
 from meshwright.faults.together import on_first_rank
@@ -41,18 +42,29 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     tensors = _tensors(model)
     # Wide dtypes first, so that every tensor is aligned in its file.
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    folder, staged = Path(directory), f"{FILE}.new"
-    files = {staged: {name: (tensors[name].dtype, tuple(global_shape(tensors[name]))) for name in ordered}}
-    on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True))
-    written = StreamedFiles(folder, files, f"writing {folder / FILE}") if is_first(runtime) else None
-    stream(files, lambda name: gather_full(tensors[name], runtime), written)
+    files = {FILE: {name: (tensors[name].dtype, tuple(global_shape(tensors[name]))) for name in ordered}}
+    replacement: ModelReplacement | None = None
+
+    def start() -> None:
+        nonlocal replacement
+        replacement = ModelReplacement(Path(directory))
 
     def finish() -> None:
-        if written is not None:
-            written.close()
-            os.replace(folder / staged, folder / FILE)
+        assert written is not None and replacement is not None
+        written.close()
+        replacement.commit(WeightNames.of())
 
-    on_first_rank(finish)
+    try:
+        on_first_rank(start)
+        written = None
+        if is_first(runtime):
+            assert replacement is not None
+            written = StreamedFiles(replacement.path, files, f"writing {Path(directory, FILE)}")
+        stream(files, lambda name: gather_full(tensors[name], runtime), written)
+        on_first_rank(finish)
+    finally:
+        if replacement is not None:
+            replacement.close()
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,119 @@
+"""The folders of ``save_state``: where they are, which are whole, and which may go."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from meshwright.checkpoint.seal import NAME as SEAL
+from meshwright.checkpoint.seal import Seal
+from meshwright.checkpoint.sealed_folder import check_seal
+from meshwright.checkpoint.staging import remove_folder, restore_replaced
+from meshwright.errors import CheckpointError
+from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+
+logger = logging.getLogger(__name__)
+
+_NAMED = re.compile(r"checkpoint_(\d+)")
+
+
+def folder_to_save(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the folder that a save gets: the next automatic name, or the one that the program passes.
+
+    Raises:
+        ValueError: if there is no name, or the automatic one is taken.
+        CheckpointError: if every node is to save for itself.
+    """
+    _check_nodes(accelerator)
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError("save_state needs output_dir=, since automatic checkpoint naming is disabled")
+        return Path(os.path.expanduser(output_dir))
+    target = Path(_automatic(accelerator), f"checkpoint_{accelerator.save_iteration}")
+    if on_first_rank(target.exists):
+        raise ValueError(
+            f"{target} exists; set accelerator.project_configuration.iteration to the number after the last checkpoint"
+        )
+    return target
+
+
+def folder_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the folder to load, which is whole if it is sealed: the one that the program passes, or the newest.
+
+    Raises:
+        CheckpointError: if the folder is not whole, or no automatic checkpoint is; it names what is wrong.
+    """
+    if input_dir is not None:
+        folder = Path(os.path.expanduser(input_dir))
+        on_first_rank(lambda: restore_replaced(folder.parent))
+        if not on_first_rank(folder.is_dir):
+            raise CheckpointError(f"there is no checkpoint at {folder}")
+        if succeed_together(lambda: (folder / SEAL).exists()):
+            check_seal(folder)
+        return folder
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("load_state needs input_dir=, since automatic checkpoint naming is disabled")
+    parent = _automatic(accelerator)
+    for name in on_first_rank(lambda: _newest_first(parent)):
+        try:
+            check_seal(parent / name)
+        except CheckpointError as error:
+            on_first_rank(functools.partial(logger.warning, "%s is skipped: %s", parent / name, str(error)))
+            continue
+        return parent / name
+    raise CheckpointError(f"there is no whole checkpoint in {parent}; pass the folder of a state to load_state")
+
+
+def remove_oldest(accelerator: Accelerator) -> None:
+    """Remove the oldest automatic checkpoints beyond ``total_limit``, those that are not whole first."""
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming or project.total_limit is None:
+        return
+    parent, limit = _automatic(accelerator), max(project.total_limit, 1)
+
+    def remove() -> None:
+        ordered = sorted(_newest_first(parent), key=lambda name: (_is_whole(parent / name), _number(name)))
+        for name in ordered[:-limit]:
+            logger.info("removing the older checkpoint %s because of total_limit", parent / name)
+            remove_folder(parent / name)
+
+    on_first_rank(remove)
+
+
+def _automatic(accelerator: Accelerator) -> Path:
+    return Path(accelerator.project_dir, "checkpoints")
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+def _newest_first(parent: Path) -> list[str]:
+    if not parent.is_dir():
+        return []
+    restore_replaced(parent)
+    found = [path.name for path in parent.iterdir() if _NAMED.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda name: -_number(name))
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        return not Seal.read(folder).problems(folder)
+    except CheckpointError:
+        return not (folder / SEAL).exists()  # accelerate's own has no seal
+
+
+def _check_nodes(accelerator: Accelerator) -> None:
+    if not accelerator.project_configuration.save_on_each_node:
+        return
+    if texts_of_all(str(accelerator.local_process_index)).count("0") > 1:
+        raise CheckpointError(
+            "ProjectConfiguration.save_on_each_node=True is not available on several nodes: a checkpoint is one "
+            "folder, which all ranks write together. Leave save_on_each_node out, and save to a folder that all nodes "
+            "share"
+        )

@@ -1,0 +1,139 @@
+"""The Trainer's checkpoint folders: which are whole, which one to resume from, and which may go."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from pathlib import Path
+
+from meshwright.checkpoint.seal import NAME as SEAL
+from meshwright.checkpoint.seal import Seal
+from meshwright.checkpoint.sealed_folder import check_seal
+from meshwright.checkpoint.staging import remove_folder, restore_replaced
+from meshwright.checkpoint.stock_optimizer import check_pickle
+from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.errors import CheckpointError
+from meshwright.faults.together import on_first_rank, succeed_together
+from meshwright_hf.trainer_state import ADAPTERS, OPTIMIZER, PROGRESS, SCHEDULER, STATE, STOCK_OPTIMIZER, random_files
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] | None) -> str | None:
+    """Return the folder to resume from, which is whole; every rank must make the call.
+
+    Args:
+        output_dir: the Trainer's folder.
+        wanted: the argument of ``train``: a folder, True for the newest whole checkpoint in ``output_dir``, or None.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint, or the folder is not one; it names what is wrong.
+    """
+    if wanted is None or wanted is False:
+        return None
+    if wanted is not True:
+        folder = Path(wanted)
+        on_first_rank(lambda: restore_replaced(folder.parent))
+        _check(folder)
+        return os.fspath(wanted)
+    skipped = []
+    for name in on_first_rank(lambda: _newest_first(Path(output_dir))):
+        folder = Path(output_dir, name)
+        try:
+            _check(folder)
+        except CheckpointError as error:
+            text = str(error)
+            skipped.append(f"{folder}: {text}")
+            on_first_rank(functools.partial(logger.warning, "%s is skipped: it is not whole: %s", folder, text))
+            continue
+        return os.path.join(output_dir, name)
+    found = "\n  ".join(["; these are not whole:", *skipped]) if skipped else ""
+    raise CheckpointError(f"there is no whole checkpoint in {output_dir} to resume from{found}")
+
+
+def is_sealed(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of MeshwrightTrainer, not of the stock Trainer.
+
+    Raises:
+        CheckpointError: if it is one without its seal.
+    """
+    if (folder / SEAL).exists():
+        return True
+    if ours := [name for name in (OPTIMIZER, PROGRESS) if (folder / name).exists()]:
+        raise CheckpointError(
+            f"{folder} has {ours[0]}, but no {SEAL}, so it is not whole, or an older version saved it; resume from "
+            "another checkpoint"
+        )
+    return False
+
+
+def rotate(run_dir: Path, limit: int | None, best: str | None) -> None:
+    """Remove the oldest checkpoints beyond ``limit``, those that are not whole first.
+
+    The newest one and the best one are never removed.
+    """
+    if not limit or limit < 0:
+        return
+    ordered = [path for _, path in sorted((_age(run_dir / name), run_dir / name) for name in _newest_first(run_dir))]
+    protected = {os.path.abspath(path) for path in (ordered[-1], best) if path is not None}
+    removable = [path for path in ordered if os.path.abspath(path) not in protected]
+    for path in removable[: max(len(ordered) - max(limit, len(protected)), 0)]:
+        logger.info("removing the older checkpoint %s because of save_total_limit", path)
+        remove_folder(path)
+
+
+def _check(folder: Path) -> None:
+    """Raise on every rank if a run cannot be resumed from a folder."""
+    if succeed_together(lambda: _is_sealed_folder(folder)):
+        check_seal(folder)
+        required: tuple[str, ...] = (STATE, SCHEDULER, PROGRESS, f"{OPTIMIZER}/optimizer.json")
+    else:
+        required = (STATE, SCHEDULER, STOCK_OPTIMIZER)
+    succeed_together(lambda: _check_parts(folder, required))
+    if STOCK_OPTIMIZER in required:
+        for name in (SCHEDULER, STOCK_OPTIMIZER, *random_files(folder)):
+            check_pickle(folder / name)
+
+
+def _is_sealed_folder(folder: Path) -> bool:
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint at {folder}")
+    return is_sealed(folder)
+
+
+def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
+    missing = [name for name in required if not (folder / name).is_file()]
+    if not random_files(folder):
+        missing.append("rng_state.pth")
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no {', '.join(missing)}, so the run would go on with other numbers. It is not whole, or was "
+            "saved with save_only_model=True or by another engine. Resume from another checkpoint; to start a new run "
+            f"from these weights, call meshwright.load_weights(trainer.model, {str(folder)!r}) before train()"
+        )
+    if not any((folder / name).is_file() for name in ADAPTERS):
+        WeightFiles.open(folder)
+
+
+def _newest_first(run_dir: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder, that of the largest step first."""
+    if not run_dir.is_dir():
+        return []
+    restore_replaced(run_dir)
+    found = [path.name for path in run_dir.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda name: -int(name.rpartition("-")[2]))
+
+
+def _age(folder: Path) -> tuple[bool, int]:
+    """Return a key that sorts checkpoints: those that are not whole, then by the time at which they were saved."""
+    if not (folder / SEAL).exists():  # of the stock Trainer
+        return True, folder.stat().st_mtime_ns
+    try:
+        seal = Seal.read(folder)
+    except CheckpointError:
+        return False, 0
+    return not seal.problems(folder), seal.written

@@ -1,0 +1,159 @@
+"""Folders that exist whole or not at all, whenever the job is killed.
+
+A save writes into a hidden folder beside its target and renames it at the end. A folder that is replaced or removed is
+renamed to a hidden name first. So a folder with a plain name is whole, unless something else damaged it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshwright.checkpoint import disk
+from meshwright.errors import CheckpointError
+
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced|removed)-[0-9a-f]{8}")
+
+
+class Staging:
+    """The hidden folder of one save, on the rank that commits it.
+
+    ``path`` is the folder to write to. It has the name of the target and lies in the hidden folder.
+
+    Args:
+        target: the folder that the save gets.
+        is_ours: function that returns whether the files in ``target`` are an older save, which may be replaced.
+
+    Raises:
+        CheckpointError: if ``target`` holds other files.
+    """
+
+    def __init__(self, target: Path, is_ours: Callable[[Path], bool]):
+        target = self.target = target.resolve()  # through a link: the folder behind it is replaced, not the link
+        if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not is_ours(target))):
+            raise CheckpointError(
+                f"{target} exists and holds something else than a checkpoint; save to a folder of another name"
+            )
+        disk.make_folder(target.parent)
+        self._hidden = _hidden(target, "saving")
+        self.path = self._hidden / target.name
+        with _locked(target.parent):  # else another save could remove the folder before it has its lock
+            remove_leftovers(target.parent)
+            disk.make_folder(self._hidden)
+            # The lock tells a save in progress from the leftovers of one that was killed.
+            self._lock = os.open(self._hidden, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            disk.make_folder(self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def commit(self) -> None:
+        """Make the folder visible under its name; its files are complete and on the disk.
+
+        Raises:
+            OSError: if the disk fails; the target then has what it had before.
+        """
+        disk.sync_folder(self.path)
+        replaced = None
+        if self.target.exists():
+            replaced = _hidden(self.target, "replaced")
+            disk.rename(self.target, replaced)
+        try:
+            disk.rename(self.path, self.target)
+        except OSError:
+            if replaced is not None:
+                disk.rename(replaced, self.target)
+            raise
+        disk.sync_folder(self.target.parent)
+        if replaced is not None:
+            disk.remove_folder(replaced)
+
+    def close(self) -> None:
+        """Remove the hidden folder, with what a failed save has left in it, and release the lock."""
+        if self._hidden.exists():
+            with contextlib.suppress(OSError):
+                disk.remove_folder(self._hidden)
+        os.close(self._lock)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder that is visible; killed half-way, it is no longer visible."""
+    hidden = _hidden(path, "removed")
+    disk.rename(path, hidden)
+    disk.remove_folder(hidden)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what killed saves have left in a folder, and restore what they were about to replace."""
+    restore_replaced(parent)
+    for path, _, kind in list(hidden_folders(parent)):
+        if kind != "saving" or not _is_locked(path):
+            disk.remove_folder(path)
+
+
+def restore_replaced(parent: Path) -> None:
+    """Give the folders in ``parent`` their names back whose replacement was killed between its two renames."""
+    found = list(hidden_folders(parent))
+    in_progress = {name for path, name, kind in found if kind == "saving" and _is_locked(path)}
+    for path, name, kind in found:
+        if kind == "replaced" and name not in in_progress and not (parent / name).exists():
+            disk.rename(path, parent / name)
+
+
+def about_to_be_replaced(target: Path) -> Path | None:
+    """Return where a folder is whose replacement was killed between its two renames; None if it is in its place."""
+    if target.exists():
+        return None
+    found = (path for path, name, kind in hidden_folders(target.parent) if (name, kind) == (target.name, "replaced"))
+    return next(found, None)
+
+
+def replaced_folders(parent: Path) -> list[Path]:
+    """Return where the folders are whose replacement was killed between its two renames."""
+    found = (path for path, name, kind in hidden_folders(parent) if kind == "replaced" and not (parent / name).exists())
+    return list(found)
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a path has the name of a hidden folder of a save."""
+    return _HIDDEN.fullmatch(path.name) is not None
+
+
+def hidden_folders(parent: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the hidden folders of saves in a folder, each with the name of its target and its kind."""
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if match := _HIDDEN.fullmatch(path.name):
+            yield path, match["name"], match["kind"]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _hidden(target: Path, kind: str) -> Path:
+    return target.parent / f".{target.name}.{kind}-{uuid.uuid4().hex[:8]}"

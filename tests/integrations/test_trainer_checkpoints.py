@@ -1,0 +1,225 @@
+"""A Trainer's checkpoints: whole or not at all, checked, and imported from the stock Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_trainer import assert_same_training, last_three, reference
+from transformers import Trainer, TrainerCallback
+
+import meshwright as mw
+from meshwright.checkpoint.seal import Seal
+from meshwright.checkpoint.sealed_folder import check_seal
+from meshwright_hf.trainer_folders import checkpoint_to_resume
+from support.kills import counted, fingerprint, try_faults
+from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
+
+SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 3}], ids=str)
+def test_a_stock_checkpoint_comes_with_its_optimizer(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
+    """Tolerance 1e-5: see test_trainer.py. Without the optimizer's state the losses differ by more than 1e-3."""
+    run_trainer(tmp_path, **SAVING)
+    for path in (tmp_path / "checkpoint-6").glob("*"):
+        path.unlink()
+    resumed = pool2.run(run_trainer, tmp_path, plan, max_steps=6, resume=str(tmp_path / "checkpoint-3"), timeout=200)
+    assert_same_training(last_three(resumed[0]), last_three(reference(max_steps=6)))
+
+
+def wrong_imports(folder: Path, plan: dict[str, Any]) -> list[str]:
+    """The messages of a checkpoint of another batch, of another optimizer, and of one without its optimizer."""
+    said = []
+    checkpoint = str(folder / "checkpoint-3")
+    cases: list[dict[str, Any]] = [{"per_device_train_batch_size": 1}, {"optim": "sgd"}, {}]
+    for options in cases:
+        if not options:
+            dist.barrier()
+            (folder / "checkpoint-3" / "optimizer.pt").unlink(missing_ok=True)
+            dist.barrier()
+        with pytest.raises(mw.CheckpointError) as error:
+            run_trainer(folder / "run", plan, max_steps=6, resume=checkpoint, **options)
+        said.append(str(error.value))
+    return said
+
+
+def test_stock_checkpoints_that_cannot_go_on(pool2: Any, tmp_path: Path) -> None:
+    run_trainer(tmp_path, **SAVING)
+    for batch, optimizer, missing in pool2.run(wrong_imports, tmp_path, {"dp": 2}, timeout=200):
+        assert "batches of 4 rows" in batch and "has batches of 2" in batch
+        assert "was saved by another kind of optimizer" in optimizer and "betas" in optimizer
+        assert "has no optimizer.pt" in missing and "load_weights" in missing
+
+
+def saved_by_rank(output_dir: Path, plan: dict[str, Any]) -> Run:
+    return run_trainer(output_dir, plan, **SAVING)
+
+
+@pytest.fixture(scope="module")
+def saved(pool2: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoint-3 and checkpoint-6."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool2.run(saved_by_rank, folder, {"dp": 2, "zero_stage": 1}, timeout=200)
+    return folder
+
+
+def test_every_damage_of_every_file_is_named(saved: Path, tmp_path: Path) -> None:
+    original = saved / "checkpoint-6"
+    files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
+    assert len(files) >= 11
+    tried = 0
+    for file in files:
+        for damage in ("removed", "truncated", "flipped", "renamed", "a link"):
+            folder = tmp_path / "checkpoint-6"
+            shutil.copytree(original, folder)
+            path = folder / file
+            content = bytearray(path.read_bytes())
+            if damage == "truncated":
+                path.write_bytes(content[: len(content) // 2])
+            elif damage == "flipped":
+                content[len(content) * 2 // 3] ^= 4
+                path.write_bytes(content)
+            else:
+                path.rename(path.with_name("elsewhere")) if damage == "renamed" else path.unlink()
+                if damage == "a link":
+                    path.symlink_to(original / file)
+            with pytest.raises(mw.CheckpointError, match=file.name.replace(".", r"\.")):
+                checkpoint_to_resume(str(tmp_path), str(folder))
+            shutil.rmtree(folder)
+            tried += 1
+    (shutil.copytree(original, tmp_path / "checkpoint-6") / "optimizer.pt").write_bytes(b"foreign")
+    with pytest.raises(mw.CheckpointError, match=r"optimizer\.pt is not a file of this checkpoint"):
+        checkpoint_to_resume(str(tmp_path), str(tmp_path / "checkpoint-6"))
+    print(f"{tried} damages, {tried} named")
+
+
+def test_the_newest_whole_one_is_taken(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("checkpoint-3", "checkpoint-6"):
+        shutil.copytree(saved / name, tmp_path / name)
+    assert checkpoint_to_resume(str(tmp_path), True) == str(tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / "scheduler.pt").unlink()
+    (tmp_path / "checkpoint-9").mkdir()  # of the stock Trainer, killed while it wrote the weights
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint_to_resume(str(tmp_path), True) == str(tmp_path / "checkpoint-3")
+    assert "checkpoint-9 is skipped" in caplog.text and "checkpoint-6 is skipped" in caplog.text
+    assert "scheduler.pt is missing" in caplog.text
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    with pytest.raises(mw.CheckpointError, match=r"(?s)no whole checkpoint.*checkpoint-9.*checkpoint-6"):
+        checkpoint_to_resume(str(tmp_path), True)
+    with pytest.raises(mw.CheckpointError, match="there is no checkpoint at"):
+        checkpoint_to_resume(str(tmp_path), str(tmp_path / "checkpoint-3"))
+
+
+class Notes(TrainerCallback):
+    """Writes a file into each checkpoint, and remembers what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self.seen.append((folder / "trainer_state.json").is_file())
+        if state.is_world_process_zero:
+            with contextlib.suppress(OSError):  # a rank that is killed says nothing
+                (folder / "note.txt").write_text("for people")
+
+
+def test_a_push_comes_after_the_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: the best model has its final path, in the state and in the checkpoint."""
+    pushed = []
+
+    def push(self: Any, folder: str) -> None:
+        pushed.append((folder, Seal.read(Path(folder)).is_open, (Path(folder) / "note.txt").is_file()))
+
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
+    with fresh_accelerate():
+        args = arguments(
+            tmp_path, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1
+        )
+        args.metric_for_best_model, args.greater_is_better = "eval_loss", False
+        data = {"train_dataset": Rows(16), "eval_dataset": Rows(4), "callbacks": [Notes()]}
+        trainer = make_trainer(args, {}, data=data)
+        trainer.args.push_to_hub = True
+        trainer.train()
+    folders = [str(tmp_path / name) for name in ("checkpoint-1", "checkpoint-2")]
+    assert pushed == [(folder, False, True) for folder in folders]
+    assert trainer.state.best_model_checkpoint == folders[1]
+    assert (
+        json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["best_model_checkpoint"]
+        == folders[1]
+    )
+    check_seal(tmp_path / "checkpoint-2")
+
+
+def trainer_to_save(folder: Path, plan: dict[str, Any], **options: Any) -> Any:
+    """A trainer after three steps, and a function that saves as its loop does."""
+    args = arguments(folder, plan.get("dp", 1), max_steps=3, **options)
+    notes = Notes()
+    trainer = make_trainer(args, plan, data={"train_dataset": Rows(37), "callbacks": [notes]})
+    trainer.notes = notes
+    trainer.train()
+    trainer.args.save_strategy = "steps"
+
+    def save(step: int) -> None:
+        trainer.state.global_step = step
+        trainer.control.should_save = True
+        loss = torch.zeros(())
+        trainer._maybe_log_save_evaluate(loss, None, trainer.model, None, 0.0, None, 0.0)
+
+    return trainer, save
+
+
+def fail_at_each_step(folder: Path, kind: str, rank: int, every: int, replaces: bool) -> tuple[int, list[str]]:
+    """Save checkpoint-6 beside an older checkpoint-3, which the rotation then removes, or over an older one."""
+    with fresh_accelerate():
+        trainer, save = trainer_to_save(folder, {"dp": 2, "zero_stage": 1}, save_total_limit=1)
+        old = folder / ("checkpoint-6" if replaces else "checkpoint-3")
+        save(6)
+        new = fingerprint(folder / "checkpoint-6")
+        assert trainer.notes.seen and all(trainer.notes.seen) and "note.txt" in new
+        check_seal(folder / "checkpoint-6")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "checkpoint-6")
+        dist.barrier()
+        weight = next(trainer.model.parameters())
+        values = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(1)
+        save(int(old.name[-1]))
+        with torch.no_grad():
+            weight.copy_(values)
+        expected = [fingerprint(old), new]
+        if expected[0] == new:
+            return 0, ["the old one is not another one"]
+        return try_faults(
+            folder=folder,
+            kind=kind,
+            rank=rank,
+            every=every,
+            save=lambda: save(6),
+            find=lambda: fingerprint(Path(checkpoint_to_resume(str(folder), True) or "")),
+            expected=expected,
+            names={"checkpoint-6"},
+            added="note.txt",
+        )
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("every", [1, 17], ids=["each step", "some steps"])
+@pytest.mark.parametrize("replaces", [False, True], ids=["beside an older one", "over an older one"])
+@pytest.mark.parametrize("kind", ["kill", "full"])
+def test_a_save_that_ends_early(kind: str, replaces: bool, every: int, pool2: Any, tmp_path: Path) -> None:
+    """A load finds the old checkpoint or the new one, bitwise, and the next save leaves nothing else."""
+    for rank in (0, 1):
+        folder = tmp_path / str(rank) / "run"
+        results = pool2.run(fail_at_each_step, folder, kind, rank, every, replaces, timeout=900)
+        counted(results, f"Trainer, {kind}, rank {rank}, {'over' if replaces else 'beside'}")
