@@ -78,6 +78,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma": {"attention_bias": True},
     "gemma2": {**WINDOW, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
     "gemma3_text": {**WINDOW, "query_pre_attn_scalar": 8},
+    "gemma4_text": {**WINDOW, "global_head_dim": 16, "hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {**WINDOW, "global_head_dim": 16},
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},

@@ -16,6 +16,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
 _REMARKS = {
     "falcon": "alibi and multi-query here; its other two orders of fused rows have plans too",
+    "gemma4_text": "without hidden_size_per_layer_input and attention_k_eq_v, which are refused",
     "gpt-sw3": "GPT-2's class",
     "internlm3": "Llama's class",
     "iquestcoder": "Llama's class",

@@ -20,7 +20,8 @@ from meshwright.roles import plan_for
 from meshwright_hf.layer_kinds import kinds_of_layers, layers_to_keep
 from meshwright_hf.narrower_configs import narrower_configs
 
-MEMORY = 0.8  # share of the machine's memory that the programs may fill
+# Share of the machine's memory that verify's two runs (under the plan, and on one device) may fill together.
+MEMORY = 0.8
 _COPIES = 6  # copies of the weights per process: weights, gradients, two moments, compared values
 
 

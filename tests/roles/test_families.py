@@ -138,7 +138,7 @@ REFUSED = {
     "bert": r"no role for bert.encoder.layer.0.attention.self.query.weight",
     "diffllama": r"its heads work in pairs",
     "doge": r"self_attn.dt_proj",
-    "gemma4_text": r"self_attn.v_norm of Gemma4TextDecoderLayer is a norm without weights",
+    "gemma4": r"self_attn.v_norm of Gemma4TextDecoderLayer is a norm without weights",
     "mamba": r"no role for backbone.layers.0.mixer.A_log",
     "mixtral": r"no role for model.layers.0.mlp.gate.weight",
     "qwen3_5_text": r"no role for model.layers.0.linear_attn",
@@ -159,6 +159,8 @@ def test_what_is_no_dense_decoder_is_refused_by_name(family: str) -> None:
     [
         ("lfm2", {"layer_types": ["full_attention", "conv"]}, "model.layers.1.conv.conv.weight"),
         ("stablelm", {"qk_layernorm": True}, "model.layers.0.self_attn.q_layernorm.norms.0.weight"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "self_attn.v_norm"),
+        ("gemma4_text", {"attention_k_eq_v": True}, "model.layers.1.self_attn"),
         ("cohere", {"use_qk_norm": True}, "model.layers.0.self_attn.q_norm.weight"),
         ("gpt2", {"add_cross_attention": True}, "transformer.h.0.crossattention.q_attn.weight"),
     ],

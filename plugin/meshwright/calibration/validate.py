@@ -72,7 +72,7 @@ def validate(
     Args:
         runs: measured runs.
         calibrate_rows: number of runs of the same group to fit the coefficients to; these are never scored.
-        seed: seed of the draw of those runs.
+        seed: seed of the random choice of the calibration runs.
         leave: the runs to score: "rows" for all others; "model" for those of one model at a time, calibrated on other
             models; "gpus" for those above the group's median GPU count, calibrated on the rest; or "test" for the test
             split, calibrated on the rest.

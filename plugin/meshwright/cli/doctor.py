@@ -13,9 +13,10 @@ import typer
 def doctor(json: Annotated[bool, typer.Option(help="Print the findings as JSON.")] = False) -> None:
     """Check what is installed and what works on this machine.
 
-    Prints the versions of torch, transformers, accelerate, datasets, DeepSpeed, PEFT and TRL beside the tested ones,
-    GPUs and NCCL, whether gloo connects (it tries), the network, cores and memory. Changes nothing. The exit code is 1
-    if training would fail on this machine, otherwise 0.
+    Prints the installed versions of torch, transformers, accelerate, datasets, DeepSpeed, PEFT and TRL, each with its
+    tested versions. Also prints the GPUs, NCCL, whether two ranks can connect over gloo (by opening a test connection),
+    the network, the cores and the memory. Changes nothing. The exit code is 1 if training would fail on this machine,
+    otherwise 0.
 
     For example:
 

@@ -95,7 +95,12 @@ def plan(
     calibrate_rows: Annotated[
         int, typer.Option(help="With --validate, number of runs of each source to fit the coefficients to first.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="With --validate, seed of the draw of those runs.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="With --calibrate-rows, seed of the random half of the runs from which the runs to fit are chosen."
+        ),
+    ] = 0,
     leave_out: Annotated[
         LeaveOut,
         typer.Option(

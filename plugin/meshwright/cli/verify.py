@@ -42,7 +42,10 @@ def verify(
             "for each core, and at least 4)."
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Time limit for each of the two programs, in seconds.")] = 600.0,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Time limit for each of the two programs (under the plan, and on one device), in seconds."),
+    ] = 600.0,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the Python code beside the config.json.")
     ] = False,

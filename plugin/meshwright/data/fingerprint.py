@@ -79,7 +79,8 @@ def _held(dataset: Any) -> dict[str, Any]:
     except TypeError:  # the object allows no weak references
         held = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, int) and not isinstance(value, bool):  # a bool is not the number of a split's part
+        # A bool cannot be the index of this rank's part of the data.
+        if isinstance(value, int) and not isinstance(value, bool):
             held[name] = value
         elif (data := _data_of(value)) is not None:
             held[name] = _code(data)

@@ -131,7 +131,10 @@ class Sampling:
         return order, self._batches(self.length)
 
     def exhaust(self) -> None:
-        """Record that a DataLoader on one device would now ask its sampler for another index after the last."""
+        """Draw once more if torch's RandomSampler would.
+
+        A DataLoader on one device now asks its sampler for an index after the last one.
+        """
         if self._shuffle:
             self._shuffle.exhaust()
 

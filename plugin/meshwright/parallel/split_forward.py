@@ -35,8 +35,9 @@ class SplitForward(MethodOverride):
         model: a model whose forward returns an output with ``.loss``.
         count: a function that returns the number of micro-batches for a rank's number of rows.
         dp: the axis over which the batch is already split.
-        syncs: the model's synchronisers. If all of them can wait, the gradients of inner micro-batches (all but the
-            last) stay whole. Otherwise there is only one synchroniser, which reduces these gradients.
+        syncs: the model's synchronisers. If all of them can leave the gradients of a pass unreduced (``can_wait``), the
+            gradients of inner micro-batches (all but the last) are summed unreduced. Otherwise there is only one
+            synchroniser, which reduces these gradients.
         loss: the model's loss, which is made to divide by the counts of the whole batch.
         keeps_logits: whether the outputs of all micro-batches are kept, so that they can be read.
     """

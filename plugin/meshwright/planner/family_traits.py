@@ -29,6 +29,7 @@ _TIED = frozenset(
 )  # fmt: skip
 # Families whose sizes do not follow from the usual fields of a config, and the reasons.
 UNKNOWN_SIZES = {
+    "gemma4_text": "the heads of its layers are of different widths",
     "gemma4_unified_text": "the heads of its layers are of different widths",
     "minicpm3": "it uses latent attention",
     "moshi": "its MLP is half as wide as its config says",

@@ -1,6 +1,7 @@
 """Find the fastest plans that fit into memory.
 
-Each of these plans gets a lower bound on its step time, and only plans with low bounds are simulated.
+Every plan that fits gets a lower bound on its step time. A plan is simulated only if its bound is not above the best
+times found so far.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Search:
         considered, fitting, simulated: numbers of plans that are legal, that fit, and that were simulated.
         budget: memory per device that a plan may fill, in bytes.
         smallest: the legal plan that needs the least memory, and its memory.
-        binding: axis value that no fitting plan has -> its plan with the least memory, and that memory.
+        binding: for each value that no fitting plan has (such as "tp=1" or "micro_batch=64"), the plan with this value
+            that needs the least memory, and its memory.
     """
 
     shape: ModelShape

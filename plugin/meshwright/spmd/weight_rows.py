@@ -39,7 +39,8 @@ class RowsRead:
     """The groups of rows that a model's attention blocks use together, for each projection of the blocks.
 
     Args:
-        uses: name of a projection -> for each use of its output, the groups of rows along the last dim.
+        uses: by the name of a projection, one set of groups for each use of its output. A group is the row numbers that
+            lie together along the last dim of the used tensor, such as those of one head.
         rows: name of a projection -> the one-device number of each row that this rank holds.
     """
 

@@ -56,7 +56,7 @@ def verify(
         seed: the seed of the weights and the tokens.
         perturb: whether to add noise to all parameters of one dim: norms of ones and biases of zeros hide errors.
         config: other options of ``to_distributed``; the plan in them is replaced.
-        timeout: seconds for each of the two programs.
+        timeout: seconds for each of the two programs (under the plan, and on one device).
         on_progress: a function that receives a few words at each stage.
         notes: sentences to print below the table.
 

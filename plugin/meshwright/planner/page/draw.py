@@ -1,4 +1,7 @@
-"""Draw SVG: shapes with a title on hover, one colour per part in all diagrams, and estimates of text widths."""
+"""Draw SVG shapes that show a title on hover.
+
+Each part of the time or memory (matmul, weights, ...) has one colour in all diagrams. Text widths are estimated.
+"""
 
 from __future__ import annotations
 

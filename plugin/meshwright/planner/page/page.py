@@ -167,7 +167,8 @@ class _Entry:
     """One entry of a legend.
 
     Args:
-        part: the name of the part, which has the same colour in all pictures.
+        part: the part of the step's time or memory, or the mesh axis, that the entry explains, as a key of
+            ``PALETTE``; it has the same colour in all pictures.
         words: a description of the part, or its size.
         name: the name in bold, before the words.
     """
