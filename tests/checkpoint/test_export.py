@@ -337,14 +337,17 @@ def test_a_save_goes_through_a_link_and_later_saves_work(tmp_path: Path) -> None
     assert (tmp_path / "runs" / "last").is_symlink()
 
 
-def test_a_checkpoint_with_a_foreign_file_is_skipped_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_with_a_foreign_file_is_read_and_never_removed(tmp_path: Path) -> None:
     for step in (5, 6):
         save(build("llama", seed=step), tmp_path / f"step-{step}")
     (tmp_path / "step-6" / "notes.txt").touch()
     model = build("llama")
     mw.load_weights(model, tmp_path)
-    assert_equal(dict(model.state_dict()), dict(build("llama", seed=5).state_dict()))
-    assert "notes.txt is not a file of a checkpoint; move it away" in caplog.text
+    assert_equal(dict(model.state_dict()), dict(build("llama", seed=6).state_dict()))
+    mw.save_checkpoint(tmp_path / "step-7", model, None, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-6", "step-7"]
+    with pytest.raises(mw.CheckpointError, match="holds something else than a checkpoint"):
+        mw.save_checkpoint(tmp_path / "step-6", model, None)
 
 
 def test_another_model_is_an_error(tmp_path: Path) -> None:

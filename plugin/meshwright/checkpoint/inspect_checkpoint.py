@@ -82,7 +82,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
     """
     files = {path.name: path.lstat().st_size for path in sorted(folder.iterdir())}
     damages = [
-        Damage(file=name, problem="is not a file of a checkpoint; load_checkpoint skips a folder that has one")
+        Damage(file=name, problem="is not a file of a checkpoint; keep=n does not remove a folder that has one")
         for name in foreign_files(folder)
     ]
     done = 0 if reads_tensors else None

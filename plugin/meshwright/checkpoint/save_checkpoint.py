@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
-from meshwright.checkpoint.folders import keep_newest
+from meshwright.checkpoint.folders import commit, keep_newest, stage
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
