@@ -20,7 +20,7 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest lint docs bench bench-data bench-planner bench-choice families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest kills lint docs bench bench-data bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
+	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; half an hour'
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
 	@echo 'make programs      500 random training programs and plans against one process'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
@@ -60,6 +61,10 @@ test: $(INSTALLED)
 
 test-all: test
 	$(BIN)/python -m pytest -q -m crossing
+
+kills: $(INSTALLED)
+	MESHWRIGHT_FAULT_STRIDE=1 $(BIN)/python -m pytest -q -s -k 'ends_early or ends_at_any_step or the_old_or_the_new' \
+		-m crossing tests/checkpoint tests/integrations
 
 test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'

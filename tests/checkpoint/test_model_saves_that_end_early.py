@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from meshwright.checkpoint.weight_files import WeightFiles
 from support.construction import distribute, make
-from support.kills import counted, fingerprint, plain_names, try_faults
+from support.kills import STRIDE, counted, fingerprint, plain_names, try_faults
 
 SHARDED = {"max_shard_size": "20KB"}
 SAVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -88,7 +88,7 @@ def fail_at_each_step(folder: Path, kind: str, every: int, case: str) -> tuple[i
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", [1, 9], ids=["each step", "some steps"])
+@pytest.mark.parametrize("every", [STRIDE, 9], ids=["many steps", "some steps"])
 @pytest.mark.parametrize("case", SAVES)
 @pytest.mark.parametrize("kind", ["kill", "full"])
 def test_a_model_is_the_old_or_the_new(kind: str, case: str, every: int, pool2: Any, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def optimizer_fails(folder: Path, kind: str, every: int) -> tuple[int, list[str]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", [1, 4], ids=["each step", "some steps"])
+@pytest.mark.parametrize("every", [STRIDE, 4], ids=["many steps", "some steps"])
 @pytest.mark.parametrize("kind", ["kill", "full"])
 def test_an_optimizer_is_the_old_or_the_new(kind: str, every: int, pool2: Any, tmp_path: Path) -> None:
     results = pool2.run(optimizer_fails, tmp_path / "optimizer", kind, every, timeout=900)

@@ -15,7 +15,7 @@ from test_accelerate import difference, reference
 import meshwright as mw
 from meshwright.checkpoint.sealed_folder import check_seal
 from support.accelerated import ACCUMULATION, Run, Script, accelerator, exact, resume_script, run_script
-from support.kills import counted, fingerprint, try_faults
+from support.kills import STRIDE, counted, fingerprint, try_faults
 
 PLAN = {"dp": 2, "zero_stage": 1}
 
@@ -169,7 +169,7 @@ def fail_at_each_step(folder: Path, kind: str, rank: int, every: int, replaces: 
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", [1, 17], ids=["each step", "some steps"])
+@pytest.mark.parametrize("every", [STRIDE, 17], ids=["many steps", "some steps"])
 @pytest.mark.parametrize("replaces", [False, True], ids=["beside an older one", "over an older one"])
 @pytest.mark.parametrize("kind", ["kill", "full"])
 def test_a_save_that_ends_early(kind: str, replaces: bool, every: int, pool2: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import torch.distributed as dist
 
 from meshwright.faults.together import texts_of_all
 from support.faulty_disk import FaultyDisk, KilledRank
+
+# Every how many steps of a save the tests of `make test-all` fail; `make kills` fails every one.
+STRIDE = int(os.environ.get("MESHWRIGHT_FAULT_STRIDE", "6"))
 
 _NUMBERED = re.compile(r"-[0-9a-f]{8}(?=-\d{5}-of-)")  # what a save adds to names that an older one has
 _AUTOMATIC = re.compile(r"checkpoint_\d+")
