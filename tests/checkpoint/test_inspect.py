@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 import meshwright as mw
 from meshwright.checkpoint import part_files
-from meshwright.checkpoint.inspect_checkpoint import _miscovered
 from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.opened import miscovered
 from meshwright.checkpoint.part_files import FileRecord, digest, file_names
 from meshwright.checkpoint.regions import Block
 from meshwright.cli import app
@@ -311,5 +311,5 @@ def test_what_is_no_checkpoint_is_an_error_of_one_line(kind: str, tmp_path: Path
     ],
 )
 def test_coverage_is_exact(blocks: list[Block], problem: str | None) -> None:
-    assert _miscovered(blocks, 12) == problem
-    assert _miscovered([], 0) is None
+    assert miscovered(blocks, 12) == problem
+    assert miscovered([], 0) is None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import meshwright as mw
 from meshwright.distribute.check_arguments import explained
 from meshwright.errors import PlanError
-from meshwright.faults.together import on_first_rank, succeed_together, text_from_first
+from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.planner.shapes import describe
 from meshwright.roles import plan_for
 from support.models import build
@@ -241,10 +241,7 @@ def fail_on_rank_1(kind: type[Exception], message: str, how: str) -> None:
             raise kind(message)
         return "done"
 
-    if how == "text":
-        text_from_first(step, torch.device("cpu"))
-    else:
-        (succeed_together if how == "together" else on_first_rank)(step)
+    (succeed_together if how == "together" else on_first_rank)(step)
 
 
 class OwnError(PlanError):

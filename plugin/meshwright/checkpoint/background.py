@@ -140,6 +140,19 @@ class StoreMeeting:
         self._wait(keys)
         return [self._store.get(key).decode() for key in keys]
 
+    def text_of_first(self, text: str) -> str:
+        """Return rank 0's text on every rank; every rank must make the call.
+
+        Raises:
+            TimeoutError: if the program has ended on this rank, and rank 0 does not answer.
+        """
+        self._count += 1
+        key = f"{self._count}/0"
+        if self.rank == 0:
+            self._store.set(key, text)
+        self._wait([key])
+        return self._store.get(key).decode()
+
     def close(self) -> None:
         """Let rank 0, whose process may hold the store, end after the others have read the last texts."""
         try:

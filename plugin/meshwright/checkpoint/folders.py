@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import overload
 
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.staging import Staging, about_to_be_replaced, is_hidden, remove_folder, replaced_folders
@@ -42,11 +43,19 @@ def commit(staging: Staging, manifest: Manifest) -> None:
     staging.commit()
 
 
-def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
+@overload
+def find_checkpoint(folder: Path) -> tuple[Path, Manifest]: ...
+@overload
+def find_checkpoint(folder: Path, *, missing_ok: bool) -> tuple[Path, Manifest] | None: ...
+def find_checkpoint(folder: Path, *, missing_ok: bool = False) -> tuple[Path, Manifest] | None:
     """Return the checkpoint that a folder is, or the newest whole one in it.
 
+    Args:
+        folder: the folder.
+        missing_ok: whether to return None if the folder has no checkpoint at all.
+
     Raises:
-        CheckpointError: if there is none, or the folder is one that is not whole.
+        CheckpointError: if there is none, or none that is whole.
     """
     if is_checkpoint(folder):
         return folder, _read_whole(folder)
@@ -54,6 +63,13 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]:
         return found
     if (original := about_to_be_replaced(folder)) is not None:
         return original, _read_whole(original)
+    if damaged := checkpoint_folders(folder):
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole: {', '.join(path.name for path in damaged)}; "
+            "`meshwright inspect` says what is wrong"
+        )
+    if missing_ok:
+        return None
     raise CheckpointError(f"there is no checkpoint in {folder}; name a folder that meshwright.save_checkpoint wrote")
 
 

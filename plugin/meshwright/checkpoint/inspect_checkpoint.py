@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +12,7 @@ import torch
 
 from meshwright.checkpoint.folders import foreign_files
 from meshwright.checkpoint.manifest import NAME, Manifest
+from meshwright.checkpoint.opened import uncovered
 from meshwright.checkpoint.optimizer_manifest import is_encoded, master_key, state_key
 from meshwright.checkpoint.part_files import (
     CHUNK,
@@ -25,7 +25,7 @@ from meshwright.checkpoint.part_files import (
     reading,
 )
 from meshwright.checkpoint.random_state import check_random_state
-from meshwright.checkpoint.regions import Block, numel
+from meshwright.checkpoint.regions import numel
 from meshwright.checkpoint.run_state import optimizer_manifest
 from meshwright.checkpoint.safetensors_file import memory_of, read_header
 from meshwright.errors import CheckpointError
@@ -174,30 +174,8 @@ def _form(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> str:
 
 def _uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[Damage]:
     """The tensors that have elements in no file, or in several."""
-    blocks: dict[str, list[Block]] = defaultdict(list)
-    for part in parts:
-        for key, piece in part.pieces.items():
-            blocks[key] += piece.blocks
-    for key, (_, shape) in manifest.tensors.items():
-        if problem := _miscovered(blocks[key], torch.Size(shape).numel()):
-            yield Damage(file=NAME, tensor=key, problem=f"has {key}, of which {problem}")
-
-
-def _miscovered(blocks: list[Block], total: int) -> str | None:
-    """What is wrong with blocks that must have each of ``total`` elements once."""
-    for b in blocks:
-        if (last := b.whole + (b.count - 1) * b.whole_stride + b.length) > total:
-            return f"the files have {last} elements or more, not {total}"
-    if (count := numel(blocks)) > 2 * total:  # else the runs below could fill the memory
-        return f"the files have {count} elements, not {total}"
-    ends = torch.tensor([0, total])
-    starts, order = torch.cat([*(b.whole + torch.arange(b.count) * b.whole_stride for b in blocks), ends[:0]]).sort()
-    stops = starts + torch.cat([*(torch.full((b.count,), b.length) for b in blocks), ends[:0]])[order]
-    expected, found = torch.cat([ends[:1], stops]), torch.cat([starts, ends[1:]])
-    if not (wrong := (expected != found).nonzero()).numel():
-        return None
-    low, high = int(expected[wrong[0]]), int(found[wrong[0]])
-    return f"element {low} is in no file" if low < high else f"element {high} is in more than one place"
+    for key, problem in uncovered(manifest, parts):
+        yield Damage(file=NAME, tensor=key, problem=f"has {key}, of which {problem}")
 
 
 def _inconsistencies(manifest: Manifest) -> Iterator[Damage]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.background import Background
-from meshwright.checkpoint.folders import find_checkpoint, newest_checkpoint
+from meshwright.checkpoint.folders import find_checkpoint
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.opened import Opened, check_same_everywhere
 from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
@@ -24,7 +24,7 @@ from meshwright.checkpoint.restore import check_fits, restore_optimizer
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
 from meshwright.checkpoint.shares import Held
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import json_from_first_rank, succeed_together
+from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.optim.state_parts import Part, parts_of
 from meshwright.parallel.shard_reads import reading_shards
@@ -74,7 +74,8 @@ def load_checkpoint(
         loader, scheduler, scaler: the objects that were passed to ``save_checkpoint``.
         ignore: components of the checkpoint that are not loaded: ``"optimizer"``, ``"loader"``, ``"scheduler"``,
             ``"scaler"`` or ``"random"``. Anything else that is missing on either side is an error.
-        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet.
+        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet. Checkpoints
+            of which none is whole are an error nevertheless.
 
     Returns:
         What was loaded, with ``step`` and ``extra``.
@@ -92,7 +93,7 @@ def load_checkpoint(
     Background.of(model).wait()
     runtime, mesh = succeed_together(lambda: mesh_of(model))
     given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}
-    path = json_from_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
+    path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:
         return None
     opened = succeed_together(lambda: Opened.read(Path(path)))
@@ -124,12 +125,8 @@ def load_checkpoint(
 
 
 def _find(folder: Path, missing_ok: bool) -> str | None:
-    if missing_ok and not (folder / NAME).exists() and newest_checkpoint(folder) is None:
-        try:
-            return str(find_checkpoint(folder)[0])
-        except CheckpointError:
-            return None
-    return str(find_checkpoint(folder)[0])
+    found = find_checkpoint(folder, missing_ok=missing_ok)
+    return found and str(found[0])
 
 
 def _random_of(opened: Opened, mesh: Mesh) -> Any:

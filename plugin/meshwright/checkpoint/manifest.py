@@ -34,7 +34,7 @@ class Manifest:
         dp, tp: the sizes of the mesh.
         tensors: the dtype and the one-device shape of each tensor, by its key.
         ties: the key that has the values of each weight with several names, by its other names.
-        optimizer: what ``OptimizerState`` says beside tensors; None without an optimizer.
+        optimizer: the fields of an ``OptimizerManifest``; None without an optimizer.
         scheduler, scaler, loader, streams: the (encoded) states of these; None without one.
         extra: the program's own JSON.
         model_config: the texts of ``config.json`` and ``generation_config.json``, by these names; None for a model that

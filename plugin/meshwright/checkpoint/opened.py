@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.part_files import PartIndex, digest
-from meshwright.checkpoint.regions import numel
+from meshwright.checkpoint.regions import Block, numel
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together, texts_of_all
 
@@ -34,13 +36,37 @@ class Opened:
         for part in parts:
             if unknown := sorted(part.pieces.keys() - manifest.tensors.keys()):
                 raise CheckpointError(f"{part.path} has elements of {unknown[0]!r}, which {NAME} does not list")
-        for key, (_, shape) in manifest.tensors.items():
-            count = sum(numel(part.pieces[key].blocks) for part in parts if key in part.pieces)
-            if count != torch.Size(shape).numel():
-                raise CheckpointError(
-                    f"{folder} is damaged: it has {count} of the {torch.Size(shape).numel()} elements of {key}"
-                )
+        for key, problem in uncovered(manifest, parts):
+            raise CheckpointError(f"{folder} is damaged: {NAME} lists {key}, of which {problem}")
         return Opened(folder=folder, manifest=manifest, parts=parts)
+
+
+def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str, str]]:
+    """Yield the tensors that have elements in no file, or in several, and what is wrong with each."""
+    blocks: dict[str, list[Block]] = defaultdict(list)
+    for part in parts:
+        for key, piece in part.pieces.items():
+            blocks[key] += piece.blocks
+    for key, (_, shape) in manifest.tensors.items():
+        if problem := miscovered(blocks[key], torch.Size(shape).numel()):
+            yield key, problem
+
+
+def miscovered(blocks: list[Block], total: int) -> str | None:
+    """What is wrong with blocks that must have each of ``total`` elements once."""
+    for b in blocks:
+        if (last := b.whole + (b.count - 1) * b.whole_stride + b.length) > total:
+            return f"the files have {last} elements or more, not {total}"
+    if (count := numel(blocks)) > 2 * total:  # else the runs below could fill the memory
+        return f"the files have {count} elements, not {total}"
+    ends = torch.tensor([0, total])
+    starts, order = torch.cat([*(b.whole + torch.arange(b.count) * b.whole_stride for b in blocks), ends[:0]]).sort()
+    stops = starts + torch.cat([*(torch.full((b.count,), b.length) for b in blocks), ends[:0]])[order]
+    expected, found = torch.cat([ends[:1], stops]), torch.cat([starts, ends[1:]])
+    if not (wrong := (expected != found).nonzero()).numel():
+        return None
+    low, high = int(expected[wrong[0]]), int(found[wrong[0]])
+    return f"element {low} is in no file" if low < high else f"element {high} is in more than one place"
 
 
 def check_same_everywhere(folder: Path) -> None:

@@ -20,7 +20,7 @@ _FORMAT = "meshwright-optimizer-1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class OptimizerManifest:
     """A saved optimizer, whose parameters have their one-device names.
 
     Args:
@@ -57,7 +57,7 @@ class Manifest:
             raise
 
     @staticmethod
-    def read(folder: Path) -> Manifest:
+    def read(folder: Path) -> OptimizerManifest:
         """Read the manifest of a folder.
 
         Raises:
@@ -75,10 +75,10 @@ class Manifest:
             raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise CheckpointError(f"{path} is damaged, or not of the format {_FORMAT}")
-        return Manifest.of(fields, str(path))
+        return OptimizerManifest.of(fields, str(path))
 
     @staticmethod
-    def of(fields: dict[str, Any], where: str) -> Manifest:
+    def of(fields: dict[str, Any], where: str) -> OptimizerManifest:
         """Return the manifest with these fields, as JSON gives them.
 
         Raises:
@@ -89,7 +89,7 @@ class Manifest:
             raise CheckpointError(f"{where} is damaged: fields that are missing, or unknown: {wrong}")
         if wrong_fields := [name for name, is_right in _FIELDS.items() if not is_right(fields[name])]:
             raise CheckpointError(f"{where} is damaged: {wrong_fields[0]!r} has values of a wrong type")
-        return Manifest(**fields)
+        return OptimizerManifest(**fields)
 
 
 def _is_texts(value: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.gather_tensor import assemble, is_first
-from meshwright.checkpoint.optimizer_manifest import Manifest, encode, master_key, state_key, sync_folder
+from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, master_key, state_key, sync_folder
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
@@ -194,7 +194,7 @@ def _new_stem(folder: Path) -> str:
     return f"optimizer-{uuid.uuid4().hex[:8]}"
 
 
-def describe_optimizer(found: OptimizerParts, state: State, files: dict[str, dict[str, Form]]) -> Manifest:
+def describe_optimizer(found: OptimizerParts, state: State, files: dict[str, dict[str, Form]]) -> OptimizerManifest:
     groups = [
         {
             "parameters": names,
@@ -207,7 +207,7 @@ def describe_optimizer(found: OptimizerParts, state: State, files: dict[str, dic
         for index, (names, group) in enumerate(zip(found.groups, found.optimizer.param_groups, strict=True))
     ]
     are_tensors = {name: [key for key, v in values.items() if isinstance(v, tuple)] for name, values in state.items()}
-    return Manifest(
+    return OptimizerManifest(
         optimizer=type(found.optimizer).__name__,
         shapes={name: list(part.record.global_shape) for name, part in found.parts.items()},
         groups=groups,
@@ -221,7 +221,7 @@ def describe_optimizer(found: OptimizerParts, state: State, files: dict[str, dic
     )
 
 
-def _finish(folder: Path, manifest: Manifest, written: StreamedFiles) -> None:
+def _finish(folder: Path, manifest: OptimizerManifest, written: StreamedFiles) -> None:
     kept = set(manifest.weight_map.values())
     try:
         written.close()

@@ -66,10 +66,6 @@ class Source:
             packed_values = on_host.copy_(packed_values, non_blocking=True)
         return Source(dtype=self.dtype, values=lambda: packed_values, held=self.share, share=self.share)
 
-    @property
-    def is_on_cuda(self) -> bool:
-        return self.values().is_cuda
-
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
@@ -95,7 +91,7 @@ def file_names(place: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankPart:
     """What one rank writes.
 
     Args:
@@ -113,12 +109,12 @@ class Part:
         """The number of bytes of tensors."""
         return sum(numel(source.share) * source.dtype.itemsize for source in self.sources.values())
 
-    def snapshot(self) -> Part:
+    def snapshot(self) -> RankPart:
         """Return a part of the same elements, copied to the CPU."""
         sources = {key: source.snapshot() for key, source in self.sources.items()}
-        if any(source.is_on_cuda for source in self.sources.values()):
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies are asynchronous
-        return Part(place=self.place, sources=sources, random=self.random)
+        return RankPart(place=self.place, sources=sources, random=self.random)
 
     def write(self, folder: Path, on_write: Callable[[int], None]) -> dict[str, FileRecord]:
         """Write this rank's files, and flush them to the disk.
@@ -236,15 +232,13 @@ class PartIndex:
             raise CheckpointError(f"{folder / index_name} is the index of another part")
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
-    def chunks(
-        self, key: str, dtype: torch.dtype, wanted: list[Block] | None = None
-    ) -> Iterator[tuple[Tensor, list[Block]]]:
+    def chunks(self, key: str, dtype: torch.dtype, wanted: list[Block]) -> Iterator[tuple[Tensor, list[Block]]]:
         """Yield the chunks of a tensor that have wanted elements, checked against their digests.
 
         Args:
             key: the key of the tensor; without a piece of it here, nothing is yielded.
             dtype: the dtype of the tensor.
-            wanted: the elements that are wanted, with their positions in the caller's storage; None for all.
+            wanted: the elements that are wanted, with their positions in the caller's storage.
 
         Yields:
             The chunk's elements, valid until the next, and blocks from positions in the chunk (``whole``) to
@@ -254,15 +248,14 @@ class PartIndex:
             CheckpointError: if the file is damaged; it names the file and the tensor.
         """
         piece = self.pieces.get(key)
-        if piece is None or (wanted is not None and not copies(wanted, piece.blocks, 0, numel(piece.blocks))):
+        if piece is None or not copies(wanted, piece.blocks, 0, numel(piece.blocks)):
             return
         if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
         staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):
-                found = [] if wanted is None else copies(wanted, piece.blocks, start, stop)
-                if wanted is not None and not found:
+                if not (found := copies(wanted, piece.blocks, start, stop)):
                     continue
                 chunk = staging[: stop - start]
                 read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))

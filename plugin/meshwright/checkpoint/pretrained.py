@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +119,20 @@ def _save_streamed(model: Any, runtime: Runtime, save_pretrained: Callable[..., 
     """Write the weights tensor by tensor, if transformers' method would write them as they are; return whether."""
     replacement: ModelReplacement | None = None
 
-    def start() -> _Files | None:
+    def start() -> dict[str, Any] | None:
         nonlocal replacement
         if call["push_to_hub"] or call.get("distributed_checkpoint") or not call["is_main_process"]:
             return None
         most = parse_bytes(call["max_shard_size"])
         replacement = ModelReplacement(Path(call["save_directory"]))
-        return _plan(model, save_pretrained, {**call, "save_directory": replacement.path}, most)
+        found = _plan(model, save_pretrained, {**call, "save_directory": replacement.path}, most)
+        return None if found is None else asdict(found)
 
     try:
-        plan = on_first_rank(start)
-        if plan is None:
+        fields = on_first_rank(start)
+        if fields is None:
             return False
+        plan = _Files(**{**fields, "names": WeightNames(**fields["names"])})
         state = model.state_dict(keep_vars=True)
         files = {file: {name: _form(state[name]) for name in names} for file, names in plan.files.items()}
         written = None

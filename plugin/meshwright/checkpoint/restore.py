@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.checkpoint_weights import open_weights, settled
-from meshwright.checkpoint.optimizer_manifest import NAME, Manifest, decode, master_key, state_key
+from meshwright.checkpoint.optimizer_manifest import NAME, OptimizerManifest, decode, master_key, state_key
 from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
@@ -123,7 +123,7 @@ class SavedState(Protocol):
         than its parameter."""
 
 
-def restore_optimizer(found: OptimizerParts, manifest: Manifest, saved_state: SavedState) -> None:
+def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_state: SavedState) -> None:
     """Give an optimizer the state that was saved; every rank must make the call.
 
     Args:
@@ -161,15 +161,15 @@ def restore_optimizer(found: OptimizerParts, manifest: Manifest, saved_state: Sa
         found.runtime.weights.release()
 
 
-def _open(folder: Path, found: OptimizerParts) -> tuple[Manifest, WeightFiles]:
+def _open(folder: Path, found: OptimizerParts) -> tuple[OptimizerManifest, WeightFiles]:
     """Open the manifest and the files, and check them against the optimizer."""
-    manifest = Manifest.read(folder)
+    manifest = OptimizerManifest.read(folder)
     files = WeightFiles.open(folder / NAME)
     check_fits(folder, manifest, _OneDeviceState(files), found)
     return manifest, files
 
 
-def check_fits(folder: Path, manifest: Manifest, saved_state: SavedState, found: OptimizerParts) -> None:
+def check_fits(folder: Path, manifest: OptimizerManifest, saved_state: SavedState, found: OptimizerParts) -> None:
     """Check that a saved state is that of an optimizer.
 
     Raises:
@@ -239,7 +239,9 @@ def _bytes_to_read(files: WeightFiles, found: OptimizerParts) -> int:
     return sum(int(entry.num_bytes * shares[tensor.split("/")[1]]) for tensor, (_, entry) in files.entries.items())
 
 
-def _read_part(name: str, part: Part, manifest: Manifest, saved: SavedState) -> tuple[dict[str, Any], Tensor | None]:
+def _read_part(
+    name: str, part: Part, manifest: OptimizerManifest, saved: SavedState
+) -> tuple[dict[str, Any], Tensor | None]:
     """Return this rank's state of one parameter, on the CPU, and the parameter's master weight, if any."""
     if part.key is None:
         return {}, None
@@ -278,7 +280,9 @@ def _check_options(
     """Check the options of a group against those of the optimizer."""
     wanted = defaults.keys() - IMPLEMENTATION
     if lost := sorted(wanted - saved.keys()):
-        raise CheckpointError(f"{folder} is damaged: {what} of the optimizer has no option {lost[0]!r}")
+        raise CheckpointError(
+            f"{folder} has no option {lost[0]!r} in {what} of the optimizer: it is damaged, or of another torch"
+        )
     for key in sorted(saved.keys() & group.keys() - IMPLEMENTATION):
         value = decode(saved[key])
         if _kind(value) != _kind(group[key]) and value is not None and group[key] is not None:

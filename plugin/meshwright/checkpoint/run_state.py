@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.optimizer_manifest import Manifest
+from meshwright.checkpoint.optimizer_manifest import OptimizerManifest
 from meshwright.checkpoint.optimizer_state import (
     describe_optimizer,
     local_values,
@@ -153,10 +153,10 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str,
     return tensors, rest
 
 
-def optimizer_manifest(fields: dict[str, Any], folder: str) -> Manifest:
+def optimizer_manifest(fields: dict[str, Any], folder: str) -> OptimizerManifest:
     """Return the optimizer's part of a checkpoint's manifest, checked.
 
     Raises:
         CheckpointError: if a field is missing, unknown or of another type.
     """
-    return Manifest.of({**fields, "weight_map": {}}, folder)
+    return OptimizerManifest.of({**fields, "weight_map": {}}, folder)

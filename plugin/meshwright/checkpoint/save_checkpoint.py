@@ -21,13 +21,13 @@ from meshwright.checkpoint.folders import commit, keep_newest, stage
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
-from meshwright.checkpoint.part_files import FileRecord, Part, Source
+from meshwright.checkpoint.part_files import FileRecord, RankPart, Source
 from meshwright.checkpoint.random_state import random_state
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
 from meshwright.checkpoint.shares import shares
 from meshwright.checkpoint.staging import Staging
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import Meeting, json_from_first_rank, succeed_together, texts_of_all
+from meshwright.faults.together import Meeting, on_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
@@ -112,7 +112,7 @@ def save_checkpoint(
         files={},
         **states,
     )
-    part = Part(place=mesh.place, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
+    part = RankPart(place=mesh.place, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
     save = Save(target=target, part=part, manifest=manifest, keep=keep)
     if asynchronous:
         with reading_shards():
@@ -137,7 +137,7 @@ class Save:
     """
 
     target: Path
-    part: Part
+    part: RankPart
     manifest: Manifest
     keep: int | None
 
@@ -162,12 +162,12 @@ class Save:
                 keep_newest(self.target.parent, self.keep)
 
         try:
-            path = Path(json_from_first_rank(start, meeting))
+            path = Path(on_first_rank(start, meeting))
             records = succeed_together(lambda: self.part.write(path, on_write), meeting)
             text = json.dumps({name: asdict(record) for name, record in records.items()})
             texts = texts_of_all(text) if meeting is None else meeting.texts_of_all(text)
             files = {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
-            json_from_first_rank(finish, meeting)
+            on_first_rank(finish, meeting)
         finally:
             if staging is not None:
                 staging.close()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshwright.checkpoint.optimizer_manifest import Manifest, encode, state_key
+from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, state_key
 from meshwright.checkpoint.restore import IMPLEMENTATION, check_fits, restore_optimizer
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
@@ -37,7 +37,7 @@ def load_stock_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.
     """
     found = succeed_together(lambda: parts_of(model, optimizer))
 
-    def read() -> tuple[Manifest, _WholeState]:
+    def read() -> tuple[OptimizerManifest, _WholeState]:
         manifest, state = _described(read_pickle(path, mmap=True), found, Path(path))
         check_fits(Path(path), manifest, state, found)
         return manifest, state
@@ -102,7 +102,7 @@ class _WholeState:
         return local.to(dtype, copy=True).view(part.key.shape)
 
 
-def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Manifest, _WholeState]:
+def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[OptimizerManifest, _WholeState]:
     """Return a saved state under the names of the parameters."""
     try:
         groups, states = saved["param_groups"], saved["state"]
@@ -134,7 +134,7 @@ def _described(saved: Any, found: OptimizerParts, path: Path) -> tuple[Manifest,
                     f"its place in the optimizer, has {list(shape)}. Build the optimizer with the parameters in the "
                     "order in which they were saved"
                 )
-    manifest = Manifest(
+    manifest = OptimizerManifest(
         optimizer=type(found.optimizer).__name__,
         shapes={name: list(part.record.global_shape) for name, part in found.parts.items()},
         groups=[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import random
@@ -20,7 +19,7 @@ from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.plan_file import runnable_fields
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import OptimizerMismatchError, PlanError
-from meshwright.faults.together import text_from_first
+from meshwright.faults.together import on_first_rank
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.parallel.head_losses import find_loss
@@ -69,14 +68,14 @@ def choose_plan(
             fits.
     """
 
-    def pick() -> str:
+    def pick() -> dict[str, Any]:
         rows, length = _batch(dataloader, config)
         found = _search(model, rows, length, node_num or node_count(), config, device)
         choice = _first_runnable(found, model, optimizer, config)
         logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is hidden by default
-        return json.dumps(runnable_fields(choice.plan))
+        return runnable_fields(choice.plan)
 
-    return with_sequence_parallel(ParallelPlan(**json.loads(text_from_first(pick, device))), config)
+    return with_sequence_parallel(ParallelPlan(**on_first_rank(pick)), config)
 
 
 def _search(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ class Meeting(Protocol):
     def texts_of_all(self, text: str) -> list[str]:
         """Return the text of every rank, in their order; every rank must make the call."""
 
+    def text_of_first(self, text: str) -> str:
+        """Return rank 0's text on every rank; every rank must make the call."""
+
 
 def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T:
     """Run a step without communication on every rank. If the step fails on any rank, raise on all ranks.
@@ -45,42 +48,24 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
     return result  # type: ignore[return-value]
 
 
-def json_from_first_rank(step: Callable[[], T], meeting: Meeting | None = None) -> T:
-    """Run a step on rank 0 alone, and return its result, which JSON can hold, on every rank; if it fails, all raise.
+def on_first_rank(step: Callable[[], T], meeting: Meeting | None = None) -> T:
+    """Run a step on rank 0 alone, and return its result on every rank; if it fails, all ranks raise.
 
     Args:
-        step: the step.
+        step: the step. JSON must be able to hold its result; tuples become lists.
         meeting: how the ranks exchange the result; by default by collectives of the default group.
 
     Raises:
         Exception: on rank 0, its own exception. On other ranks, an exception of the same class with rank 0's error.
     """
-    exchange = texts_of_all if meeting is None else meeting.texts_of_all
-    rank = meeting.rank if meeting else dist.get_rank() if dist.is_initialized() else 0
-    result, error = _attempt(step) if rank == 0 else (None, None)
-    first = exchange(json.dumps([result, _describe(error)]) if rank == 0 else "")[0]
-    received, failure = json.loads(first)
-    _raise_first([failure], error)
-    return received  # type: ignore[no-any-return]
-
-
-def on_first_rank(step: Callable[[], T]) -> T:
-    """Run a step on rank 0 alone, and return its (picklable) result on every rank; if it fails, all ranks raise.
-
-    Raises:
-        Exception: on rank 0, its own exception. On other ranks, an exception of the same class with rank 0's error.
-    """
-    if not dist.is_initialized():
+    if meeting is None and not dist.is_initialized():
         return step()
-    message: list[Any] = [None, None]
-    error = None
-    if dist.get_rank() == 0:
-        result, error = _attempt(step)
-        message = [result, _describe(error)]
-    dist.broadcast_object_list(message, src=0)
-    _raise_first([message[1]], error)
-    received: T = message[0]
-    return received
+    rank = dist.get_rank() if meeting is None else meeting.rank
+    result, error = _attempt(lambda: json.dumps(step())) if rank == 0 else (None, None)
+    exchange = _text_of_first if meeting is None else meeting.text_of_first
+    received, failure = json.loads(exchange(json.dumps([result, _describe(error)]) if rank == 0 else ""))
+    _raise_first([failure], error)
+    return json.loads(received)  # type: ignore[no-any-return]
 
 
 def texts_of_all(text: str) -> list[str]:
@@ -100,31 +85,16 @@ def texts_of_all(text: str) -> list[str]:
     return [bytes(t[:length].cpu().numpy()).decode() for t, length in zip(texts, lengths, strict=True)]
 
 
-def text_from_first(make: Callable[[], str], device: torch.device) -> str:
-    """Run a step on rank 0 alone, and return its text on every rank; if it fails, all ranks raise.
-
-    Args:
-        make: the step, which must not communicate.
-        device: a device that the process group can communicate on.
-
-    Raises:
-        Exception: on rank 0, its own exception. On other ranks, an exception of the same class with rank 0's error.
-    """
-    if not dist.is_initialized():
-        return make()
-    text, failure = "", None
-    if dist.get_rank() == 0:
-        made, failure = _attempt(make)
-        text = made if made is not None else json.dumps(_describe(failure))
-    head = torch.tensor([len(text.encode()), failure is not None], device=device)
-    take_from_first(head, device)
-    size, has_failed = head.tolist()
-    body = torch.tensor(list(text.encode()) or [0] * size, dtype=torch.uint8, device=device)
-    take_from_first(body, device)
-    text = bytes(body.tolist()[:size]).decode()
-    if has_failed:
-        raise failure or _rebuilt(0, json.loads(text))
-    return text
+def _text_of_first(text: str) -> str:
+    """Return rank 0's text on every rank."""
+    device, own = wire_device(), bytearray(text.encode())
+    size = torch.tensor([len(own)], device=device)
+    dist.broadcast(size, src=0)
+    is_first = dist.get_rank() == 0 and len(own) > 0
+    body = torch.frombuffer(own, dtype=torch.uint8) if is_first else torch.zeros(int(size), dtype=torch.uint8)
+    body = body.to(device)
+    dist.broadcast(body, src=0)
+    return bytes(body.cpu().numpy()).decode()
 
 
 def take_from_first(tensor: Tensor, device: torch.device) -> None:
