@@ -36,7 +36,7 @@ help:
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
-	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; half an hour'
+	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
 	@echo 'make programs      500 random training programs and plans against one process'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'

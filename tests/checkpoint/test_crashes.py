@@ -61,7 +61,7 @@ def killed_saves(root: Path, kind: str, victim: int, every: int) -> tuple[int, l
             mw.save_checkpoint(root / "counted" / "a", run.model, run.optimizer, keep=1)
         total = [None] * 2
         dist.all_gather_object(total, disk.steps)
-        for step in range(victim, total[victim], every):
+        for step in range(victim % every, total[victim], every):
             parent = root / f"{victim}-{step}"
             # One checkpoint is replaced, and an older one is removed by the rotation.
             run.fill(0)
