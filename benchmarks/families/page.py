@@ -71,7 +71,12 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "",
         "## Equal to one device",
         "",
-        "| family | beside Llama's structure | tp2+sp | kv | tied | packed | remark |",
+        "The second column lists how a family's structure differs from Llama's. \"Fused by kind\" is a projection "
+        'whose rows are all queries, then all keys, then all values; "fused by group" has, for each key head, its '
+        'queries, its key and its value. "MLP owned by the layer" means that the layer has the projections of the MLP '
+        'itself, without a module for the MLP. A "plain MLP" has no gate.',
+        "",
+        "| family | differences from Llama | tp2+sp | kv | tied | packed | remark |",
         "|---|---|---|---|---|---|---|",
         *(_row(record) for record in records),
         "",

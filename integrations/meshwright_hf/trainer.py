@@ -194,7 +194,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def planned_loader(self, data_loader: DataLoader[Any]) -> Any:
         """Return a loader on the plan's mesh; the Trainer's Accelerator calls this method and the next three."""
         if find_runtime(self.model) is None:
-            # The planner only reads the loader's sizes; a trainer that uses the data before sharding needs all rows.
+            # The planner reads only the loader's sizes, but a trainer that reads data before the model is sharded needs
+            # every row on each rank.
             return data_loader if self._is_distributing else whole_loader(data_loader, self.args.device)
         check_last_batch(self, data_loader, self._runtime.dp.size, is_training=self._is_training_loader)
         return mesh_loader(

@@ -36,7 +36,7 @@ class ItemsUse:
 
     @contextlib.contextmanager
     def of_one_loss(self, trainer: Any, runtime: Runtime) -> Iterator[None]:
-        """Record reads of the count while a loss is computed inside the context; every rank makes the call.
+        """Record whether the loss that is computed inside this context reads the count; every rank must enter it.
 
         Raises:
             ValueError: if a loss was divided by the count, but the factor dp was not applied or was applied wrongly.

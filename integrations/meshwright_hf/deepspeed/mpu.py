@@ -13,7 +13,7 @@ from meshwright.parallel.row_layout import RowLayout, record_of
 
 
 class ModelParallelUnit:
-    """Describes the mesh to DeepSpeed, by the methods of Megatron's ``mpu``.
+    """Describes the mesh to DeepSpeed; it has the methods of Megatron's model-parallel unit (``mpu``).
 
     Args:
         tp: the axis over which layers are sharded; DeepSpeed calls it model parallel.

@@ -201,7 +201,8 @@ def _at(points: Sequence[Measurement], sizes: object) -> float | None:
 
 
 def _optimizer(points: Sequence[Measurement], itemsize: int, bandwidth: float) -> tuple[float, float]:
-    """Return the fixed seconds of an optimizer step, and its time for traffic relative to that at full bandwidth.
+    """Return the fixed seconds of an optimizer step, and the ratio of its memory time to that at full
+    bandwidth.
 
     The traffic counts Adam's two moments twice, since they are read and written.
     """

@@ -206,7 +206,7 @@ def _own_bytes(tensor: RunTensor, mesh: Mesh) -> int:
 
 
 class _SavedState:
-    """The tensors of a checkpoint for this rank."""
+    """Reads this rank's elements of the tensors of a checkpoint."""
 
     def __init__(self, opened: Opened, mesh: Mesh, progress: Progress):
         self._opened, self._mesh, self._progress = opened, mesh, progress

@@ -28,8 +28,9 @@ def export_with_full_weights(model: nn.Module) -> None:
     """Make ``model.save_pretrained`` write one-device weights from rank 0; every rank must then call it.
 
     A plain save of a transformers model is streamed: rank 0 never holds more than one full tensor beside its own
-    shard. If ``state_dict`` is passed, it is written instead. With ``push_to_hub``, or for a model whose names on disk
-    differ from its own, rank 0 gathers the whole model first. For a PEFT model it gathers only the adapters.
+    shard. If ``state_dict`` is passed, it is written instead. With ``push_to_hub``, or if the parameters have other
+    names on disk than in the model, rank 0 gathers the whole model first. For a PEFT model it gathers only the
+    adapters.
     """
     if (save_pretrained := getattr(model, "save_pretrained", None)) is not None:
         object.__setattr__(model, "save_pretrained", _FullSave(save_pretrained, model))

@@ -63,7 +63,7 @@ def shard(shape: Sequence[int], layout: RowLayout, rank: int, spans: Iterable[Sp
     """
     outer, inner = _product(shape[: layout.dim]), _product(shape[layout.dim + 1 :])
     wanted = [(0, layout.size)] if spans is None else list(spans)
-    width = layout.local_size * inner  # of a row of the shard
+    width = layout.local_size * inner  # the shard's elements for each index of the dims before the cut
     blocks, offset = [], 0
     for start, stop in layout.spans[rank]:
         for low, high in ((max(start, a), min(stop, b)) for a, b in wanted):

@@ -50,7 +50,10 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     runtime = find_runtime(model)
     if runtime is not None:
-        runtime.check_own("load_weights", "load one of its checkpoints, or the weights before it takes the model")
+        runtime.check_own(
+            "load_weights",
+            "load one of the engine's checkpoints, or load the weights before the engine takes over the model",
+        )
     weights = None if runtime is None else runtime.weights
     source = settled(path)
     assert source is not None

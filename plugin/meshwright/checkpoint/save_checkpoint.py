@@ -127,7 +127,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save, from the files of each rank to the checkpoint that is visible.
+    """One save: each rank writes its files, then the first rank makes the checkpoint visible.
 
     Args:
         target: the folder that the checkpoint gets.

@@ -21,7 +21,9 @@ class Dtype(enum.StrEnum):
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint, or folder of checkpoints (then the newest).")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    max_shard_size: Annotated[str, typer.Option(help="Size of a file; a larger tensor gets its own file.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest size of a file; a tensor above this size gets a file of its own.")
+    ] = "5GB",
     dtype: Annotated[
         Dtype | None, typer.Option(help="Dtype to convert floating-point weights to (default: as they were saved).")
     ] = None,
@@ -31,9 +33,10 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as files for from_pretrained and load_weights.
 
-    Writes model.safetensors, or several such files with an index, under the model's own names, and config.json and
-    generation_config.json if the model has them. Checks the digest of everything it reads, and holds one tensor in
-    memory at a time. Needs no GPU, no model and no launcher. OUT gets all files at once, or stays as it was.
+    Writes the weights, under the names of the model's parameters, to model.safetensors, or to several such files with
+    an index. Also writes config.json and generation_config.json if the model has them. Checks the digest of everything
+    it reads, and holds one tensor in memory at a time. Needs no GPU, no model and no launcher. OUT gets all files at
+    once, or stays as it was.
 
     The exit code is 0 if OUT is written, 1 if the disk fails, and 2 if the checkpoint is not whole or an argument is
     wrong.

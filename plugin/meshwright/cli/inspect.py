@@ -24,7 +24,8 @@ def inspect(
     byte and compares it with its digest, unless --no-check. Needs no GPU, no model and no launcher, and changes
     nothing.
 
-    The exit code is 0 if nothing is wrong, 1 if the checkpoint is damaged, and 2 if there is no checkpoint.
+    The exit code is 0 if nothing is wrong, 1 if the checkpoint is damaged or no checkpoint of the folder is whole, and
+    2 if there is no checkpoint.
 
     For example:
 

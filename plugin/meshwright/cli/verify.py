@@ -57,7 +57,7 @@ def verify(
     model for a few steps in float64 on this machine: under the plan on several CPU processes, and in one process with
     stock torch. Compares the outputs of modules, the logits, the loss, each parameter's gradient and the weights, and
     prints a table with the largest difference of each kind. A plan with more ranks than --processes is replaced by a
-    smaller one of the same kind.
+    plan with the same axes, stage and options, but with smaller sizes.
 
     The exit code is 0 if everything is equal, 1 if anything differs or a process fails, and 2 if the model cannot run
     the plan or an argument is wrong.

@@ -199,7 +199,10 @@ class Placer:
             return map_tensors(value, self._on(targets, portion))
         if not isinstance(value, list | tuple) or len(value) != len(targets):
             got = f"{len(value)} values" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-            raise ValueError(f"an input with a list of {len(targets)} meshes must be a list of that length, got {got}")
+            raise ValueError(
+                f"meshes has a list of {len(targets)} meshes for this input, so the input must be a list of "
+                f"{len(targets)} values, got {got}"
+            )
         return type(value)(self._place(item, target, portion) for item, target in zip(value, targets, strict=True))
 
     def _on(self, target: Target, portion: Portion) -> Callable[[Tensor], Any]:

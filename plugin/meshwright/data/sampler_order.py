@@ -133,7 +133,7 @@ class Sampling:
     def exhaust(self) -> None:
         """Draw once more if torch's RandomSampler would.
 
-        A DataLoader on one device now asks its sampler for an index after the last one.
+        At the end of an epoch, a DataLoader on one device asks its sampler for an index after the last one.
         """
         if self._shuffle:
             self._shuffle.exhaust()

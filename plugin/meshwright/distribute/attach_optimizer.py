@@ -1,4 +1,4 @@
-"""Adds an optimizer, and additions to the plan, to a model that was distributed without an optimizer."""
+"""Adds an optimizer to a model that was distributed without one, and extends the model's plan."""
 
 from __future__ import annotations
 

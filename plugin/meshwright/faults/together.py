@@ -35,7 +35,8 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
 
     Args:
         step: the step.
-        meeting: how the ranks exchange whether they failed; by default by collectives of the default group.
+        meeting: the means by which the ranks tell each other whether they failed (default: collectives of the default
+            process group).
 
     Raises:
         Exception: on a rank that failed, its own exception. On other ranks, an exception of the same class, whose

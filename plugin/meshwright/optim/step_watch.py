@@ -1,4 +1,4 @@
-"""Checks the steps of all optimizers that have a distributed model's parameters, the model's own optimizer or not."""
+"""Checks the steps of every optimizer that has parameters of a distributed model, not only of the model's own one."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Every reduction is an average. The loss carries a factor dp (see GlobalMean), and the gradient of a
 row with n copies is multiplied by n on arrival, so an average gives the required sum. Averaging equal
-values changes nothing, so a gradient that one backward pass has synchronised may be accumulated into
-and synchronised again. (transformers sums q/k-norm gradients in place in every pass. With two
+values changes nothing, so a later backward pass may add to a synchronised gradient and synchronise it
+again. (transformers sums q/k-norm gradients in place in every pass. With two
 accumulation steps and tp=2, these gradients are 1.5 times too large.)
 """
 
@@ -101,7 +101,7 @@ class GradientSync:
         self.extend(buckets)
 
     def extend(self, buckets: Iterable[Bucket], unreduced: Iterable[nn.Parameter] = ()) -> None:
-        """Synchronise more parameters, between two backward passes.
+        """Add parameters whose gradients are synchronised; call this only between two backward passes.
 
         Args:
             buckets: as for the class.

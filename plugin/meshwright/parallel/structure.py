@@ -141,8 +141,9 @@ def _check_layerdrop(modules: dict[str, nn.Module]) -> None:
 def _check_embedding(embedding: nn.Embedding) -> None:
     if others := [name for name, _ in embedding.named_parameters() if name != "weight"]:
         raise PlanError(
-            f"{type(embedding).__name__} has parameters besides its table ({', '.join(others)}): each rank would apply "
-            "them to its own words only, so the embedding cannot be sharded over tp. Use ParallelPlan(tp=1)"
+            f"{type(embedding).__name__} has parameters besides its weight ({', '.join(others)}): each rank would "
+            "apply them only to the tokens of its part of the vocabulary, so the embedding cannot be sharded over tp. "
+            "Use ParallelPlan(tp=1)"
         )
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(embedding, option):

@@ -134,7 +134,8 @@ def _forward(micro: _MicroBatch) -> float:
     # The loss reads 32-bit logits, a copy if the logits are 16-bit. It overwrites sharded logits in place.
     loss = n * words * (b if b < 4 else 0) if plan.tp > 1 else n * words * (4 + (b if b < 4 else 0))
     at_loss = saved.total(shape.layers, recomputed) + loss
-    # When the last layer ends, its saved tensors are alive, and its output before and after the reduction over tp.
+    # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
+    # reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head
     in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
     return max(at_loss + gathered.head, in_layer + gathered.layers)

@@ -84,7 +84,7 @@ class Layout:
         return tuple(box)
 
     def has_value(self, rank: int) -> bool:
-        """Return whether a rank of the mesh starts with the values of its box, or with zeros.
+        """Return True if a rank of the mesh starts with the values of its box, and False if it starts with zeros.
 
         Under a partial sum, the first rank of the axis has the value, since dividing it between ranks would round.
         """
