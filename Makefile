@@ -20,6 +20,10 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
 
+# Two processes, each with its own half of the cores and its own pools of ranks: make test WORKERS=2. 0 is this one.
+WORKERS ?= 0
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 .PHONY: help setup browser demo test-quick test test-all test-oldest kills lint docs bench bench-data bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
@@ -54,13 +58,13 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo $(DEMO)
 
 test-quick: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m quick
+	$(PYTEST) -m quick
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m 'not crossing'
+	$(PYTEST) -m 'not crossing'
 
 test-all: test
-	$(BIN)/python -m pytest -q -m crossing
+	$(PYTEST) -m crossing
 
 kills: $(INSTALLED)
 	MESHWRIGHT_FAULT_STRIDE=1 $(BIN)/python -m pytest -q -s -k 'ends_early or ends_at_any_step or the_old_or_the_new' \

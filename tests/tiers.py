@@ -207,7 +207,12 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_estimate_and_trace[gemma2-dp2xtp2+sp+zero3-dtype90]",
         "!test_estimate_and_trace[gemma2-tp2+sp+recompute-dtype42]",
     ),
-    "test_planner_validation.py": ("test_eight_runs_are_enough[vTrain*",),
+    "test_planner_validation.py": (
+        "test_eight_runs_are_enough[DGXC*",
+        "test_eight_runs_are_enough[BigScience*",
+        "test_eight_runs_help_every_source",
+        "test_nine_of_ten_runs_are_in_the_band_after_calibration",
+    ),
     "test_primitives_examples.py": ("test_torchrun_starts_a_program", "test_the_table_of_who_reads_what"),
     "test_resume.py": (
         "test_a_resumed_run_is_equal_to_the_bit[tp2+sp]",
@@ -250,9 +255,8 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_trainer.py": (
         "test_20_steps_evaluation_and_predictions_equal_one_process[*",
-        "!test_20_steps_evaluation_and_predictions_equal_one_process[dp2+zero1]",
         "!test_20_steps_evaluation_and_predictions_equal_one_process[tp2+sp x dp2+zero3]",
-        "test_a_loss_divided_by_the_count_of_items[{'dp': 2}]",
+        "test_a_loss_divided_by_the_count_of_items[{'dp': 2, 'tp': 2}]",
         "test_resuming_in_mid_epoch_gives_the_same_numbers_under_any_plan[{'dp': 2}*",
     ),
     "test_trainer_checkpoints.py": (
