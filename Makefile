@@ -20,13 +20,17 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
 
+# Two processes, each with its own half of the cores and its own pools of ranks: make test WORKERS=2. 0 is this one.
+WORKERS ?= 0
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 .PHONY: help setup browser demo test-quick test test-all test-oldest kills lint docs bench bench-data bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo          train a Llama with 4 processes by a plan it picks and prove it equal to one process; minutes'
 	@echo 'make test-quick    each capability once, while you work; 2 minutes on 2 cores'
-	@echo 'make test          every property once at full strength; 25 minutes on 2 cores'
+	@echo 'make test          every property once at full strength; 20 minutes on 2 cores; WORKERS=2 for two at a time'
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; 45 minutes on 2 cores'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make lint          style, types, which package may import which, and whether the docs build'
@@ -54,13 +58,13 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo $(DEMO)
 
 test-quick: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m quick
+	$(PYTEST) -m quick
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m 'not crossing'
+	$(PYTEST) -m 'not crossing'
 
 test-all: test
-	$(BIN)/python -m pytest -q -m crossing
+	$(PYTEST) -m crossing
 
 kills: $(INSTALLED)
 	MESHWRIGHT_FAULT_STRIDE=1 $(BIN)/python -m pytest -q -s -k 'ends_early or ends_at_any_step or the_old_or_the_new' \

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,28 @@ def pools(pool2: Any, pool4: Any) -> dict[int, Any]:
     return {2: pool2, 4: pool4}
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of three steps under a plan, what it holds, and the weights that were saved."""
+
+    folder: Path
+    held: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def saved(pools: dict[int, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Trains and saves under a plan once, for all the plans that load it."""
+
+    @functools.cache
+    def save(source: str) -> Saved:
+        folder = tmp_path_factory.mktemp("saved") / "a"
+        weights = on(PLANS[source], pools, train_and_save, folder)
+        return Saved(folder, contents(folder), weights)
+
+    return save
+
+
 def contents(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
     opened = Opened.read(folder)
@@ -73,14 +98,15 @@ def load_and_save(plan: dict[str, Any], before: Path, after: Path) -> Any:
 
 @pytest.mark.parametrize("target", PLANS)
 @pytest.mark.parametrize("source", PLANS)
-def test_every_pair_of_plans(source: str, target: str, pools: dict[int, Any], tmp_path: Path) -> None:
-    weights = on(PLANS[source], pools, train_and_save, tmp_path / "a")
-    loaded = on(PLANS[target], pools, load_and_save, tmp_path / "a", tmp_path / "b")
+def test_every_pair_of_plans(
+    source: str, target: str, saved: Callable[[str], Saved], pools: dict[int, Any], tmp_path: Path
+) -> None:
+    before = saved(source)
+    loaded = on(PLANS[target], pools, load_and_save, before.folder, tmp_path / "b")
     assert (loaded.step, loaded.extra) == (3, {"a": [1, None]})
-    before, after = contents(tmp_path / "a"), contents(tmp_path / "b")
-    assert before.keys() == after.keys() and len(before) > 60
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    saved = {key.removeprefix("weights/"): value for key, value in before.items() if key.startswith("weights/")}
-    assert all(torch.equal(weights[key], value) for key, value in saved.items())
-    files = list((tmp_path / "a").glob("*.safetensors"))
-    assert len(files) == size(PLANS[source])
+    after = contents(tmp_path / "b")
+    assert before.held.keys() == after.keys() and len(after) > 60
+    assert all(torch.equal(before.held[key], after[key]) for key in after)
+    kept = {key.removeprefix("weights/"): value for key, value in before.held.items() if key.startswith("weights/")}
+    assert all(torch.equal(before.weights[key], value) for key, value in kept.items())
+    assert len(list(before.folder.glob("*.safetensors"))) == size(PLANS[source])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.server import fork_context, redirect_output
+from harness.server import become_program, fork_context
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def run_command(
 
 def _main(arguments: tuple[str, ...], folder: str, log: str, environment: dict[str, str]) -> None:
     """As a shell would start the command."""
-    redirect_output(log)
+    become_program(log)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.server import fork_context, redirect_output
+from harness.server import become_program, fork_context
 
 FAULT = "fault at "
 
@@ -92,7 +92,7 @@ def _wait(workers: list[BaseProcess], deadline: float, may_remain: tuple[int, ..
 
 def _main(rank: int, world_size: int, port: int, log: str, program: Callable[..., None], args: tuple[Any, ...]) -> None:
     """A process of its own, from the environment that a launcher sets to the exit hooks of a script."""
-    redirect_output(log)
+    become_program(log)
     os.environ.update(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",

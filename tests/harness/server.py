@@ -30,8 +30,13 @@ def fork_context() -> ForkServerContext:
     return context
 
 
-def redirect_output(log: str) -> None:
-    """Append what this process prints, and what its own processes print, to a file."""
+def become_program(log: str) -> None:
+    """Make this process what a shell would have started.
+
+    What it and its own processes print is appended to a file. Its own processes start by the platform's method: those
+    of a DataLoader are forked, as in a user's program, instead of importing torch anew.
+    """
+    multiprocessing.set_start_method(None, force=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

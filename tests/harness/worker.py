@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from harness.messages import Failure, Job, Result, send
-from harness.server import redirect_output
+from harness.server import become_program
 
 # The pool finds a hang long before; a worker must not report it as an error of its own.
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
@@ -42,7 +42,7 @@ def main(connection: Connection, log: str, environment: dict[str, str]) -> None:
         environment: the variables of this process.
     """
     os.setsid()
-    redirect_output(log)
+    become_program(log)
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable(sys.stderr)
