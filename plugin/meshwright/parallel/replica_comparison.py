@@ -212,6 +212,8 @@ class ReplicaComparison:
         shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
             record: ShardRecord = parameter.meshwright  # type: ignore[attr-defined]
+            if not record.is_held:
+                continue
             if axis is self.dp or not record.is_sharded:
                 if axis is self.tp and not self._is_equal_over_tp(parameter, record):
                     continue
