@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from meshwright.pipeline.stages import Stages
 from meshwright.pipeline.weight_gradients import WeightGradients
 
 Batch = dict[str, Any]
+Key = tuple[bool, int, int]  # whether it is an activation (or a gradient), the stage that gets it, the micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +59,34 @@ class Step:
     total: Tensor | None = None
     hidden_dtype: torch.dtype | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
-    _handed: dict[Hashable, Tensor] = field(default_factory=dict)  # between two stages of this rank
+    _handed: dict[Key, Tensor] = field(default_factory=dict)  # between two stages of this rank
     _alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def open(self, *, trains: bool) -> None:
         """Post the first receives."""
+        for sender, keys in (self._training_keys() if trains else self._evaluation_keys()).items():
+            expected = [Expected(key, self.boundary.shapes[key[-1]], self.boundary.dtype) for key in keys]
+            self._receivers[sender] = self.links.receiver(sender, expected)
+
+    def _training_keys(self) -> dict[int, list[Key]]:
+        """Return what each rank sends to this one in a training step, in its order."""
         cut = self.stages.cut
-        count = len(self.batches)
-        sent = transfers(cut.schedule, cut.size, len(cut.spans) // cut.size, count)
-        for (sender, receiver), items in sent.items():
-            if receiver == cut.rank:
-                expected = [
-                    Expected((item.is_forward, item.stage, item.micro_batch), shape, self.boundary.dtype)
-                    for item in items
-                    if trains or item.is_forward
-                    for shape in (self.boundary.shapes[item.micro_batch],)
-                ]
-                self._receivers[sender] = self.links.receiver(sender, expected)
+        sent = transfers(cut.schedule, cut.size, len(cut.spans) // cut.size, len(self.batches))
+        return {
+            sender: [(item.is_forward, item.stage, item.micro_batch) for item in items]
+            for (sender, receiver), items in sent.items()
+            if receiver == cut.rank
+        }
+
+    def _evaluation_keys(self) -> dict[int, list[Key]]:
+        """Return what each rank sends to this one in evaluation, in its order."""
+        cut = self.stages.cut
+        keys: dict[int, list[Key]] = {}
+        for micro_batch in range(len(self.batches)):
+            for stage in cut.own:
+                if stage > 0 and cut.rank_of(stage - 1) != cut.rank:
+                    keys.setdefault(cut.rank_of(stage - 1), []).append((True, stage, micro_batch))
+        return keys
 
     def forward(self, stage: int, micro_batch: int, *, trains: bool) -> None:
         """Run a stage's forward on one micro-batch, and send the result on."""

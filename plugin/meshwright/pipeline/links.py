@@ -8,7 +8,7 @@ order of issue, so two ranks that send to each other through one group could eac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,25 +40,41 @@ class Expected:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+def new_groups(pp: Axis, pipelines: Iterable[Sequence[int]], members: Sequence[int]) -> Any:
+    """Make a process group of the same ranks of every pipeline, and return that of this rank's pipeline.
+
+    Every rank of the world must make the call. (With ``use_local_synchronization=True`` only the members would have to,
+    but torch then derives a group's name from the number of groups that a process has, which differs between stages.)
+
+    Args:
+        pp: this rank's place on its pipeline.
+        pipelines: the global ranks of each pipeline of the world, this rank's among them.
+        members: the ranks of a pipeline that get a group.
+
+    Returns:
+        The group; None if this rank is not a member.
+    """
+    own = None
+    for ranks in pipelines:
+        group = dist.new_group([ranks[member] for member in members])
+        if dist.get_rank() in ranks and pp.rank in members:
+            own = group
+    return own
+
+
 class Links:
-    """The channels of this rank. Every rank of the pipeline must make the object at the same time.
+    """The channels of this rank.
 
     Args:
         pp: the pipeline's axis.
-        pairs: the pairs (sender, receiver) of ranks on the axis that need a channel.
+        groups: for each pair (sender, receiver) of ranks on the axis that exchange, the group of that direction.
         device: the device of the tensors.
     """
 
-    def __init__(self, pp: Axis, pairs: Iterable[tuple[int, int]], device: torch.device):
+    def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
         self.pp, self.device = pp, device
-        self._groups: dict[tuple[int, int], Any] = {}
+        self._groups = groups
         self._sent: list[tuple[Any, Tensor]] = []
-        ranks = dist.get_process_group_ranks(pp.group)
-        for sender, receiver in sorted(pairs):
-            if pp.rank in (sender, receiver):
-                members = sorted((ranks[sender], ranks[receiver]))
-                # The other ranks of the world need not make the call: their pipelines have groups of their own.
-                self._groups[sender, receiver] = dist.new_group(members, use_local_synchronization=True)
 
     @own_collectives()
     def send(self, x: Tensor, receiver: int) -> None:

@@ -26,7 +26,7 @@ from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundary, Step, run_evaluation, run_training
-from meshwright.pipeline.links import DTYPES, Links
+from meshwright.pipeline.links import DTYPES, Links, new_groups
 from meshwright.pipeline.schedule import SPLIT_BACKWARD, check, rank_operations, receiving_stage, transfers
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import Stages, tokens_of
@@ -62,17 +62,24 @@ class Pipeline:
                     pair = cut.rank_of(operation.stage), cut.rank_of(stage)
                     if pair[0] != pair[1]:
                         pairs.add(pair)
-        links = Links(axes.pp, pairs, device)
-        return Pipeline(cut=cut, plan=plan, axes=axes, tie=_tie_axis(cut, axes.pp), links=links)
+        pipelines = plan.dims.process_mesh().array.flatten(1).T.tolist()
+        groups = {pair: new_groups(axes.pp, pipelines, pair) for pair in sorted(pairs)}
+        return Pipeline(
+            cut=cut,
+            plan=plan,
+            axes=axes,
+            tie=_tie_axis(cut, axes.pp, pipelines),
+            links=Links(axes.pp, groups, device),
+        )
 
 
-def _tie_axis(cut: Cut, pp: Axis) -> Axis:
+def _tie_axis(cut: Cut, pp: Axis, pipelines: list[list[int]]) -> Axis:
     """Return the axis of the ranks that share a tied weight; of size 1 if this rank shares none."""
     shared = {holders for name in cut.stages_of if len(holders := cut.holders(name)) > 1}
-    for holders in sorted(shared):
+    assert len(shared) <= 1, "only the first and the last stage hold weights outside of layers"
+    for holders in shared:
+        group = new_groups(pp, pipelines, holders)
         if cut.rank in holders:
-            ranks = dist.get_process_group_ranks(pp.group)
-            group = dist.new_group([ranks[i] for i in holders], use_local_synchronization=True)
             return Axis("tie", size=len(holders), rank=holders.index(cut.rank), group=group)
     return Axis("tie")
 

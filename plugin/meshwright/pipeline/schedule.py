@@ -82,8 +82,8 @@ def rank_of_stage(schedule: str, stage: int, p: int) -> int:
         p: number of ranks in the pipeline.
 
     Example:
-        >>> [rank_of_stage("interleaved", stage, 2) for stage in range(4)], [rank_of_stage("zbv", s, 2) for s in range(4)]
-        ([0, 1, 0, 1], [0, 1, 1, 0])
+        >>> [[rank_of_stage(schedule, stage, 2) for stage in range(4)] for schedule in ("interleaved", "zbv")]
+        [[0, 1, 0, 1], [0, 1, 1, 0]]
     """
     if schedule == "zbv":
         return stage if stage < p else 2 * p - 1 - stage
@@ -169,7 +169,7 @@ def check(schedule: str, p: int, v: int, m: int) -> None:
         )
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)
 def rank_operations(schedule: str, p: int, v: int, m: int) -> tuple[tuple[Operation, ...], ...]:
     """Return the operations of every rank, each in the order in which the rank runs them.
 
