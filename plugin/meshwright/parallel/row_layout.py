@@ -192,6 +192,12 @@ def record_of(parameter: Tensor) -> ShardRecord:
     return record
 
 
+def is_held(tensor: Tensor) -> bool:
+    """Return whether this rank has values of a model's parameter or buffer; not so for those of other stages."""
+    record = getattr(tensor, "meshwright", None)
+    return record.is_held if isinstance(record, ShardRecord) else True
+
+
 def global_shape(tensor: Tensor) -> torch.Size:
     """Return the one-device shape of a model's parameter or buffer, sharded or not."""
     record = getattr(tensor, "meshwright", None)
