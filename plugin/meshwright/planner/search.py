@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import PlanError
 from meshwright.planner.breakdown import StepTime
-from meshwright.planner.candidate import Candidate, Job, layers_of
+from meshwright.planner.candidate import Candidate, Job, rank_layers
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory, peak_memory
 from meshwright.planner.shapes import ModelShape
@@ -181,7 +181,7 @@ def _fewest_recomputed(space: Space, plan: Candidate, memory: Memory, budget: fl
 
     Each recomputed layer takes time.
     """
-    low, high, weighed = 0, max(layers_of(plan, space.shape.layers)), 0
+    low, high, weighed = 0, max(rank_layers(plan, space.shape.layers)), 0
     best = (plan, memory)
     fields = vars(plan)
     while high - low > 1:
