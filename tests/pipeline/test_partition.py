@@ -60,5 +60,5 @@ def test_given_stages_that_do_not_fit_the_model(counts, message):
 
 def test_more_stages_than_layers():
     for make in (lambda: even_stages(3, 4), lambda: balanced_stages([1.0] * 3, 4)):
-        with pytest.raises(ValueError, match="3 layers are fewer than the 4 stages .* pass a smaller pp"):
+        with pytest.raises(ValueError, match=r"3 layers are fewer than the 4 stages .* pass a smaller pp"):
             make()

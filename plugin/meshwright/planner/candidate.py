@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -149,6 +150,8 @@ class Candidate:
         Example:
             >>> Candidate(shard=8, tp=2, sequence_parallel=True, zero_stage=1, recompute="full").label
             'dp8 tp2+sp zero1 mb1x1 recompute=full'
+        >>> Candidate(pp=4, schedule="zb-h1", stages=(3, 3, 3, 2), accumulation=8).label
+        'dp1 pp4(zb-h1) stages=3x3-2 zero0 mb1x8'
         """
         parts = [f"dp{self.dp}" + (f"({self.replicate}x{self.shard})" if self.replicate > 1 < self.shard else "")]
         if self.tp > 1:
@@ -158,6 +161,9 @@ class Candidate:
         if self.pp > 1:
             kind = f"x{self.chunks}" if self.schedule == "interleaved" else f"({self.schedule})"
             parts.append(f"pp{self.pp}" + ("" if self.schedule == "1f1b" else kind))
+        if self.stages is not None:
+            runs = ((count, len(list(run))) for count, run in itertools.groupby(self.stages))
+            parts.append("stages=" + "-".join(str(count) + (f"x{times}" if times > 1 else "") for count, times in runs))
         parts.append(f"zero{self.zero_stage}")
         parts.append(f"mb{self.micro_batch}x{self.accumulation}")
         if self.recompute != "none":

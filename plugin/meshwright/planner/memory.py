@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
-from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.candidate import Candidate, Job, rank_layers, stage_layers
 from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
@@ -118,7 +118,10 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
     counts = stage_layers(plan, shape.layers)
     layers = [counts[stage] for stage in stages_of_rank(plan.schedule, rank, p, v)]
     return max(
-        sum(count * (active * layer + waiting * pending) for count, (active, waiting) in zip(layers, moment, strict=True))
+        sum(
+            count * (active * layer + waiting * pending)
+            for count, (active, waiting) in zip(layers, moment, strict=True)
+        )
         for moment in _most_held(plan)[rank]
     )
 

@@ -125,9 +125,7 @@ def _ends(pipeline: Pipeline, micro_batches: int) -> list[float]:
     seconds, transfer = _seconds(pipeline), pipeline.transfer
     clock = [0.0] * pipeline.ranks
     ends: list[float] = []
-    for rank, kind, stage, source, is_sent in _steps(
-        pipeline.schedule, pipeline.ranks, pipeline.chunks, micro_batches
-    ):
+    for rank, kind, stage, source, is_sent in _steps(pipeline.schedule, pipeline.ranks, pipeline.chunks, micro_batches):
         start = clock[rank]
         if source >= 0:
             ready = ends[source] + transfer if is_sent else ends[source]

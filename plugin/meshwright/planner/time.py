@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from meshwright.planner.breakdown import StepTime, Work
+from meshwright.pipeline.partition import balanced_stages, even_stages
 from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
+from meshwright.planner.breakdown import StepTime, Work
 from meshwright.planner.candidate import Candidate, Job, rank_layers, recomputed_share, stage_layers
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
@@ -82,8 +84,8 @@ class StepModel:
 
     def layer(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of one layer for one micro-batch."""
-        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute)
-        key = (*key, plan.splits_backward, job)
+        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute,
+               plan.splits_backward, job)  # fmt: skip
         if key not in self._layers:
             self._layers[key] = self._layer(plan, job)
         return self._layers[key]
@@ -176,7 +178,7 @@ class StepModel:
     # -- the step -----------------------------------------------------------------------------------------------
 
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], Work, Work]:
-        """Return the seconds of each virtual stage's forward and its backward, and the ``Work`` of a layer and the head."""
+        """Return the seconds of each virtual stage's forward and backward, and the ``Work`` of a layer and the head."""
         layer, head = self.layer(plan, job), self.head(plan, job)
         share = recomputed_share(plan, self.shape.layers)
         skipped = layer.recompute * (1 - share) if plan.recompute == "full" else 0.0
@@ -202,6 +204,17 @@ class StepModel:
             weight_grad=tuple(weight),
             transfer=transfer,
         )
+
+    def balanced(self, plan: Candidate, job: Job) -> Candidate | None:
+        """Return the plan with fewer layers beside the head; None if its slowest stage would not be faster."""
+        layer, head = self.layer(plan, job), self.head(plan, job)
+        layers, count = self.shape.layers, plan.pp * plan.chunks
+        # Layers are equal, so the head's share of a layer decides; it is rounded, so that few partitions are computed.
+        last = round((head.forward + head.backward) / (layer.forward + layer.backward) * 8) / 8
+        even, stages = even_stages(layers, count), balanced_stages([1.0] * layers, count, last=last)
+        if max(*stages[:-1], stages[-1] + last) >= max(*even[:-1], even[-1] + last):
+            return None
+        return replace(plan, stages=stages)
 
     def step(self, plan: Candidate, job: Job) -> StepTime:
         """Return the time of one step of a plan that fits this cluster and this job."""
