@@ -16,8 +16,9 @@ _FORMS = (
 _ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
 _SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
 _ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size"}
-_SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\((\w+)\))?((?:\+sp)?)")
+_SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
 _RECOMPUTE = re.compile(r"recompute=(none|selective|full)(?:\((\d+)\))?")
+_STAGES = re.compile(r"stages=(\d+(?:x\d+)?(?:-\d+(?:x\d+)?)*)")  # "3x2-2": 3, 3 and 2 layers
 _SEPARATOR = re.compile(r"[\s,]+(?:x\s+)?")
 
 
@@ -90,6 +91,9 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
         fields = _sizes(*size.groups())
         if fields is not None:
             return fields
+    if stages := _STAGES.fullmatch(lower):
+        runs = [run.partition("x") for run in stages.group(1).split("-")]
+        return {"stages": [int(count) for count, _, times in runs for _ in range(int(times or 1))]}
     name, equals, value = word.partition("=")
     if equals and name and value:
         return {_ASSIGNED.get(name.lower(), name): _value(value)}
@@ -111,7 +115,9 @@ def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence:
     if axis == "tp" and has == (False, False, True):
         return fields | {"sequence_parallel": True}
     if axis == "pp" and has == (True, False, False):
-        return fields | {"interleave": int(times or 1)}
+        return fields | {"schedule": "interleaved", "chunks": int(times or 1)}
+    if axis == "pp" and has == (False, True, False):
+        return fields | {"schedule": inner}
     if axis == "cp" and has == (False, True, False):
         return fields | {"context": inner}
     factors = re.fullmatch(r"(\d+)x\d+", inner or "")

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: cuts a decoder into stages and runs a batch's micro-batches through them by a schedule."""
+"""Pipeline parallelism: which stage runs what when, and which layers a stage holds."""

@@ -26,6 +26,7 @@ class Kind(enum.Enum):
 
 
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+_Moment = tuple[tuple[int, int], ...]  # for each stage of a rank, micro-batches before their backward and their W
 _Visit = tuple[Kind, int]  # what to compute, on which virtual stage
 
 
@@ -260,6 +261,49 @@ def in_flight(operations: Sequence[Operation], *, until: Kind = Kind.INPUT_GRAD)
         elif operation.kind in (Kind.BACKWARD, until):
             held[stage] -= 1
     return most
+
+
+@lru_cache(maxsize=1024)
+def most_held(schedule: str, p: int, v: int, m: int) -> tuple[tuple[_Moment, ...], ...]:
+    """Return what each rank holds at its fullest moments: for each of its stages, two numbers of micro-batches.
+
+    The first number counts micro-batches whose activations wait for their backward, the second those of which only the
+    gradients of the weights are missing. Of the moments, those are left out that another one exceeds in every number.
+
+    Args:
+        schedule: one of ``SCHEDULES``.
+        p: number of ranks in the pipeline.
+        v: virtual stages of a rank.
+        m: number of micro-batches of a step.
+
+    Example:
+        >>> most_held("1f1b", 2, 1, 4)
+        ((((2, 0),),), (((1, 0),),))
+        >>> most_held("zb-h1", 2, 1, 4)[1]
+        (((1, 1),),)
+    """
+    fullest = []
+    for rank, operations in enumerate(rank_operations(schedule, p, v, m)):
+        stages = stages_of_rank(schedule, rank, p, v)
+        held = {stage: [0, 0] for stage in stages}
+        moments = set()
+        for operation in operations:
+            counts = held[operation.stage]
+            if operation.kind is Kind.FORWARD:
+                counts[0] += 1
+                moments.add(tuple((active, waiting) for active, waiting in held.values()))
+            elif operation.kind is Kind.WEIGHT_GRAD:
+                counts[1] -= 1
+            else:
+                counts[0] -= 1
+                counts[1] += operation.kind is Kind.INPUT_GRAD
+        fullest.append(tuple(sorted(one for one in moments if not any(_exceeds(two, one) for two in moments))))
+    return tuple(fullest)
+
+
+def _exceeds(one: _Moment, other: _Moment) -> bool:
+    pairs = [pair for both in zip(one, other, strict=True) for pair in zip(*both, strict=True)]
+    return one != other and all(mine >= theirs for mine, theirs in pairs)
 
 
 def _numbered(visits: Sequence[_Visit], m: int) -> tuple[Operation, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from meshwright.pipeline.schedule import SPLIT_BACKWARD
 from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
@@ -20,7 +21,7 @@ class Region:
 
     Args:
         dp: data-parallel size.
-        tp, cp, ring, pp, interleave: as in ``Candidate``.
+        tp, cp, ring, pp, schedule, chunks: as in ``Candidate``.
     """
 
     dp: int
@@ -28,7 +29,8 @@ class Region:
     cp: int = 1
     ring: bool = True
     pp: int = 1
-    interleave: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
 
 
 @dataclass(kw_only=True)
@@ -86,14 +88,14 @@ class Space:
                                 f"cp={cp}(ulysses)", f"{self.shape.heads} heads over tp={tp} are not divisible by {cp}"
                             )
                             continue
-                        for interleave in self._interleaves(pp, self.job.global_batch // dp):
-                            yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, interleave=interleave)
+                        for schedule, chunks in self._schedules(pp, self.job.global_batch // dp):
+                            yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, schedule=schedule, chunks=chunks)
 
     def micro_batches(self, region: Region) -> list[int]:
         """Return the micro-batch sizes that divide a rank's sequences and leave enough micro-batches for a pipeline."""
         rows = self.job.global_batch // region.dp
         sizes = [size for size in divisors(rows) if rows // size >= region.pp or size == 1]
-        if region.interleave > 1:
+        if region.schedule == "interleaved":
             sizes = [size for size in sizes if rows // size % region.pp == 0]
         return sizes
 
@@ -114,8 +116,13 @@ class Space:
                 )
         return ways
 
-    def recompute(self) -> tuple[Recompute, ...]:
+    def recompute(self, region: Region) -> tuple[Recompute, ...]:
         """Return the kinds of recompute, the fastest first."""
+        if region.schedule in SPLIT_BACKWARD:
+            self.pruned.setdefault(
+                "recompute=full with zb-h1 or zbv", "the gradients of the weights would need the layer once more"
+            )
+            return ("none", "selective")
         return ("none", "selective", "full") if self.allow_future else ("none", "full")
 
     def candidate(
@@ -136,7 +143,8 @@ class Space:
             cp=region.cp,
             ring=region.ring,
             pp=region.pp,
-            interleave=region.interleave,
+            schedule=region.schedule,
+            chunks=region.chunks,
             micro_batch=micro_batch,
             accumulation=self.job.global_batch // (region.dp * micro_batch),
             zero_stage=stage,
@@ -187,12 +195,18 @@ class Space:
             return f"{self.shape.layers} layers over {pp} stages leave the stages idle for {idle:.0%} of the time"
         return None
 
-    def _interleaves(self, pp: int, rows: int) -> list[int]:
+    def _schedules(self, pp: int, rows: int) -> list[tuple[str, int]]:
+        """Return the schedules of a pipeline with the virtual stages of each rank."""
         if pp == 1:
-            return [1]
-        if self.shape.layers % pp or pp == 2:
-            return [1]
-        return [v for v in divisors(self.shape.layers // pp) if v <= _CHUNKS and (v == 1 or rows % pp == 0)]
+            return [("1f1b", 1)]
+        self.pruned.setdefault("schedule=gpipe", "takes as long as 1f1b and holds the activations of every micro-batch")
+        found = [("1f1b", 1), ("zb-h1", 1)]
+        if self.shape.layers >= 2 * pp:
+            found.append(("zbv", 2))
+        if self.shape.layers % pp == 0 and pp > 2 and rows % pp == 0:
+            chunks = [v for v in divisors(self.shape.layers // pp) if 1 < v <= _CHUNKS]
+            found += [("interleaved", v) for v in chunks]
+        return found
 
 
 def divisors(number: int) -> list[int]:
