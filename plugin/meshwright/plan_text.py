@@ -58,11 +58,16 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     Example:
         >>> format_plan({"dp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"})
         'dp2 tp2+sp zero0 recompute=full'
+        >>> format_plan({"pp": 4, "schedule": "zb-h1", "micro_batch_size": 1})
+        'dp1 pp4(zb-h1) zero0 mb1'
     """
     words = [f"dp{fields.get('dp', 1)}"]
     if fields.get("tp", 1) > 1 or fields.get("sequence_parallel"):
         words.append(f"tp{fields.get('tp', 1)}" + ("+sp" if fields.get("sequence_parallel") else ""))
-    words += [f"{axis}{fields[axis]}" for axis in ("cp", "pp") if fields.get(axis, 1) > 1]
+    if fields.get("cp", 1) > 1:
+        words.append(f"cp{fields['cp']}")
+    if fields.get("pp", 1) > 1:
+        words += _pipeline_words(fields)
     words.append(f"zero{fields.get('zero_stage', 0)}")
     if fields.get("micro_batch_size") is not None:
         words.append(f"mb{fields['micro_batch_size']}")
@@ -71,6 +76,15 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     if fields.get("recompute", "none") != "none":
         words.append(f"recompute={fields['recompute']}")
     return " ".join(words)
+
+
+def _pipeline_words(fields: Mapping[str, Any]) -> list[str]:
+    schedule = fields.get("schedule", "1f1b")
+    of_schedule = f"x{fields.get('chunks') or 2}" if schedule == "interleaved" else f"({schedule})"
+    words = [f"pp{fields['pp']}" + ("" if schedule == "1f1b" else of_schedule)]
+    if fields.get("stages") is not None:
+        words.append("stages=" + "-".join(map(str, fields["stages"])))
+    return words
 
 
 def is_plan_text(text: str) -> bool:

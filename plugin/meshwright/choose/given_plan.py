@@ -18,7 +18,7 @@ from meshwright.mesh.process_group import world_size
 from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
 
 # Fields that only the planner has.
-_AHEAD = {"context", "schedule", "chunks", "stages", "replicate", "recomputed_layers"}
+_AHEAD = {"context", "replicate", "recomputed_layers"}
 
 
 def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:

@@ -47,6 +47,7 @@ from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
 from meshwright.pipeline.cut import Cut, cut_decoder, with_stages
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
+from meshwright.pipeline.refusals import refuse_copying, refuse_generating
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
@@ -152,7 +153,9 @@ class Installation:
         for part in {id(x): x for x in (model, decoder)}.values():
             export_with_full_weights(part)
             attach(part, runtime)
-            if runtime.engine is None:
+            if self.cut is not None:
+                refuse_copying(part)
+            elif runtime.engine is None:
                 make_copyable(part, model, runtime)
         if self.structure is not None:
             refuse_unloading(model)
@@ -213,6 +216,8 @@ class Installation:
             elif self.plan.has_micro_batches:
                 split_batches(decoder, runtime, self.plan)
         for part in {id(x): x for x in (self.model, decoder)}.values():
+            if self.cut is not None:
+                refuse_generating(part)
             sample_together(part, runtime.tp, runtime.guard)
         if self.plan.recompute == "full":
             recompute_layers(decoder)

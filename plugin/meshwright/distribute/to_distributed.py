@@ -103,10 +103,10 @@ def to_distributed(
         start_process_group(device, config.timeout_s)
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
     check_launch(plan)
-    if optimizer is not None and (plan.tp > 1 or plan.zero_stage > 0):
+    if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage > 0):
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
     structure = structure_of(decoder, plan, config)
-    _check_passes(plan, loss is not None, decoder)
+    _check_passes(plan, loss is not None, decoder, config.engine)
     cut = cut_of(decoder, structure, plan, rank=0)
 
     start_process_group(device, config.timeout_s)
@@ -173,7 +173,12 @@ def _make_loader(
     return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
 
 
-def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:
+def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, engine: str | None = None) -> None:
+    if plan.pp > 1 and engine is not None:
+        raise PlanError(
+            f"ParallelPlan.pp={plan.pp} with {engine}: its engine runs the backward pass of the whole model, and a "
+            "pipeline runs its own; use pp=1, or train without the engine: to_distributed(model, optimizer, loader)"
+        )
     if plan.pp > 1 and not has_known_loss:
         raise PlanError(
             f"ParallelPlan.pp={plan.pp} runs the backward pass inside the model's forward, but what the loss of "

@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.structure import DecoderStructure
 from meshwright.pipeline.layer_order import LayerOrder, record_order
+from meshwright.pipeline.partition import check_stages, even_stages
 from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
 
 
@@ -105,22 +106,12 @@ def cut_decoder(
 
 def _sizes(plan: Any, layers: int, count: int, model: str) -> Sequence[int]:
     """Return the number of layers of each virtual stage."""
-    if plan.stages is not None:
-        if sum(plan.stages) != layers:
-            raise PlanError(
-                f"ParallelPlan.stages={plan.stages} has {sum(plan.stages)} layers, but {model} has {layers}; change "
-                "the numbers so that they add up"
-            )
-        return tuple(plan.stages)
-    if layers < count:
+    try:
+        return even_stages(layers, count) if plan.stages is None else check_stages(plan.stages, layers, count)
+    except ValueError as error:
         most = layers // plan.stages_per_rank
-        cure = f"set pp={most} or less" if most > 1 else "set pp=1"
-        chunks = f" x chunks={plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
-        raise PlanError(
-            f"ParallelPlan.pp={plan.pp}{chunks} makes {count} stages, but {model} has only {layers} layers; {cure}"
-        )
-    # The last stages also compute the head and the loss, so the earlier stages take the layers that are left over.
-    return [layers // count + (i < layers % count) for i in range(count)]
+        cure = f". {model} has {layers} layers: set pp={most} or less" if count > layers else ""
+        raise PlanError(f"ParallelPlan.pp={plan.pp}: {error}{cure}") from None
 
 
 def _stages_of(

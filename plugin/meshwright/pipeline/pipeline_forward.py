@@ -139,18 +139,27 @@ class PipelineForward(MethodOverride):
                     f"{name}=True is not available under ParallelPlan.pp={self.pipeline.axes.pp.size}, since each rank has "
                     "only the layers of its stage. Turn the option off, or use pp=1"
                 )
-        if batch.get("past_key_values") is not None:
+        for name in ("past_key_values", "use_cache"):
+            if batch.get(name) not in (None, False):
+                raise PlanError(
+                    f"{name} cannot be used under ParallelPlan.pp > 1, since each rank has only the keys and values of "
+                    "its stage; save the model and generate on one device, or use pp=1"
+                )
+        if not trains:
+            return
+        check_inputs(batch)
+        if self._key(batch) is torch.float16 or next(self.decoder.parameters()).dtype is torch.float16:
             raise PlanError(
-                "past_key_values cannot be used under ParallelPlan.pp > 1, since each rank has only the keys and "
-                "values of its stage; save the model and generate on one device, or use pp=1"
+                "training in float16 under ParallelPlan.pp > 1: the gradients are computed inside the model's forward, "
+                "before a GradScaler can scale the loss, so small ones would be lost. Use bfloat16, which needs no "
+                "scaler: torch.autocast(device, dtype=torch.bfloat16)"
             )
-        if trains:
-            check_inputs(batch)
 
     def _train(self, batch: dict[str, Any], targets: Tensor) -> Any:
         pipeline, runtime, loss = self.pipeline, self.runtime, self.runtime.loss
         rows = targets.shape[0]
-        count = int(maximum(torch.tensor(pipeline.plan.count_micro_batches(rows), device=targets.device), pipeline.axes.dp))
+        own_count = torch.tensor(runtime.plan.count_micro_batches(rows), device=targets.device)
+        count = int(maximum(own_count, pipeline.axes.dp))
         cut = pipeline.cut
         _check_schedule(cut, count)
         parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
