@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.faults.guard import Guard
+from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import scale_gradient
 from meshwright.parallel.collectives import Axes
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
@@ -113,13 +114,20 @@ class ForwardState:
             compared.look()
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
-            guard.meet("forward", compared.axis.group, statement, *statements)
+            others = statements if compared.axis.name == "tp" else self._of_stages()
+            guard.meet("forward", compared.axis.group, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
-        if self.axes.tp.size > 1 and trains and self.comparison is not None:
-            self.comparison.compare_weights(self.axes.tp)
+        if trains and self.comparison is not None:
+            for axis in (self.axes.tp, self.comparison.tie):
+                if axis.size > 1:
+                    self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
             guard.meet("forward", self.dp.group, *statements)
+
+    def _of_stages(self) -> tuple[Statement, ...]:
+        """Return what the stages of a pipeline compare; one with frozen layers only has no gradients to be cleared."""
+        return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if module is not self._outermost:

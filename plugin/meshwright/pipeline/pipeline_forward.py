@@ -110,6 +110,8 @@ class PipelineForward(MethodOverride):
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._hidden_dtypes: dict[Any, torch.dtype] = {}
         self._loss_dtypes: dict[Any, torch.dtype] = {}
+        if runtime.comparison is not None:
+            runtime.comparison.tie = pipeline.tie
         named = decoder.named_parameters(remove_duplicate=False)
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
