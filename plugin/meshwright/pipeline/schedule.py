@@ -25,6 +25,8 @@ class Kind(enum.Enum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
 
+    __hash__ = object.__hash__  # Enum's is slow, and hashes of operations are what building a schedule takes
+
 
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
 _Moment = tuple[tuple[int, int], ...]  # for each stage of a rank, micro-batches before their backward and their W
