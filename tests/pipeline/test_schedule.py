@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -228,3 +230,13 @@ def test_sizes_without_a_schedule(sizes: tuple[str, int, int, int], message: str
     for refuse in (check, rank_operations):
         with pytest.raises(ValueError, match=message):
             refuse(*sizes)
+
+
+def test_planner_and_schedules_need_no_torch() -> None:
+    program = """
+import sys
+sys.modules["torch"] = None
+import meshwright.pipeline.partition, meshwright.pipeline.schedule
+import meshwright.planner.explain, meshwright.planner.page.page, meshwright.planner.search
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

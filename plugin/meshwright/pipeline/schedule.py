@@ -8,6 +8,7 @@ torch.distributed.pipelining. This module needs no torch.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,8 @@ class Kind(enum.Enum):
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+
+    __hash__ = object.__hash__  # Enum's is slow, and hashes of operations are what building a schedule takes
 
 
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
@@ -91,6 +94,7 @@ def rank_of_stage(schedule: str, stage: int, p: int) -> int:
     return stage % p
 
 
+@lru_cache(maxsize=4096)
 def stages_of_rank(schedule: str, rank: int, p: int, v: int) -> tuple[int, ...]:
     """Return the virtual stages that a rank holds, in the order of the layers.
 
@@ -287,11 +291,12 @@ def most_held(schedule: str, p: int, v: int, m: int) -> tuple[tuple[_Moment, ...
         stages = stages_of_rank(schedule, rank, p, v)
         held = {stage: [0, 0] for stage in stages}
         moments = set()
-        for operation in operations:
+        for operation, following in itertools.zip_longest(operations, operations[1:]):
             counts = held[operation.stage]
             if operation.kind is Kind.FORWARD:
                 counts[0] += 1
-                moments.add(tuple((active, waiting) for active, waiting in held.values()))
+                if following is None or following.kind is not Kind.FORWARD:  # the next forward would hold more
+                    moments.add(tuple((active, waiting) for active, waiting in held.values()))
             elif operation.kind is Kind.WEIGHT_GRAD:
                 counts[1] -= 1
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from meshwright.errors import PlanError
@@ -189,9 +190,12 @@ def rank_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
         >>> rank_layers(Candidate(pp=2, schedule="zbv", chunks=2, stages=(1, 2, 3, 4)), 10)
         (5, 5)
     """
-    counts = stage_layers(candidate, layers)
-    p, v = candidate.pp, candidate.chunks
-    return tuple(sum(counts[s] for s in stages_of_rank(candidate.schedule, rank, p, v)) for rank in range(p))
+    return _rank_layers(candidate.schedule, candidate.pp, candidate.chunks, stage_layers(candidate, layers))
+
+
+@lru_cache(maxsize=1024)
+def _rank_layers(schedule: str, p: int, v: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sum(counts[stage] for stage in stages_of_rank(schedule, rank, p, v)) for rank in range(p))
 
 
 def recomputed_share(candidate: Candidate, layers: int) -> float:

@@ -88,7 +88,7 @@ def pending_weight_grads(shape: ModelShape, plan: Candidate, job: Job) -> float:
         ...                    vocab=32000)
         >>> job = Job(seq_len=2048, global_batch=1)
         >>> round(pending_weight_grads(shape, Candidate(), job) / (2048 * 4096), 2)
-        34.12
+        32.12
     """
     rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
     split = t if plan.sequence_parallel else 1
@@ -115,6 +115,8 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
     layer = (again * saved.kept + (held - again) * saved.layer) / held
     pending = pending_weight_grads(shape, plan, job) if plan.splits_backward else 0.0
     p, v = plan.pp, plan.chunks
+    if p == 1:
+        return held * layer
     counts = stage_layers(plan, shape.layers)
     layers = [counts[stage] for stage in stages_of_rank(plan.schedule, rank, p, v)]
     return max(
@@ -128,8 +130,8 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
 
 def _most_held(plan: Candidate) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
     p, m = plan.pp, plan.accumulation
-    if plan.schedule == "gpipe" or p == 1:
-        return (((((m if p > 1 else 1), 0),),),) * p
+    if plan.schedule == "gpipe":
+        return ((((m, 0),),),) * p
     # In the steady state no rank holds more than at the end of its warm-up, so a shorter step holds as much.
     return most_held(plan.schedule, p, plan.chunks, min(m, 3 * p + m % p))
 

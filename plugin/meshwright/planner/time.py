@@ -325,6 +325,8 @@ def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
 def _of_ranks(plan: Candidate, stages: Sequence[float]) -> list[float]:
     """Return the sums over the virtual stages of each rank."""
     p, v = plan.pp, plan.chunks
+    if v == 1:
+        return list(stages)
     return [sum(stages[s] for s in stages_of_rank(plan.schedule, rank, p, v)) for rank in range(p)]
 
 
