@@ -167,7 +167,8 @@ def _stage_sizes(stages: Any) -> tuple[int, ...]:
     if isinstance(stages, list | tuple) and all(type(n) is int and n > 0 for n in stages):
         return tuple(stages)
     raise PlanError(
-        f"ParallelPlan.stages={stages!r} must be the number of layers of each stage, each at least 1, for example (8, 8)"
+        f"ParallelPlan.stages={stages!r} must be the number of layers of each stage, each at least 1, for example "
+        "(8, 8)"
     )
 
 

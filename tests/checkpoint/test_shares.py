@@ -95,7 +95,9 @@ def stages(mesh: Sizes) -> Any:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_each_element_is_written_once_and_read_by_every_rank_that_holds_it(data: Any) -> None:
-    meshes = [Sizes(tp=tp, dp=dp, pp=pp) for tp, dp in [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)] for pp in (1, 3)]
+    meshes = [
+        Sizes(tp=tp, dp=dp, pp=pp) for tp, dp in [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)] for pp in (1, 3)
+    ]
     mesh, new = data.draw(st.sampled_from(meshes)), data.draw(st.sampled_from(meshes))
     before = data.draw(held(mesh.tp, mesh.dp))
     before = dataclasses.replace(before, stages=data.draw(stages(mesh)))

@@ -119,8 +119,8 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
         ("tp2+sp(4)", "not a word of a plan"),
         ("zero7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("dp0", "dp must be a positive integer, not 0"),
-        ("pp2", "pp=2: pipeline parallelism is not available in this version"),
-        ("pp2x2", "chunks, schedule is not available in this version"),
+        ("pp2(zb-h2)", "schedule='zb-h2' must be"),
+        ("pp2 zero3", "set zero_stage=1"),
         ("recompute=selective", "recompute='selective' is not available"),
         ("tensor_parallel=2", "a plan has no field 'tensor_parallel'; write tp="),
         ("fastest", "fastest: no such plan; write one with meshwright plan --save, or give the plan in words"),
@@ -228,6 +228,11 @@ def test_every_field_has_its_words() -> None:
         "dp": 3, "tp": 3, "cp": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1, "micro_batch_size": 3,
         "gradient_accumulation_steps": 3, "recompute": "full",
     }  # fmt: skip
+    of_pipeline = {"schedule": "zbv", "chunks": 3, "stages": [1, 3, 2]}
     for name in PLAN_FIELDS:
-        assert parse_plan(format_plan({name: changed[name]}))[name] == changed[name]
+        if name in changed:
+            assert parse_plan(format_plan({name: changed[name]}))[name] == changed[name]
+        else:
+            fields = {"pp": 3, "schedule": "interleaved" if name == "chunks" else "1f1b", name: of_pipeline[name]}
+            assert parse_plan(format_plan(fields))[name] == of_pipeline[name]
     assert plan_of_fields({}, "nothing") == mw.ParallelPlan()

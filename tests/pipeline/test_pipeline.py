@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """Rows that micro-batches do not divide, lengths that tp does not divide, rows without labels, documents, padding."""
+    """Rows that micro-batches do not divide, odd lengths, rows without labels, packed documents, and padding."""
     found = []
     for step, (rows, length) in enumerate([(4, 11), (5, 8), (4, 9), (6, 12), (4, 10)]):
         ids = tokens(rows, length, seed=step)

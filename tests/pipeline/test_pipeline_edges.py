@@ -108,7 +108,6 @@ def test_autocast_changes_the_dtype_that_crosses_the_stages(pool2: Any) -> None:
         assert abs(loss - expected) <= 2**-9 * expected
 
 
-
 def refusals() -> dict[str, str]:
     """The message of each thing that a pipeline cannot run; the model must be usable after each."""
     said: dict[str, str] = {}
@@ -126,9 +125,8 @@ def refusals() -> dict[str, str]:
 
     record("more stages than layers", lambda: plan(pp=2, schedule="interleaved", chunks=3))
     record("stages that do not add up", lambda: plan(pp=2, stages=(1, 2)))
-    record("deepspeed", lambda: mw.to_distributed(
-        build("llama", num_hidden_layers=4), config=mw.ToDistributedConfig(plan=mw.ParallelPlan(pp=2), engine="DeepSpeed")
-    ))  # fmt: skip
+    engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(pp=2), engine="DeepSpeed")
+    record("deepspeed", lambda: mw.to_distributed(build("llama", num_hidden_layers=4), config=engine))
     model = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 2})
     ids = batch()["input_ids"]
     record("own loss", lambda: model(input_ids=ids))
@@ -218,5 +216,5 @@ def changed_tie() -> None:
 
 
 def test_a_tied_weight_that_differs_between_its_stages_is_named(pool2: Any) -> None:
-    with pytest.raises(WorkerError, match="embed_tokens.weight: rank"):
+    with pytest.raises(WorkerError, match=r"embed_tokens\.weight: rank"):
         pool2.run(changed_tie)

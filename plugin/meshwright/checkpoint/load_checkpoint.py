@@ -219,7 +219,9 @@ class _SavedState:
         if shape != tuple(part.record.global_shape):
             return self.elements(tensor, Held.whole(saved_dtype, shape, self._mesh.sizes), dtype, torch.Size(shape))
         assert part.key is not None
-        return self.elements(tensor, Held.shard(saved_dtype, part.record, part.cut, self._mesh.sizes.tp), dtype, part.key.shape)
+        return self.elements(
+            tensor, Held.shard(saved_dtype, part.record, part.cut, self._mesh.sizes.tp), dtype, part.key.shape
+        )
 
     def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Read this rank's elements of a tensor, on the CPU; padding is zero."""

@@ -133,8 +133,8 @@ def shares(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, list[Blo
                     for rank in holders
                 ]
                 column = min(columns, key=lambda places: sum(load[sizes.index(place)] for place in places))
-                for place in column:
-                    give(sizes.index(place), name, held.part(place, spans))
+                for own in column:
+                    give(sizes.index(own), name, held.part(own, spans))
     return [{name: packed(blocks) for name, blocks in share.items()} for share in found]
 
 

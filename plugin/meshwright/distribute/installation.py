@@ -306,9 +306,7 @@ class Installation:
         return [module for module in inner if isinstance(module, nn.Module)]
 
 
-def cut_of(
-    decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan, rank: int
-) -> Cut | None:
+def cut_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan, rank: int) -> Cut | None:
     """Return how the plan's pipeline cuts a decoder, for this rank of pp; None without a pipeline.
 
     Raises:

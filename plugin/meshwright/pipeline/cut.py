@@ -118,9 +118,7 @@ def _stages_of(
     decoder: nn.Module, layers: tuple[nn.Module, ...], spans: tuple[range, ...], order: LayerOrder
 ) -> dict[str, tuple[int, ...]]:
     stage_of_layer = {i: stage for stage, span in enumerate(spans) for i in span}
-    of_module = {
-        id(module): stage_of_layer[i] for i, layer in enumerate(layers) for module in layer.modules()
-    }
+    of_module = {id(module): stage_of_layer[i] for i, layer in enumerate(layers) for module in layer.modules()}
     found: dict[int, set[int]] = {}
     for name, module in decoder.named_modules():
         stage = of_module.get(id(module), len(spans) - 1 if name in order.after else 0)

@@ -174,4 +174,3 @@ def run_evaluation(step: Step) -> None:
         for stage in step.stages.cut.own:
             step.forward(stage, micro_batch, trains=False)
     step.links.settle()
-

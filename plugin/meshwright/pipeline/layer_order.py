@@ -138,7 +138,8 @@ def _fake_values(model: nn.Module) -> Iterator[None]:
     made: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
-        for owner in (module._parameters, module._buffers, vars(module)):
+        owners: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for owner in owners:
             before += [(owner, name, value) for name, value in owner.items() if isinstance(value, Tensor)]
     for _, _, value in before:
         if id(value) not in made:

@@ -100,6 +100,7 @@ class Links:
         return Receiver(group, dist.get_group_rank(group, self._global(sender)), deque(expected), self.device)
 
     def _global(self, rank: int) -> int:
+        assert self.pp.group is not None
         return dist.get_global_rank(self.pp.group, rank)
 
 

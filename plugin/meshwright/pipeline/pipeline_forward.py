@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundary, Step, run_evaluation, run_training
 from meshwright.pipeline.links import DTYPES, Links, new_groups
-from meshwright.pipeline.schedule import SPLIT_BACKWARD, check, rank_operations, receiving_stage, transfers
+from meshwright.pipeline.schedule import SPLIT_BACKWARD, check, rank_operations, receiving_stage
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import Stages, tokens_of
 from meshwright.pipeline.weight_gradients import WeightGradients
@@ -138,8 +137,8 @@ class PipelineForward(MethodOverride):
             wanted = batch.get(name)
             if getattr(self.decoder.config, name, False) if wanted is None else wanted:
                 raise PlanError(
-                    f"{name}=True is not available under ParallelPlan.pp={self.pipeline.axes.pp.size}, since each rank has "
-                    "only the layers of its stage. Turn the option off, or use pp=1"
+                    f"{name}=True is not available under ParallelPlan.pp={self.pipeline.axes.pp.size}, since each rank "
+                    "has only the layers of its stage. Turn the option off, or use pp=1"
                 )
         for name in ("past_key_values", "use_cache"):
             if batch.get(name) not in (None, False):

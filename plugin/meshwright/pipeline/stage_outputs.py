@@ -42,7 +42,7 @@ class StageOutputs:
     def keep(self, output: Any) -> None:
         """Take the output of a micro-batch on the last stage."""
         if self.gathers_logits:
-            logits = output.logits if isinstance(output, MutableMapping) else output[1]
+            logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
             self._logits.append(logits.detach())
 
     def of_training(self, loss: Tensor, rows: list[int]) -> Any:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
@@ -112,7 +112,9 @@ class Stages:
 
 def tokens_of(batch: dict[str, Any]) -> Tensor:
     """Return the argument of a forward call that has a token in each place, ``[B, S, ...]``."""
-    tokens: Tensor | None = next((x for name in ("input_ids", "inputs_embeds") if (x := batch.get(name)) is not None), None)
+    tokens: Tensor | None = next(
+        (x for name in ("input_ids", "inputs_embeds") if (x := batch.get(name)) is not None), None
+    )
     if tokens is None:
         raise PlanError("the model was called without input_ids or inputs_embeds")
     return tokens

@@ -1,10 +1,10 @@
 """Compute the gradients of linear weights apart from the gradients of inputs, for zero-bubble schedules.
 
 The backward of a zero-bubble schedule has two parts. The first computes the gradient of the stage's input, which the
-stage before waits for. The second computes the weights' gradients, which nobody waits for. A linear layer keeps its input
-and the gradient of its output from the first part to the second; everything else of the graph is freed in the first
-part, which also computes the gradients of norms, biases and embeddings, since they are small. (autograd's own way,
-``retain_graph=True``, keeps all activations until the second part and runs Python functions twice.)
+stage before waits for. The second computes the weights' gradients, which nobody waits for. A linear layer keeps its
+input and the gradient of its output from the first part to the second; everything else of the graph is freed in the
+first part, which also computes the gradients of norms, biases and embeddings, since they are small. (autograd's own
+way, ``retain_graph=True``, keeps all activations until the second part and runs Python functions twice.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.schedule import Kind, Operation
 from meshwright.roles.projection import is_transposed
 
-_Waiting = tuple[nn.Parameter, Callable[[], Tensor], Tensor, bool]  # weight, its input, its output's gradient, transposed
+_Waiting = tuple[
+    nn.Parameter, Callable[[], Tensor], Tensor, bool
+]  # weight, its input, its output's gradient, transposed
 
 
 class WeightGradients:
@@ -92,7 +94,8 @@ class _LinearForward(MethodOverride):
         self.module, self.later = module, later
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.module._parameters["weight"], self.module._parameters["bias"]
+        weight = self.module._parameters["weight"]
+        bias: Tensor | None = self.module._parameters["bias"]
         assert weight is not None
         if not (torch.is_grad_enabled() and weight.requires_grad):
             result: Tensor = self.method(x)

@@ -11,6 +11,7 @@ from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
 FUTURE = "this version cannot run it; --allow-future plans it anyway"
+GIVEN = "never picked in this version, but a plain loop runs it if given; --allow-future plans it"
 _CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
 _CONTEXT = 64  # largest context-parallel size
 
@@ -185,7 +186,7 @@ class Space:
         if pp == 1:
             return None
         if not self.allow_future:
-            return FUTURE
+            return GIVEN
         if pp > self.shape.layers:
             return f"more stages than the {self.shape.layers} layers"
         # Uneven stages are legal, but all stages wait for the longest. Allow them if little time is idle.
