@@ -16,6 +16,7 @@ from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.pipeline.refusals import refuse_pipeline
 
 
 def config_of(meshwright: Any) -> ToDistributedConfig:
@@ -210,6 +211,7 @@ def check_run(args: Any, runtime: Runtime) -> None:
     Raises:
         PlanError: if there is such an argument; the message names it.
     """
+    refuse_pipeline(runtime.pp.size, "through the Trainer")
     if runtime.tp.size > 1 and args.neftune_noise_alpha is not None:
         raise PlanError(
             f"TrainingArguments.neftune_noise_alpha={args.neftune_noise_alpha} adds different noise on each of the "

@@ -22,6 +22,7 @@ from meshwright.config_fields import (
 from meshwright.errors import PlanError
 from meshwright.foreign_names import PLAN_NAMES
 from meshwright.mesh.process_mesh import ParallelDims
+from meshwright.pipeline.schedule import SCHEDULES, SPLIT_BACKWARD, chunks_of
 from meshwright.plan_text import format_plan
 from meshwright.roles import ShardingPlan
 
@@ -39,7 +40,11 @@ class ParallelPlan:
         dp: data-parallel size. The loader's batch is split over the dp ranks.
         tp: tensor-parallel size. Attention heads, MLP width and vocabulary are split over the tp ranks.
         cp: context-parallel size; not available in this version.
-        pp: pipeline-parallel size; not available in this version.
+        pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
+        schedule: the order of forwards and backwards, if pp > 1: "gpipe", "1f1b", "interleaved" (several stages on each
+            rank), "zb-h1" or "zbv" (zero-bubble schedules, which compute weights' gradients apart).
+        chunks: number of stages on each rank under "interleaved" (default: 2).
+        stages: number of layers of each stage; None cuts the layers evenly.
         sequence_parallel: whether to also shard the activations between blocks over the tp axis, if tp > 1.
         zero_stage: ZeRO stage. Stage 0 shards nothing over dp, stage 1 the optimizer state, stage 2 also the
             gradients, stage 3 also the parameters.
@@ -61,6 +66,9 @@ class ParallelPlan:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
+    chunks: int | None = None
+    stages: tuple[int, ...] | None = None
     sequence_parallel: bool = False
     zero_stage: int = 0
     micro_batch_size: int | None = None
@@ -73,12 +81,11 @@ class ParallelPlan:
         check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
         check_choice("ParallelPlan", "zero_stage", self.zero_stage, (0, 1, 2, 3))
-        for name, what in (("cp", "context parallelism"), ("pp", "pipeline parallelism")):
-            if getattr(self, name) > 1:
-                raise PlanError(
-                    f"ParallelPlan.{name}={getattr(self, name)}: {what} is not available in this version; "
-                    f"set {name}=1 and use dp and tp"
-                )
+        if self.cp > 1:
+            raise PlanError(
+                f"ParallelPlan.cp={self.cp}: context parallelism is not available in this version; set cp=1 and use "
+                "dp, tp and pp"
+            )
         if self.recompute not in ("none", "full"):
             raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
@@ -86,6 +93,45 @@ class ParallelPlan:
                 f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} both split a rank's rows into micro-batches; set one of them"
             )
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        check_choice("ParallelPlan", "schedule", self.schedule, SCHEDULES)
+        check_int("ParallelPlan", "chunks", self.chunks, optional=True)
+        if self.stages is not None:
+            object.__setattr__(self, "stages", _stage_sizes(self.stages))
+        try:
+            count = self.pp * chunks_of(self.schedule, self.chunks)
+        except ValueError as error:
+            raise PlanError(f"ParallelPlan: {error}") from None
+        if self.pp == 1:
+            for name in ("chunks", "stages"):
+                if getattr(self, name) is not None:
+                    raise PlanError(
+                        f"ParallelPlan.{name}={getattr(self, name)} describes a pipeline, but pp=1; set pp, or leave "
+                        f"{name} out"
+                    )
+            return
+        if self.stages is not None and len(self.stages) != count:
+            raise PlanError(
+                f"ParallelPlan.stages={self.stages} has {len(self.stages)} stages, but pp={self.pp} x "
+                f"{self.stages_per_rank} on each rank makes {count}; give one number of layers for each stage"
+            )
+        if self.zero_stage > 1:
+            raise PlanError(
+                f"ParallelPlan.zero_stage={self.zero_stage} with pp={self.pp} would reduce or gather every weight once "
+                "for each micro-batch; set zero_stage=1, which shards the optimizer's state"
+            )
+        if self.recompute == "full" and self.schedule in SPLIT_BACKWARD:
+            raise PlanError(
+                f"ParallelPlan.recompute='full' with schedule={self.schedule!r}: the schedule computes the gradients "
+                "of weights apart from a layer that was recomputed and freed; set recompute='none' or schedule='1f1b'"
+            )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number of pipeline stages on each rank; 1 without a pipeline."""
+        return chunks_of(self.schedule, self.chunks) if self.pp > 1 else 1
 
     @property
     def dims(self) -> ParallelDims:
@@ -115,6 +161,15 @@ class ParallelPlan:
             'dp2 tp2+sp zero1'
         """
         return format_plan(asdict(self))
+
+
+def _stage_sizes(stages: Any) -> tuple[int, ...]:
+    if isinstance(stages, list | tuple) and all(type(n) is int and n > 0 for n in stages):
+        return tuple(stages)
+    raise PlanError(
+        f"ParallelPlan.stages={stages!r} must be the number of layers of each stage, each at least 1, for example "
+        "(8, 8)"
+    )
 
 
 PLAN_FIELDS = tuple(field.name for field in fields(ParallelPlan))

@@ -16,8 +16,9 @@ _FORMS = (
 _ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
 _SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
 _ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size"}
-_SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\((\w+)\))?((?:\+sp)?)")
+_SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
 _RECOMPUTE = re.compile(r"recompute=(none|selective|full)(?:\((\d+)\))?")
+_STAGES = re.compile(r"stages=(\d+(?:x\d+)?(?:-\d+(?:x\d+)?)*)")  # "3x2-2": 3, 3 and 2 layers
 _SEPARATOR = re.compile(r"[\s,]+(?:x\s+)?")
 
 
@@ -57,11 +58,16 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     Example:
         >>> format_plan({"dp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"})
         'dp2 tp2+sp zero0 recompute=full'
+        >>> format_plan({"pp": 4, "schedule": "zb-h1", "micro_batch_size": 1})
+        'dp1 pp4(zb-h1) zero0 mb1'
     """
     words = [f"dp{fields.get('dp', 1)}"]
     if fields.get("tp", 1) > 1 or fields.get("sequence_parallel"):
         words.append(f"tp{fields.get('tp', 1)}" + ("+sp" if fields.get("sequence_parallel") else ""))
-    words += [f"{axis}{fields[axis]}" for axis in ("cp", "pp") if fields.get(axis, 1) > 1]
+    if fields.get("cp", 1) > 1:
+        words.append(f"cp{fields['cp']}")
+    if fields.get("pp", 1) > 1:
+        words += _pipeline_words(fields)
     words.append(f"zero{fields.get('zero_stage', 0)}")
     if fields.get("micro_batch_size") is not None:
         words.append(f"mb{fields['micro_batch_size']}")
@@ -70,6 +76,15 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     if fields.get("recompute", "none") != "none":
         words.append(f"recompute={fields['recompute']}")
     return " ".join(words)
+
+
+def _pipeline_words(fields: Mapping[str, Any]) -> list[str]:
+    schedule = fields.get("schedule", "1f1b")
+    of_schedule = f"x{fields.get('chunks') or 2}" if schedule == "interleaved" else f"({schedule})"
+    words = [f"pp{fields['pp']}" + ("" if schedule == "1f1b" else of_schedule)]
+    if fields.get("stages") is not None:
+        words.append("stages=" + "-".join(map(str, fields["stages"])))
+    return words
 
 
 def is_plan_text(text: str) -> bool:
@@ -90,6 +105,9 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
         fields = _sizes(*size.groups())
         if fields is not None:
             return fields
+    if stages := _STAGES.fullmatch(lower):
+        runs = [run.partition("x") for run in stages.group(1).split("-")]
+        return {"stages": [int(count) for count, _, times in runs for _ in range(int(times or 1))]}
     name, equals, value = word.partition("=")
     if equals and name and value:
         return {_ASSIGNED.get(name.lower(), name): _value(value)}
@@ -111,7 +129,9 @@ def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence:
     if axis == "tp" and has == (False, False, True):
         return fields | {"sequence_parallel": True}
     if axis == "pp" and has == (True, False, False):
-        return fields | {"interleave": int(times or 1)}
+        return fields | {"schedule": "interleaved", "chunks": int(times or 1)}
+    if axis == "pp" and has == (False, True, False):
+        return fields | {"schedule": inner}
     if axis == "cp" and has == (False, True, False):
         return fields | {"context": inner}
     factors = re.fullmatch(r"(\d+)x\d+", inner or "")

@@ -29,12 +29,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp3+zero2": {"dp": 4, "zero_stage": 2},
     "dp4+zero3": {"dp": 4, "zero_stage": 3},
     "tp2xdp2+zero1": {"dp": 2, "tp": 2, "zero_stage": 1},
+    "pp2": {"pp": 2, "gradient_accumulation_steps": 2},
+    "pp2xdp2+zero1": {"pp": 2, "dp": 2, "zero_stage": 1, "schedule": "zb-h1"},
+    "pp2xtp2+sp": {"pp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 1},
     "tp2+spxdp2+zero3": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
 }
 
 
 def size(plan: dict[str, Any]) -> int:
-    return plan.get("dp", 1) * plan.get("tp", 1)
+    return plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
 
 
 def on(plan: dict[str, Any], pools: dict[int, Any], function: Any, *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.checkpoint.regions import Block, between, numel, overlap, packed, shard
-from meshwright.checkpoint.shares import Held, copies, shares
+from meshwright.checkpoint.shares import Held, Sizes, copies, shares
 from meshwright.parallel.row_layout import RowLayout
 
 
@@ -86,31 +87,41 @@ def test_restricting_packing_and_overlaps_are_those_of_sets(data: Any) -> None:
     assert positions(list(overlap(part, other))) == {k: theirs[v] for k, v in known.items() if v in theirs}
 
 
+def stages(mesh: Sizes) -> Any:
+    """The ranks of pp that hold a tensor: one, the first and the last as for a tied weight, or all."""
+    return st.sampled_from(sorted({(0,), (mesh.pp - 1,), tuple(sorted({0, mesh.pp - 1})), tuple(range(mesh.pp))}))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_each_element_is_written_once_and_read_by_every_rank_that_holds_it(data: Any) -> None:
-    sizes = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)]
-    (tp, dp), (new_tp, new_dp) = data.draw(st.sampled_from(sizes)), data.draw(st.sampled_from(sizes))
-    before = data.draw(held(tp, dp))
-    written = shares({"w": before}, tp, dp)
+    meshes = [
+        Sizes(tp=tp, dp=dp, pp=pp) for tp, dp in [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 2)] for pp in (1, 3)
+    ]
+    mesh, new = data.draw(st.sampled_from(meshes)), data.draw(st.sampled_from(meshes))
+    before = data.draw(held(mesh.tp, mesh.dp))
+    before = dataclasses.replace(before, stages=data.draw(stages(mesh)))
+    written = shares({"w": before}, mesh)
     files = [positions(share.get("w", [])) for share in written]
     assert sorted(whole for file in files for whole in file.values()) == list(range(torch.Size(before.shape).numel()))
     for place, file in enumerate(files):
         assert sorted(file) == list(range(len(file)))
-        assert set(file.values()) <= set(positions(before.part(place % tp, place // tp)).values())
+        assert set(file.values()) <= set(positions(before.part(mesh.place(place))).values())
     # Under another mesh, chunk by chunk.
     rows = before.shape[before.layout.dim]
-    layout = RowLayout.padded(rows, new_tp, before.layout.dim)
+    layout = RowLayout.padded(rows, new.tp, before.layout.dim)
     local = torch.Size(before.shape).numel() // rows * layout.local_size
     after = Held(
         dtype=torch.float32,
         shape=before.shape,
         layout=layout,
-        cut=RowLayout.stretches(0, local, -(-local // new_dp), new_dp),
+        cut=RowLayout.stretches(0, local, -(-local // new.dp), new.dp),
+        stages=data.draw(stages(new)),
     )
     chunk = data.draw(st.integers(1, 9))
-    for place in range(new_tp * new_dp):
-        part = after.part(place % new_tp, place // new_tp)
+    for place in range(new.ranks):
+        part = after.part(new.place(place))
+        assert bool(part) <= (new.place(place).pp in after.stages)
         read: dict[int, int] = {}
         for file, share in zip(files, written, strict=True):
             blocks = share.get("w", [])
@@ -129,7 +140,7 @@ def test_shares_are_even() -> None:
         f"w{i}": Held(dtype=torch.float32, shape=(64, 512), layout=layout, cut=RowLayout.replicated(64 * 256, 2))
         for i in range(3)
     }
-    tensors |= {f"n{i}": Held.whole(torch.float32, (512,), 2, 2) for i in range(8)}
-    loads = [sum(numel(blocks) for blocks in share.values()) for share in shares(tensors, 2, 2)]
+    tensors |= {f"n{i}": Held.whole(torch.float32, (512,), Sizes(dp=2, tp=2)) for i in range(8)}
+    loads = [sum(numel(blocks) for blocks in share.values()) for share in shares(tensors, Sizes(dp=2, tp=2))]
     assert sum(loads) == 3 * 64 * 512 + 8 * 512
     assert max(loads) / (sum(loads) / 4) < 1.05

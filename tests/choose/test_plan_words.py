@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import meshwright as mw
 from meshwright.choose.given_plan import config_with, given_plan, plan_of_fields, resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_fields, read_plan, runnable_fields, save_plan
 from meshwright.config import PLAN_FIELDS
+from meshwright.pipeline.schedule import SCHEDULES
 from meshwright.plan_text import format_plan, parse_plan
 from meshwright.planner.candidate import Candidate
 
@@ -54,7 +56,9 @@ def test_what_is_printed_is_read_again(fields: dict[str, Any]) -> None:
         cp=st.integers(1, 4),
         ring=st.booleans(),
         pp=st.integers(1, 4),
-        interleave=st.integers(1, 4),
+        schedule=st.sampled_from(SCHEDULES),
+        chunks=st.integers(2, 4),
+        stages=st.none() | st.lists(st.integers(1, 12), min_size=1, max_size=9).map(tuple),
         micro_batch=sizes,
         accumulation=sizes,
         zero_stage=st.integers(0, 3),
@@ -64,8 +68,10 @@ def test_what_is_printed_is_read_again(fields: dict[str, Any]) -> None:
 )
 def test_the_planners_own_words(plan: Candidate) -> None:
     """Each label that the planner can print is the plan that it saves, also where this version cannot run it."""
-    if (plan.replicate > 1 and plan.shard == 1 and plan.zero_stage) or (plan.interleave > 1 and plan.pp == 1):
-        return  # no such plan is searched: ZeRO over one shard, or chunks of one stage
+    if plan.replicate > 1 and plan.shard == 1 and plan.zero_stage:
+        return  # no such plan is searched: ZeRO over one shard
+    if plan.pp == 1:
+        plan = dataclasses.replace(plan, schedule="1f1b", stages=None)
     if plan.recomputed is not None and plan.recompute != "full":
         return
     sharing = plan.sequence_parallel and plan.tp > 1  # the label has no sequence parallelism of one rank
@@ -75,6 +81,8 @@ def test_the_planners_own_words(plan: Candidate) -> None:
     if plan.cp > 1 and plan.ring:
         wanted.pop("context")  # ring, by default
     found = parse_plan(plan.label)
+    if plan.pp > 1 and plan.schedule == "1f1b":
+        wanted.pop("schedule")  # by default
     default = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False, "recompute": "none"}
     assert default | found == wanted
     if plan.runs_today:
@@ -111,8 +119,8 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
         ("tp2+sp(4)", "not a word of a plan"),
         ("zero7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("dp0", "dp must be a positive integer, not 0"),
-        ("pp2", "pp=2: pipeline parallelism is not available in this version"),
-        ("pp2x2", "interleave is not available in this version"),
+        ("pp2(zb-h2)", "schedule='zb-h2' must be"),
+        ("pp2 zero3", "set zero_stage=1"),
         ("recompute=selective", "recompute='selective' is not available"),
         ("tensor_parallel=2", "a plan has no field 'tensor_parallel'; write tp="),
         ("fastest", "fastest: no such plan; write one with meshwright plan --save, or give the plan in words"),
@@ -220,6 +228,11 @@ def test_every_field_has_its_words() -> None:
         "dp": 3, "tp": 3, "cp": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1, "micro_batch_size": 3,
         "gradient_accumulation_steps": 3, "recompute": "full",
     }  # fmt: skip
+    of_pipeline = {"schedule": "zbv", "chunks": 3, "stages": [1, 3, 2]}
     for name in PLAN_FIELDS:
-        assert parse_plan(format_plan({name: changed[name]}))[name] == changed[name]
+        if name in changed:
+            assert parse_plan(format_plan({name: changed[name]}))[name] == changed[name]
+        else:
+            fields = {"pp": 3, "schedule": "interleaved" if name == "chunks" else "1f1b", name: of_pipeline[name]}
+            assert parse_plan(format_plan(fields))[name] == of_pipeline[name]
     assert plan_of_fields({}, "nothing") == mw.ParallelPlan()

@@ -273,7 +273,7 @@ def test_a_plan_travels_with_the_model(tmp_path: Path, world: Any) -> None:
         ([1], "must be an object"),
         ({"tp": 1, "sp": True}, "a plan has no field 'sp'; write sequence_parallel=True. Its fields are dp, tp"),
         ({"tp": "two"}, "ParallelPlan.tp must be a positive integer, not 'two'"),
-        ({"pp": 2}, "pp=2: pipeline parallelism is not available|= 2 processes, but 1 were"),
+        ({"pp": 2}, "= 2 processes, but 1 were"),
     ],
 )
 def test_an_unsound_plan_in_a_config(saved: Any, message: str) -> None:

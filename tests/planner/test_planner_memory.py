@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 
 from meshwright.planner.candidate import Candidate, Job
-from meshwright.planner.memory import in_flight, layer_activations, layer_checkpoint, peak_memory, stage_memory
+from meshwright.planner.memory import (
+    held_activations,
+    layer_activations,
+    layer_checkpoint,
+    peak_memory,
+    pending_weight_grads,
+    stage_memory,
+)
 from meshwright.planner.shapes import ModelShape
 
 SEVEN = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
@@ -39,13 +46,33 @@ def test_all_stages_together_hold_every_parameter_once() -> None:
     assert held == pytest.approx(SEVEN.parameters, rel=1e-5)
 
 
-@pytest.mark.parametrize(("stages", "interleave", "first"), [(4, 1, 4), (8, 1, 8), (4, 2, 5.5)])
-def test_micro_batches_in_flight(stages: int, interleave: int, first: float) -> None:
-    """Korthikanti et al. 2022: p on the first stage, p (1 + (p - 1) / (p v)) interleaved."""
-    plan = Candidate(pp=stages, interleave=interleave, accumulation=64)
-    assert in_flight(plan, 0) == pytest.approx(first)
-    if interleave > 1:
-        assert in_flight(plan, 0) == pytest.approx(stages * (1 + (stages - 1) / (stages * interleave)))
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "held"),
+    [
+        ("gpipe", 1, (8, 8, 8, 8)),
+        ("1f1b", 1, (4, 3, 2, 1)),
+        ("interleaved", 2, (5.5, 4.5, 3.5, 2.5)),  # Korthikanti et al. 2022: p (1 + (p - 1) / (p v)) on the first
+    ],
+)
+def test_activations_in_flight(schedule: str, chunks: int, held: tuple[float, ...]) -> None:
+    plan = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=8)
+    micro_batch = 8 * layer_activations(SEVEN, plan, JOB)
+    assert [held_activations(SEVEN, plan, JOB, rank) / micro_batch for rank in range(4)] == pytest.approx(held)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zbv", 2)])
+def test_zero_bubble_holds_no_more_than_the_first_stage_of_1f1b(schedule: str, chunks: int) -> None:
+    """What waits for its weight gradients is less than the activations that the first stage holds instead."""
+    plan = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=8)
+    whole = 8 * layer_activations(SEVEN, plan, JOB)
+    queue = 8 * pending_weight_grads(SEVEN, plan, JOB)
+    assert 0.5 * whole < queue < whole
+    held = [held_activations(SEVEN, plan, JOB, rank) for rank in range(4)]
+    if schedule == "zb-h1":
+        assert held == pytest.approx([(4 - rank) * whole + rank * queue for rank in range(4)])
+    assert max(held) == held[0] == pytest.approx(4 * whole)
+    long = Candidate(pp=4, schedule=schedule, chunks=chunks, accumulation=64)
+    assert [held_activations(SEVEN, long, JOB, rank) for rank in range(4)] == pytest.approx(held)
 
 
 def test_sequence_parallel_divides_all_of_a_layer() -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import PlanError
+from meshwright.pipeline.schedule import SCHEDULES, Kind, chunks_of, rank_of_stage, rank_operations
 from meshwright.planner.candidate import Job
 from meshwright.planner.hardware import Cluster, HardwareProfile, device
 from meshwright.planner.page import page, write_page
@@ -27,7 +28,7 @@ from meshwright.planner.page.ranks import coordinates, rank_picture
 from meshwright.planner.page.timeline import timeline
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simulate import pipeline_events, pipeline_time
+from meshwright.planner.simulate import Pipeline, pipeline_events, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
@@ -120,30 +121,35 @@ def test_the_timeline_ends_with_the_step_and_keeps_its_schedule(found: Search) -
     assert line.total == pytest.approx(best.time.total)
     assert max(event.end for event in line.events) == pytest.approx(line.piped, rel=1e-6)
     for stage in range(best.plan.pp):
-        events = [event for event in line.events if event.stage == stage]
+        events = [event for event in line.events if event.rank == stage]
         for one, two in itertools.pairwise(events):
             assert one.end <= two.start + 1e-9
-        drawn = {event.micro_batch for event in events}
+        drawn = {event.operation.micro_batch for event in events}
         assert max(drawn) == best.plan.accumulation - 1
         # Chunks and warm-up straddle the cut, so a stage may leave out a few more or less.
         assert len(drawn) >= best.plan.accumulation - line.skipped
 
 
-@pytest.mark.parametrize("interleave", [1, 2])
-def test_events_take_the_time_of_the_pipeline_in_a_legal_order(interleave: int) -> None:
-    forward, backward, micro = [1.0, 1.5, 1.0, 1.2], [2.0, 3.0, 2.0, 2.1], 8
-    events = list(pipeline_events(forward, backward, micro, interleave=interleave, transfer=0.1))
-    total = pipeline_time(forward, backward, micro, interleave=interleave, transfer=0.1)
-    assert len(events) == 2 * len(forward) * micro * interleave
-    assert max(event.end for event in events) == pytest.approx(total)
-    at = {(event.is_forward, event.chunk, event.stage, event.micro_batch): event for event in events}
-    assert len(at) == len(events)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_events_take_the_time_of_the_pipeline_in_a_legal_order(schedule: str) -> None:
+    count = 4 * chunks_of(schedule)
+    times = [1.0, 1.5, 1.0, 1.2, 1.1, 0.9, 1.3, 1.0][:count]
+    pipeline = Pipeline(schedule=schedule, ranks=4, forward=tuple(times), input_grad=tuple(times[::-1]),
+                        weight_grad=tuple(times), transfer=0.1)  # fmt: skip
+    events = list(pipeline_events(pipeline, 8))
+    assert max(event.end for event in events) == pytest.approx(pipeline_time(pipeline, 8))
+    assert [event.operation for event in events] == [
+        operation for operations in rank_operations(schedule, 4, chunks_of(schedule), 8) for operation in operations
+    ]
+    ends = {event.operation: event.end for event in events}
     for event in events:
-        if event.is_forward and event.stage:
-            before = at[True, event.chunk, event.stage - 1, event.micro_batch]
-            assert event.start >= before.end + 0.1 - 1e-9
-        elif not event.is_forward:
-            assert event.start >= at[True, event.chunk, event.stage, event.micro_batch].end - 1e-9
+        operation, rank = event.operation, event.rank
+        stage = operation.stage + (-1 if operation.kind is Kind.FORWARD else 1)
+        if operation.kind is not Kind.WEIGHT_GRAD and 0 <= stage < count:
+            over = 0.1 if rank_of_stage(schedule, stage, 4) != rank else 0.0
+            assert event.start >= ends[dataclasses.replace(operation, stage=stage)] + over - 1e-9
+        if operation.kind is not Kind.FORWARD:
+            assert event.start >= ends[dataclasses.replace(operation, kind=Kind.FORWARD)] - 1e-9
 
 
 def test_no_plan_is_better_than_the_front(found: Search) -> None:

@@ -42,7 +42,7 @@ def test_no_legal_plan_that_fits_is_faster(shape: ModelShape, gpus: int, allow_f
     for region in space.regions():
         for micro in space.micro_batches(region):
             for zero in space.zero(region):
-                for recompute in space.recompute():
+                for recompute in space.recompute(region):
                     plan = space.candidate(region, micro, zero, recompute)
                     if peak_memory(shape, plan, job).total <= found.budget:
                         best = min(best, model.step(plan, job).total)

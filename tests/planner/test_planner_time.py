@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
+from meshwright.pipeline.schedule import stages_of_rank
 from meshwright.planner import simulate
-from meshwright.planner.candidate import Candidate, Job, stage_layers
+from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simulate import pipeline_time, stage_order
+from meshwright.planner.simulate import Pipeline, pipeline_time
 from meshwright.planner.time import StepModel
 
 SHAPE = ModelShape(
@@ -21,44 +22,66 @@ SHAPE = ModelShape(
 JOB = Job(seq_len=4096, global_batch=64)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
-@pytest.mark.parametrize("interleave", [1, 2, 4])
-def test_even_pipeline_has_the_closed_bubble(stages: int, interleave: int) -> None:
-    """Narayanan et al. 2021: a bubble of (p - 1) / (v m) of the work."""
-    micro = 4 * stages
-    total = pipeline_time([1.0] * stages, [2.0] * stages, micro, interleave=interleave)
-    assert total == pytest.approx(3 * micro + 3 * (stages - 1) / interleave)
+def even(schedule: str, ranks: int, chunks: int = 1, slow: Mapping[int, float] | None = None) -> Pipeline:
+    """F, I and W take one second on each rank, or ``slow`` times that on some virtual stages."""
+    seconds = tuple((slow or {}).get(stage, 1.0) / chunks for stage in range(ranks * chunks))
+    return Pipeline(schedule=schedule, ranks=ranks, forward=seconds, input_grad=seconds, weight_grad=seconds)
 
 
-def test_long_schedules_are_extrapolated_exactly() -> None:
-    draw = random.Random(0)
-    for stages, interleave, micro in ((4, 1, 61), (8, 1, 130), (4, 2, 64), (8, 4, 120)):
-        forward = [draw.uniform(0.8, 1.2) for _ in range(stages)]
-        backward = [2 * value for value in forward]
-        whole = simulate._simulate(tuple(forward), tuple(backward), micro, interleave, 0.03)
-        short = pipeline_time(forward, backward, micro, interleave=interleave, transfer=0.03)
-        assert short == pytest.approx(whole, rel=1e-12)
+BUBBLES = [
+    ("gpipe", 1, lambda p, m: (p - 1) / (m + p - 1), (0.273, 0.158, 0.304)),
+    ("1f1b", 1, lambda p, m: (p - 1) / (m + p - 1), (0.273, 0.158, 0.304)),
+    ("interleaved", 2, lambda p, m: (p - 1) / (2 * m + p - 1), (0.158, 0.086, 0.179)),
+    ("interleaved", 4, lambda p, m: (p - 1) / (4 * m + p - 1), (0.086, 0.045, 0.099)),
+    ("zb-h1", 1, lambda p, m: (p - 1) / (3 * m + p - 1), (0.111, 0.059, 0.127)),
+    ("zbv", 2, lambda p, m: (p - 1) / (6 * m + p - 1), (0.059, 0.030, 0.068)),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "formula", "known"), BUBBLES, ids=lambda value: str(value)[:11])
+def test_bubbles(schedule: str, chunks: int, formula: Callable[[int, int], float], known: tuple[float, ...]) -> None:
+    """Narayanan et al. 2021 and Qi et al. 2024; the figures are for p, m of 4, 8 then 4, 16 then 8, 16."""
+    cases = [(2, 8), (3, 9), *FIGURES, (8, 32)]
+    bubbles = {(p, m): 1 - 3 * m / pipeline_time(even(schedule, p, chunks), m) for p, m in cases}
+    assert bubbles == pytest.approx({(p, m): formula(p, m) for p, m in cases})
+    assert [bubbles[case] for case in FIGURES] == pytest.approx(known, abs=5.1e-4)
+
+
+FIGURES = [(4, 8), (4, 16), (8, 16)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "micro"), [
+    ("gpipe", 1, 130), ("1f1b", 1, 61), ("1f1b", 1, 130), ("interleaved", 2, 128), ("interleaved", 4, 120),
+    ("zb-h1", 1, 130), ("zbv", 2, 130),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_long_schedules_are_extrapolated_exactly(schedule: str, chunks: int, micro: int, ranks: int) -> None:
+    pipeline = dataclasses.replace(even(schedule, ranks, chunks, slow={ranks * chunks - 1: 1.3}), transfer=0.03)
+    assert pipeline_time(pipeline, micro) == pytest.approx(max(simulate._ends(pipeline, micro)), rel=1e-12)
 
 
 def test_slowest_stage_decides() -> None:
-    even = pipeline_time([1.0] * 4, [2.0] * 4, 64)
-    one_slow = pipeline_time([1.0, 1.0, 1.5, 1.0], [2.0, 2.0, 3.0, 2.0], 64)
-    assert 1.45 < one_slow / even < 1.5
+    one_slow = pipeline_time(even("1f1b", 4, slow={2: 1.5}), 64)
+    assert 1.45 < one_slow / pipeline_time(even("1f1b", 4), 64) < 1.5
 
 
-@pytest.mark.parametrize(("stages", "micro", "interleave"), [(4, 8, 1), (4, 8, 2), (3, 7, 2), (2, 1, 1)])
-def test_every_stage_runs_each_piece_once(stages: int, micro: int, interleave: int) -> None:
-    pieces = {(f, chunk, m) for f in (True, False) for chunk in range(interleave) for m in range(micro)}
-    for stage in range(stages):
-        order = stage_order(stage, stages, micro, interleave)
-        assert len(order) == len(pieces) and set(order) == pieces
+def test_what_stays_on_a_rank_takes_no_transfer() -> None:
+    """A single micro-batch on the V of two ranks crosses the network twice on its way and twice back."""
+    plain = pipeline_time(even("zbv", 2, 2), 1)
+    assert pipeline_time(dataclasses.replace(even("zbv", 2, 2), transfer=1.0), 1) == pytest.approx(plain + 4)
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "counts"), [(8, 4, (2, 2, 2, 2)), (7, 4, (2, 2, 2, 1)), (6, 4, (1, 2, 2, 1))]
-)
-def test_layers_are_dealt_evenly_with_light_ends(layers: int, stages: int, counts: tuple[int, ...]) -> None:
-    assert stage_layers(layers, stages) == counts
+def test_uneven_stages_relieve_the_rank_with_the_head() -> None:
+    """A vocabulary of 128 thousand words weighs as much as several layers of 4096 channels."""
+    model = StepModel(SHAPE, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
+    plan = Candidate(replicate=2, pp=4, accumulation=32)
+    better = model.balanced(plan, JOB)
+    assert better is not None and better.stages is not None
+    assert sum(better.stages) == SHAPE.layers and better.stages[-1] < 8
+    assert model.step(better, JOB).total < model.step(plan, JOB).total
+    assert model.balanced(better, JOB) == better
+    small = StepModel(dataclasses.replace(SHAPE, vocab=512), model.cluster, Coefficients())
+    assert small.balanced(plan, JOB) is None
 
 
 def step(plan: Candidate, job: Job = JOB, *, gpus: int | None = None, **cluster: Any) -> Any:
@@ -70,7 +93,9 @@ PLANS = [
     Candidate(shard=8, zero_stage=1, accumulation=8),
     Candidate(shard=4, tp=2, sequence_parallel=True, zero_stage=1, accumulation=16, recompute="full"),
     Candidate(replicate=2, pp=4, accumulation=32),
-    Candidate(replicate=2, pp=4, interleave=2, accumulation=32, recompute="full", recomputed=3),
+    Candidate(replicate=2, pp=4, schedule="interleaved", chunks=2, accumulation=32, recompute="full", recomputed=3),
+    Candidate(tp=2, sequence_parallel=True, pp=4, schedule="zb-h1", accumulation=64),
+    Candidate(replicate=2, pp=4, schedule="zbv", chunks=2, stages=(4, 4, 4, 4, 4, 4, 5, 3), accumulation=32),
     Candidate(shard=8, zero_stage=3, accumulation=8, recompute="selective"),
     Candidate(replicate=2, shard=4, zero_stage=3, accumulation=8),
     Candidate(shard=4, cp=2, zero_stage=1, accumulation=16),
@@ -90,7 +115,8 @@ def test_parts_are_not_negative_and_add_up(plan: Candidate) -> None:
     time = model.step(plan, JOB)
     assert all(value >= 0 for value in time.parts.values()), time.parts
     forward, backward, _, _ = model.stages(plan, JOB)
-    busy = plan.accumulation * max(f + b for f, b in zip(forward, backward, strict=True))
+    held = (stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks) for rank in range(plan.pp))
+    busy = plan.accumulation * max(sum(forward[stage] + backward[stage] for stage in stages) for stages in held)
     computed = sum(
         getattr(time, name) for name in ("matmul", "attention", "elementwise", "recompute", "tensor", "context")
     )

@@ -94,7 +94,7 @@ def run_distributed(
         model = build(family, **overrides).to(dtype)
         optimizer = make_optimizer(model, lr=lr)
         loader = DataLoader(dataset(steps * accumulation), batch_size=ROWS)
-        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+        config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits=plan.get("pp", 1) > 1)
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
         result.first_logits = _logits(model)
         for i, batch in enumerate(loader):

@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, PlanError
+from meshwright.pipeline.refusals import refuse_pipeline
 from meshwright.mesh.process_group import world_size
 from meshwright_hf.accelerate.loader import PlannedLoader
 
@@ -61,6 +62,7 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     Raises:
         PlanError: if there is such a setting; the message names it and the plan's field.
     """
+    refuse_pipeline(plan.pp, "through accelerate")
     _check_engines(accelerator, plan)
     _check_sizes(accelerator, plan)
     if accelerator.scaler is not None or accelerator.mixed_precision == "fp8":

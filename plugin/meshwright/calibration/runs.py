@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshwright.errors import PlanError
+from meshwright.pipeline.partition import even_stages
+from meshwright.pipeline.schedule import check
 from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.hardware import Cluster, Device, device
 from meshwright.planner.shapes import ModelShape
@@ -120,6 +122,13 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
         if recompute not in ("none", "selective", "full"):
             raise PlanError(f"{path}: line {line}: recompute={recompute!r} must be none, selective or full")
         shape = _shape(row, number)
+        chunks = number("vp", int, 1) or 1
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+        try:
+            check(schedule, pp, chunks, batch // (dp * micro))
+            even_stages(shape.layers, pp * chunks)
+        except ValueError as error:
+            raise PlanError(f"{path}: line {line}: {error}") from None
         words = f"{row['source']} {row['notes']}"
         return Run(
             line=line,
@@ -133,7 +142,8 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 sequence_parallel=bool(number("sp", int, 0)),
                 cp=cp,
                 pp=pp,
-                interleave=number("vp", int, 1),
+                schedule=schedule,
+                chunks=chunks,
                 micro_batch=micro,
                 accumulation=batch // (dp * micro),
                 zero_stage=zero,

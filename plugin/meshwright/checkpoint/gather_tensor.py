@@ -23,25 +23,41 @@ _CHUNK = 4 * 2**20  # bytes in flight, which the first rank holds beside the ful
 
 def is_first(runtime: Runtime) -> bool:
     """Return whether this is the rank that gets whole tensors."""
-    return runtime.tp.rank == 0 and runtime.dp.rank == 0
+    return runtime.tp.rank == runtime.dp.rank == runtime.pp.rank == 0
 
 
 def assemble(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
     """Return the whole tensor on the first rank, None elsewhere; every rank must make the call.
 
-    The tensor is in new memory on the CPU, unless this rank's part is the whole tensor.
+    The tensor is in new memory on the CPU, unless this rank's part is the whole tensor. A tensor of another pipeline
+    stage is assembled there and sent on.
 
     Args:
         part: this rank's elements of its flattened shard, ``cut.spans[dp rank]``.
         record: the record of how the tensor is sharded over tp.
         cut: the layout of a flattened shard over dp.
     """
+    holder = record.holders[0]
+    whole = _of_stage(part, record, cut, runtime) if runtime.pp.rank == holder else None
+    if holder == 0:
+        return whole
+    if runtime.tp.rank or runtime.dp.rank or runtime.pp.rank not in (0, holder):
+        return None
+    full = torch.empty(record.global_shape, dtype=part.dtype) if whole is None else whole.cpu()
+    for piece in full.reshape(-1).split(max(1, _CHUNK // part.element_size())):
+        _hop(piece, holder, runtime.pp)
+    return full if runtime.pp.rank == 0 else None
+
+
+def _of_stage(part: Tensor, record: ShardRecord, cut: RowLayout, runtime: Runtime) -> Tensor | None:
+    """Return the whole tensor on the first rank of its pipeline stage, None on the stage's other ranks."""
     tp, dp, layout = runtime.tp, runtime.dp, record.layout
-    if not record.is_sharded and cut.is_replicated:
-        return part.view(record.global_shape) if is_first(runtime) else None
-    full = torch.empty(record.global_shape, dtype=part.dtype) if is_first(runtime) else None
+    is_first_here = tp.rank == dp.rank == 0
+    if layout.is_replicated and cut.is_replicated:
+        return part.view(record.global_shape) if is_first_here else None
+    full = torch.empty(record.global_shape, dtype=part.dtype) if is_first_here else None
     for column, row, start, stop in _pieces(layout, cut, max(1, _CHUNK // part.element_size())):
-        if not (is_first(runtime) or (tp.rank == column and dp.rank in (0, row))):
+        if not (is_first_here or (tp.rank == column and dp.rank in (0, row))):
             continue
         piece = part.new_empty(stop - start)
         if (tp.rank, dp.rank) == (column, row):

@@ -101,7 +101,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
     surplus = sorted(files.keys() - manifest.files.keys() - {NAME} - {damage.file for damage in damages})
     damages += [Damage(file=name, problem=f"is not a file of this checkpoint, says {NAME}") for name in surplus]
     parts = []
-    for place in range(manifest.dp * manifest.tp):
+    for place in range(manifest.sizes.ranks):
         part, found = _part(folder, place, manifest)
         damages += found
         parts += [part] if part is not None else []

@@ -107,7 +107,7 @@ def _contents(manifest: Manifest, random: list[str]) -> dict[str, Any]:
         "written": _date(manifest),
         "versions": manifest.versions,
         "plan": manifest.plan,
-        "mesh": {"dp": manifest.dp, "tp": manifest.tp},
+        "mesh": {"pp": manifest.pp, "dp": manifest.dp, "tp": manifest.tp},
         "components": components,
     }
 
@@ -134,7 +134,7 @@ def _keys(encoded: Any) -> list[str] | None:
 
 
 def _sizes(manifest: Manifest, files: Mapping[str, int]) -> dict[str, Any]:
-    ranks = [sum(files.get(name, 0) for name in file_names(place)) for place in range(manifest.dp * manifest.tp)]
+    ranks = [sum(files.get(name, 0) for name in file_names(place)) for place in range(manifest.sizes.ranks)]
     return {
         "ranks": {"largest": max(ranks), "mean": sum(ranks) / len(ranks)},
         "bytes_on_disk": sum(files.values()),

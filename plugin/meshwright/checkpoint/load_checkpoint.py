@@ -131,8 +131,8 @@ def _find(folder: Path, missing_ok: bool) -> str | None:
 
 def _random_of(opened: Opened, mesh: Mesh) -> Any:
     """The random state for a rank: its own if the mesh is the one of the save, else that of the first rank."""
-    is_same = (opened.manifest.dp, opened.manifest.tp) == (mesh.dp.size, mesh.tp.size)
-    return opened.parts[mesh.place if is_same else 0].random
+    is_same = opened.manifest.sizes == mesh.sizes
+    return opened.parts[mesh.index if is_same else 0].random
 
 
 def _components(opened: Opened, given: dict[str, Any], ignore: Collection[str]) -> set[str]:
@@ -202,7 +202,7 @@ def _checked_optimizer(
 
 
 def _own_bytes(tensor: RunTensor, mesh: Mesh) -> int:
-    return numel(tensor.held.part(mesh.tp.rank, mesh.dp.rank)) * tensor.held.dtype.itemsize
+    return numel(tensor.held.part(mesh.place)) * tensor.held.dtype.itemsize
 
 
 class _SavedState:
@@ -216,16 +216,17 @@ class _SavedState:
 
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
         saved_dtype, shape = self._opened.manifest.tensors[tensor]
-        tp, dp = self._mesh.tp.size, self._mesh.dp.size
         if shape != tuple(part.record.global_shape):
-            return self.elements(tensor, Held.whole(saved_dtype, shape, tp, dp), dtype, torch.Size(shape))
+            return self.elements(tensor, Held.whole(saved_dtype, shape, self._mesh.sizes), dtype, torch.Size(shape))
         assert part.key is not None
-        return self.elements(tensor, Held.shard(saved_dtype, part.record, part.cut, tp), dtype, part.key.shape)
+        return self.elements(
+            tensor, Held.shard(saved_dtype, part.record, part.cut, self._mesh.sizes.tp), dtype, part.key.shape
+        )
 
     def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Read this rank's elements of a tensor, on the CPU; padding is zero."""
         values = torch.zeros(shape, dtype=dtype)
-        blocks = held.part(self._mesh.tp.rank, self._mesh.dp.rank)
+        blocks = held.part(self._mesh.place)
         saved_dtype = self._opened.manifest.tensors[tensor][0]
         read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
         return values
@@ -240,6 +241,8 @@ def _read_weights(
 ) -> None:
     for key, tensor in tensors.items():
         target = objects[key]
+        if runtime.pp.rank not in tensor.held.stages:
+            continue
         if runtime.weights is not None and isinstance(target, nn.Parameter):
             shape = runtime.weights.part(target)[0].shape
             runtime.weights.set_part(target, saved.elements(names[key], tensor.held, target.dtype, shape))

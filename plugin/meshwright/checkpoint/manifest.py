@@ -13,6 +13,7 @@ import torch
 from meshwright.checkpoint.digested_json import read_digested, write_digested
 from meshwright.checkpoint.part_files import FileRecord, file_names
 from meshwright.checkpoint.safetensors_file import DTYPES
+from meshwright.checkpoint.shares import Sizes
 from meshwright.errors import CheckpointError
 
 NAME = "checkpoint.json"
@@ -31,7 +32,7 @@ class Manifest:
         written: when it was written, in nanoseconds since 1970.
         versions: the versions of the libraries that wrote it.
         plan: the fields of the ParallelPlan; None for a model that was not distributed.
-        dp, tp: the sizes of the mesh.
+        pp, dp, tp: the sizes of the mesh.
         tensors: the dtype and the one-device shape of each tensor, by its key.
         ties: the key that has the values of each weight with several names, by its other names.
         optimizer: the fields of an ``OptimizerManifest``; None without an optimizer.
@@ -46,6 +47,7 @@ class Manifest:
     written: int
     versions: dict[str, str]
     plan: dict[str, Any] | None
+    pp: int
     dp: int
     tp: int
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -58,6 +60,11 @@ class Manifest:
     extra: Any
     model_config: dict[str, str] | None
     files: dict[str, FileRecord]
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the mesh."""
+        return Sizes(pp=self.pp, dp=self.dp, tp=self.tp)
 
     def write(self, folder: Path) -> None:
         """Write the manifest of a folder, and flush it to the disk."""
@@ -135,6 +142,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "written": _is_count,
     "versions": _table(_is(str)),
     "plan": _or_none(_is(dict)),
+    "pp": _is_size,
     "dp": _is_size,
     "tp": _is_size,
     "tensors": _table(_is_tensor),
@@ -160,7 +168,7 @@ def _from_json(record: Any) -> Manifest:
     if wrong := [name for name, is_right in _FIELDS.items() if not is_right(record[name])]:
         raise ValueError(f"its field {wrong[0]!r} has a wrong value: {str(record[wrong[0]])[:100]}")
     del record["format"]
-    places = range(record["dp"] * record["tp"])
+    places = range(record["pp"] * record["dp"] * record["tp"])
     if record["files"].keys() != {name for place in places for name in file_names(place)}:
         raise ValueError(f"its files are not the two of each of the {len(places)} ranks that wrote it")
     if lost := [tie for tie in record["ties"].values() if tie not in record["tensors"]]:

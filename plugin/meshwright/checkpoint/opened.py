@@ -32,7 +32,7 @@ class Opened:
             CheckpointError: if one is missing or damaged, or they do not have every element; it names what is wrong.
         """
         manifest = Manifest.read(folder)
-        parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.dp * manifest.tp)]
+        parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.sizes.ranks)]
         for part in parts:
             if unknown := sorted(part.pieces.keys() - manifest.tensors.keys()):
                 raise CheckpointError(f"{part.path} has elements of {unknown[0]!r}, which {NAME} does not list")

@@ -7,6 +7,7 @@ leaves the last complete save.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -59,7 +60,8 @@ def save_optimizer(
         model.save_pretrained("checkpoint")
         mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
     """
-    found = succeed_together(lambda: _parts(model, optimizer))
+    found = shared_parts(model, optimizer)
+    succeed_together(lambda: _check_writer(found))
     state = merged(succeed_together(lambda: own_state(found)))
     forms = tensor_forms(found, state)
     most = succeed_together(lambda: parse_bytes(max_shard_size))
@@ -75,14 +77,29 @@ def save_optimizer(
     on_first_rank(lambda: _finish(folder, manifest, written) if written is not None else None)
 
 
-def _parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
-    found = parts_of(model, optimizer)
+def shared_parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
+    """Return this rank's parts of an optimizer's parameters, on all of whose masters the pipeline's stages agree.
+
+    Every rank must make the call.
+
+    Raises:
+        OptimizerMismatchError: if the optimizer belongs to another model.
+    """
+    found = succeed_together(lambda: parts_of(model, optimizer))
+    if found.runtime.pp.size == 1:
+        return found
+    own = [name for name, part in found.parts.items() if part.has_master]
+    masters = {name for text in texts_of_all(json.dumps(own)) for name in json.loads(text)}
+    parts = {name: dataclasses.replace(part, has_master=name in masters) for name, part in found.parts.items()}
+    return dataclasses.replace(found, parts=parts)
+
+
+def _check_writer(found: OptimizerParts) -> None:
     if dist.is_initialized() and dist.get_rank() == 0 and not is_first(found.runtime):
         raise PlanError(
             f"rank 0 writes, but has place {found.runtime.dp.rank} on the axis 'dp' and {found.runtime.tp.rank} on "
             "'tp', and only the rank with place 0 on both gets whole tensors; use a mesh that starts with rank 0"
         )
-    return found
 
 
 def own_state(found: OptimizerParts) -> State:

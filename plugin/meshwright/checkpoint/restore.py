@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from meshwright.checkpoint.checkpoint_weights import open_weights, settled
 from meshwright.checkpoint.optimizer_manifest import NAME, OptimizerManifest, decode, master_key, state_key
+from meshwright.checkpoint.optimizer_state import shared_parts
 from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import find_runtime
-from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
-from meshwright.parallel.row_layout import record_of
+from meshwright.optim.state_parts import OptimizerParts, Part
+from meshwright.parallel.row_layout import is_held, record_of
 from meshwright.parallel.shard_reads import reading_shards
 
 # Options that set how a step is computed, not its result. Loading keeps the optimizer's own values of these.
@@ -64,7 +65,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         with files.progress as progress, reading_shards():
             progress.start(sum(files.entries[name][1].num_bytes for name in set(names.values())))
             for tensor in dict.fromkeys((*model.parameters(), *model.buffers())):
-                if id(tensor) in names:
+                if id(tensor) in names and is_held(tensor):
                     value = _read_weight(files, names[id(tensor)], tensor, is_sharded=runtime is not None)
                     # Under ZeRO stage 3 the runtime keeps this rank's part; the tensor itself has no memory.
                     if weights is None or weights.keep(tensor, value) is value:
@@ -107,7 +108,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
         mw.load_optimizer(model, optimizer, "checkpoint/optimizer")
     """
     folder = Path(directory)
-    found = succeed_together(lambda: parts_of(model, optimizer))
+    found = shared_parts(model, optimizer)
     manifest, files = succeed_together(lambda: _open(folder, found))
     _check_same_everywhere(folder)
     with files.progress as progress:

@@ -19,14 +19,14 @@ from meshwright.checkpoint.optimizer_state import (
     merged,
     own_state,
     saved_tensors,
+    shared_parts,
     tensor_forms,
 )
 from meshwright.checkpoint.safetensors_file import DTYPES
-from meshwright.checkpoint.shares import Held
+from meshwright.checkpoint.shares import Held, Place, Sizes
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
-from meshwright.optim.state_parts import parts_of
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
@@ -48,13 +48,13 @@ class RunTensor:
 class Mesh:
     """This rank's place on the mesh of a run."""
 
-    tp: Axis
-    dp: Axis
+    place: Place
+    sizes: Sizes
 
     @property
-    def place(self) -> int:
+    def index(self) -> int:
         """This rank's index among the files of a checkpoint."""
-        return self.dp.rank * self.tp.size + self.tp.rank
+        return self.sizes.index(self.place)
 
 
 def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
@@ -65,7 +65,8 @@ def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
     """
     runtime = find_runtime(model) or Runtime(tp=Axis("tp"), dp=Axis("dp"), parameters=[])
     runtime.check_own("a checkpoint", "use the engine's own save_checkpoint and load_checkpoint")
-    ranks = runtime.tp.size * runtime.dp.size
+    sizes = _sizes(runtime)
+    ranks = sizes.ranks
     # If the process group is gone, compare_before_save says so.
     processes = dist.get_world_size() if dist.is_initialized() else ranks
     if ranks != processes:
@@ -73,7 +74,12 @@ def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
             f"the model is distributed over {ranks} of {processes} processes, and a checkpoint is one of all of them; "
             "pass the model that to_distributed returned"
         )
-    return runtime, Mesh(tp=runtime.tp, dp=runtime.dp)
+    place = Place(pp=runtime.pp.rank, dp=runtime.dp.rank, tp=runtime.tp.rank)
+    return runtime, Mesh(place=place, sizes=sizes)
+
+
+def _sizes(runtime: Runtime) -> Sizes:
+    return Sizes(pp=runtime.pp.size, dp=runtime.dp.size, tp=runtime.tp.size)
 
 
 def model_tensors(model: nn.Module, runtime: Runtime) -> tuple[dict[str, RunTensor], dict[str, str], dict[str, Tensor]]:
@@ -112,7 +118,8 @@ def _weight(tensor: Tensor, runtime: Runtime) -> RunTensor:
     record = getattr(tensor, "meshwright", None)
     tp, dp = runtime.tp.size, runtime.dp.size
     if not isinstance(record, ShardRecord):
-        return RunTensor(held=Held.whole(tensor.dtype, tuple(tensor.shape), tp, dp), values=_flattened(tensor))
+        held = Held.whole(tensor.dtype, tuple(tensor.shape), _sizes(runtime))
+        return RunTensor(held=held, values=_flattened(tensor))
     if runtime.weights is not None and isinstance(tensor, nn.Parameter):
         weights, parameter = runtime.weights, tensor
         cut = weights.part(parameter)[1]
@@ -134,18 +141,18 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str,
         OptimizerMismatchError: if the optimizer belongs to another model.
         CheckpointError: if state is neither a tensor nor a number.
     """
-    found = succeed_together(lambda: parts_of(model, optimizer))
+    found = shared_parts(model, optimizer)
     state = merged(succeed_together(lambda: own_state(found)))
     described = succeed_together(lambda: describe_optimizer(found, state, {}))
-    tp, dp, device = found.runtime.tp.size, found.runtime.dp.size, device_of(model)
+    sizes, device = _sizes(found.runtime), device_of(model)
     sources = saved_tensors(found, state)
     tensors: dict[str, RunTensor] = {}
     for key, form in tensor_forms(found, state).items():
         part = found.parts[sources[key][0]]
         if form[1] == tuple(part.record.global_shape):
-            held = Held.shard(form[0], part.record, part.cut, tp)
+            held = Held.shard(form[0], part.record, part.cut, sizes.tp)
         else:
-            held = Held.whole(*form, tp, dp)
+            held = Held.whole(*form, sizes)
         values = functools.partial(local_values, found, sources[key], form, device)
         tensors[key] = RunTensor(held=held, values=values)
     rest = asdict(described)

@@ -102,8 +102,9 @@ def save_checkpoint(
         written=time.time_ns(),
         versions=_versions(),
         plan=None if runtime.plan is None else asdict(runtime.plan),
-        dp=mesh.dp.size,
-        tp=mesh.tp.size,
+        pp=mesh.sizes.pp,
+        dp=mesh.sizes.dp,
+        tp=mesh.sizes.tp,
         tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
         ties=ties,
         optimizer=described,
@@ -112,7 +113,7 @@ def save_checkpoint(
         files={},
         **states,
     )
-    part = RankPart(place=mesh.place, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
+    part = RankPart(place=mesh.index, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
     save = Save(target=target, part=part, manifest=manifest, keep=keep)
     if asynchronous:
         with reading_shards():
@@ -215,12 +216,12 @@ def _state_of(value: Any, name: str) -> Any:
 
 def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
     """What this rank writes."""
-    own = shares({key: tensor.held for key, tensor in tensors.items()}, mesh.tp.size, mesh.dp.size)[mesh.place]
+    own = shares({key: tensor.held for key, tensor in tensors.items()}, mesh.sizes)[mesh.index]
     return {
         key: Source(
             dtype=tensors[key].held.dtype,
             values=tensors[key].values,
-            held=tensors[key].held.part(mesh.tp.rank, mesh.dp.rank),
+            held=tensors[key].held.part(mesh.place),
             share=share,
         )
         for key, share in own.items()

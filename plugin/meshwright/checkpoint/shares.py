@@ -15,6 +15,39 @@ _SPLIT = 2**16  # bytes; a smaller region is written by one rank, since each par
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank's place on a mesh."""
+
+    pp: int = 0
+    dp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a mesh."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    def index(self, place: Place) -> int:
+        """Return the index of a rank: tp varies fastest, then dp, then pp."""
+        return (place.pp * self.dp + place.dp) * self.tp + place.tp
+
+    def place(self, index: int) -> Place:
+        """Return the place of the rank with an index."""
+        rest, tp = divmod(index, self.tp)
+        pp, dp = divmod(rest, self.dp)
+        return Place(pp=pp, dp=dp, tp=tp)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Held:
     """How a tensor is held by the ranks of a mesh.
 
@@ -23,47 +56,52 @@ class Held:
         shape: its one-device shape.
         layout: the rows of each rank of the TP axis.
         cut: the elements of the flattened TP shard that each data-parallel rank holds; replicated if each holds all.
+        stages: the ranks of pp that hold the tensor.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: RowLayout
     cut: RowLayout
+    stages: tuple[int, ...] = (0,)
 
     @staticmethod
-    def whole(dtype: torch.dtype, shape: tuple[int, ...], tp: int, dp: int) -> Held:
+    def whole(dtype: torch.dtype, shape: tuple[int, ...], sizes: Sizes) -> Held:
         """Return how a tensor is held that every rank has whole."""
-        rows = RowLayout.replicated(shape[0] if shape else 1, tp)
-        return Held(dtype=dtype, shape=shape, layout=rows, cut=RowLayout.replicated(torch.Size(shape).numel(), dp))
+        rows = RowLayout.replicated(shape[0] if shape else 1, sizes.tp)
+        cut = RowLayout.replicated(torch.Size(shape).numel(), sizes.dp)
+        return Held(dtype=dtype, shape=shape, layout=rows, cut=cut, stages=tuple(range(sizes.pp)))
 
     @staticmethod
     def shard(dtype: torch.dtype, record: ShardRecord, cut: RowLayout, tp: int) -> Held:
         """Return how a tensor is held that is sharded like a parameter."""
-        held = Held.whole(dtype, tuple(record.global_shape), tp, len(cut.spans))
-        return Held(dtype=dtype, shape=held.shape, layout=record.layout if record.is_sharded else held.layout, cut=cut)
+        shape = tuple(record.global_shape)
+        layout = RowLayout.replicated(shape[0] if shape else 1, tp) if record.layout.is_replicated else record.layout
+        return Held(dtype=dtype, shape=shape, layout=layout, cut=cut, stages=record.holders)
 
-    def part(self, tp_rank: int, dp_rank: int, spans: list[Span] | None = None) -> list[Block]:
+    def part(self, place: Place, spans: list[Span] | None = None) -> list[Block]:
         """Return the part of one rank; its storage is the tensor that the rank holds, flattened.
 
         Args:
-            tp_rank, dp_rank: the rank's place.
+            place: the rank's place.
             spans: rows to which the part is restricted; None for all.
         """
-        blocks = shard(self.shape, self.layout, tp_rank, spans)
+        if place.pp not in self.stages:
+            return []
+        blocks = shard(self.shape, self.layout, place.tp, spans)
         if self.cut.is_replicated:
             return blocks
-        ((start, stop),) = self.cut.spans[dp_rank]
+        ((start, stop),) = self.cut.spans[place.dp]
         return between(blocks, start, stop)
 
 
-def shares(tensors: Mapping[str, Held], tp: int, dp: int) -> list[dict[str, list[Block]]]:
-    """Return what each rank writes of each tensor; every rank computes the same.
+def shares(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, list[Block]]]:
+    """Return what each rank writes of each tensor, by the rank's index; every rank computes the same.
 
-    The blocks of a share have the positions in the rank's file as storage, contiguous from 0 on. The result is indexed
-    by ``dp_rank * tp + tp_rank``.
+    The blocks of a share have the positions in the rank's file as storage, contiguous from 0 on.
     """
-    found: list[dict[str, list[Block]]] = [{} for _ in range(dp * tp)]
-    load = [0] * (dp * tp)  # bytes
+    found: list[dict[str, list[Block]]] = [{} for _ in range(sizes.ranks)]
+    load = [0] * sizes.ranks  # bytes
 
     def give(place: int, name: str, blocks: list[Block]) -> None:
         if size := numel(blocks):
@@ -71,10 +109,15 @@ def shares(tensors: Mapping[str, Held], tp: int, dp: int) -> list[dict[str, list
             load[place] += size * tensors[name].dtype.itemsize
 
     for name, held in tensors.items():
-        for holders, spans in _regions(held.layout, tp):
+        for holders, spans in _regions(held.layout, sizes.tp):
             if held.cut.is_replicated:
-                places = [dp_rank * tp + rank for dp_rank in range(dp) for rank in holders]
-                region = packed(held.part(holders[0], 0, spans))
+                places = [
+                    sizes.index(Place(pp=stage, dp=dp_rank, tp=rank))
+                    for stage in held.stages
+                    for dp_rank in range(sizes.dp)
+                    for rank in holders
+                ]
+                region = packed(held.part(Place(pp=held.stages[0], dp=0, tp=holders[0]), spans))
                 total = numel(region)
                 if total * held.dtype.itemsize < _SPLIT:
                     give(min(places, key=load.__getitem__), name, region)
@@ -84,9 +127,14 @@ def shares(tensors: Mapping[str, Held], tp: int, dp: int) -> list[dict[str, list
                     give(place, name, between(region, start, stop))
             else:
                 # The slices of these ranks may begin at other rows, so that one of them writes for all.
-                rank = min(holders, key=lambda rank: sum(load[d * tp + rank] for d in range(dp)))
-                for dp_rank in range(dp):
-                    give(dp_rank * tp + rank, name, held.part(rank, dp_rank, spans))
+                columns = [
+                    [Place(pp=stage, dp=dp_rank, tp=rank) for dp_rank in range(sizes.dp)]
+                    for stage in held.stages
+                    for rank in holders
+                ]
+                column = min(columns, key=lambda places: sum(load[sizes.index(place)] for place in places))
+                for own in column:
+                    give(sizes.index(own), name, held.part(own, spans))
     return [{name: packed(blocks) for name, blocks in share.items()} for share in found]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.gather_tensor import assemble, is_first
-from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.row_layout import RowLayout, record_of
 from meshwright.parallel.shard_reads import reading_shards
@@ -62,7 +62,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     runtime.check_synced()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     full: dict[str, Tensor] = {}
-    for parameter, local in _local_gradients(runtime):
+    local_ones = _local_gradients(runtime)
+    for parameter, local in local_ones if runtime.pp.size == 1 else _of_all_stages(model, local_ones, runtime):
         whole = _gather(local, parameter, runtime)
         if whole is not None:
             full[names[id(parameter)]] = whole.cpu().clone() if whole.shape == local.shape else whole
@@ -82,6 +83,18 @@ def _local_gradients(runtime: Runtime) -> Iterator[tuple[nn.Parameter, Tensor]]:
     for parameter in runtime.parameters:
         if id(parameter) not in sharded_ones and parameter.grad is not None:
             yield parameter, parameter.grad.as_subclass(Tensor)
+
+
+def _of_all_stages(
+    model: nn.Module, local_ones: Iterator[tuple[nn.Parameter, Tensor]], runtime: Runtime
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter that has a gradient on some pipeline stage, in the order of the model."""
+    local = {id(parameter): gradient for parameter, gradient in local_ones}
+    parameters = list(model.parameters())
+    have = torch.tensor([float(id(p) in local) for p in parameters], device=device_of(model))
+    for parameter, has_one in zip(parameters, maximum(have, runtime.pp).tolist(), strict=True):
+        if has_one:
+            yield parameter, local.get(id(parameter), torch.empty(0, dtype=parameter.dtype))
 
 
 def _has_any(parameter: nn.Parameter, runtime: Runtime) -> bool:
@@ -113,5 +126,8 @@ def _gather_full(value: Tensor, runtime: Runtime) -> Tensor | None:
 
 def _gather(local: Tensor, parameter: nn.Parameter, runtime: Runtime) -> Tensor | None:
     """Gather a whole tensor from local tensors that have the shape of a parameter's shards."""
+    record = record_of(parameter)
     cut = RowLayout.replicated(local.numel(), runtime.dp.size)
-    return assemble(local.reshape(-1), record_of(parameter), cut, runtime)
+    # What stands in for a parameter of another pipeline stage has no memory, and would get some if it were reshaped.
+    part = local.reshape(-1) if record.is_held else torch.empty(0, dtype=local.dtype)
+    return assemble(part, record, cut, runtime)

@@ -17,7 +17,8 @@ from meshwright.foreign_names import PLAN_NAMES
 from meshwright.mesh.process_group import world_size
 from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
 
-_AHEAD = {"context", "interleave", "replicate", "recomputed_layers"}  # fields that only the planner has
+# Fields that only the planner has.
+_AHEAD = {"context", "replicate", "recomputed_layers"}
 
 
 def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:

@@ -33,7 +33,7 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.planner.space import FUTURE, Space
+from meshwright.planner.space import FUTURE, GIVEN, Space
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 
@@ -243,7 +243,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         if other is not choice:
             slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
             break
-    against = "; ".join(f"{axis} {reason}" for axis, reason in explain.reasons(found) if reason != FUTURE)
+    against = "; ".join(f"{axis} {reason}" for axis, reason in explain.reasons(found) if reason not in (FUTURE, GIVEN))
     return [
         f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "
         f"{job.global_batch} x {job.seq_len} tokens per step on {cluster.gpus} x {cluster.device.name}",

@@ -43,8 +43,12 @@ def plan_fields(plan: Candidate) -> dict[str, Any]:
     }
     if plan.cp > 1:
         fields["context"] = "ring" if plan.ring else "ulysses"
-    if plan.interleave > 1:
-        fields["interleave"] = plan.interleave
+    if plan.pp > 1:
+        fields["schedule"] = plan.schedule
+        if plan.schedule == "interleaved":
+            fields["chunks"] = plan.chunks
+        if plan.stages is not None:
+            fields["stages"] = list(plan.stages)
     if plan.replicate > 1 and plan.zero_stage:
         fields["replicate"] = plan.replicate
     if plan.recomputed is not None:

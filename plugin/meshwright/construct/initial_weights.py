@@ -20,7 +20,7 @@ from meshwright.construct.rebuild_from_config import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.faults.memory_digest import memory_digest
 from meshwright.faults.together import take_from_first
-from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.collectives import Axes, Axis, all_gather
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
 
@@ -139,6 +139,8 @@ class InitialWeights:
         assert self.files is not None
         total = 0
         for name, parameter in model.named_parameters():
+            if name in layouts and not layouts[name].is_held:
+                continue
             num_bytes = self.files.entries[self.names[id(parameter)]][1].num_bytes
             rows = layouts[name].rows if name in layouts else None
             total += num_bytes if rows is None else num_bytes * rows.real_rows(axis.rank) // max(rows.size, 1)
@@ -149,7 +151,7 @@ class InitialWeights:
         found = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and id(t) not in self.names]
         return [*found, *self.values.values()]
 
-    def equalise(self, model: nn.Module, tp: Axis, dp: Axis, device: torch.device) -> bool:
+    def equalise(self, model: nn.Module, axes: Axes, device: torch.device) -> bool:
         """Give every rank the first rank's weights if they differ, for example because no seed was set.
 
         Returns:
@@ -158,12 +160,12 @@ class InitialWeights:
         Raises:
             PlanError: if the ranks did not build the same model.
         """
-        if tp.size * dp.size == 1:
+        if axes.tp.size * axes.dp.size * axes.pp.size == 1:
             return False
         differ = self._equalise_draws(device)
         if tensors := [t.detach() for t in self._own_tensors(model)]:
             digest = torch.stack([memory_digest(t) for t in tensors]).to(device)
-            ranks = all_gather(all_gather(digest[None], tp), dp)
+            ranks = all_gather(all_gather(all_gather(digest[None], axes.tp), axes.dp), axes.pp)
             if not torch.equal(ranks, ranks[:1].expand_as(ranks)):
                 differ = True
                 for tensor in tensors:

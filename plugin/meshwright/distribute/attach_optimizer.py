@@ -82,7 +82,7 @@ def plan_to_complete(
     if optimizer is not None:
         check_ownership(model, optimizer)
         _check_unchanged(runtime, model)
-        if plan.tp > 1 or plan.zero_stage > 0:
+        if plan.tp > 1 or plan.pp > 1 or plan.zero_stage > 0:
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
         if plan.zero_stage > 0 and any(p.grad is not None for p in model.parameters()):
             raise PlanError(
@@ -113,7 +113,8 @@ def complete(
     if plan.has_micro_batches and not before.has_micro_batches:
         assert runtime.hooked is not None
         runtime.hooked.is_split = True
-        split_batches(decoder, runtime, plan)
+        if plan.pp == 1:  # a pipeline splits batches itself
+            split_batches(decoder, runtime, plan)
     if plan.recompute == "full" and before.recompute == "none":
         recompute_layers(decoder)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import node_count, world_size
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes, Axis
 
 
 def check_devices(device_num: int | None, node_num: int | None) -> None:
@@ -77,14 +77,14 @@ def check_agreement(plan: ParallelPlan) -> None:
             )
 
 
-def build_axes(plan: ParallelPlan, device: torch.device) -> tuple[Axis, Axis]:
-    """Return the plan's tp and dp axes, with this rank's place on them."""
+def build_axes(plan: ParallelPlan, device: torch.device) -> Axes:
+    """Return the plan's axes, with this rank's place on them."""
     if plan.world_size == 1:
-        return Axis("tp"), Axis("dp")
+        return Axes()
     mesh = plan.dims.build(device.type)
 
     def axis(name: str) -> Axis:
         sub = mesh[name]
         return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())
 
-    return axis("tp"), axis("dp")
+    return Axes(tp=axis("tp"), dp=axis("dp"), pp=axis("pp"))

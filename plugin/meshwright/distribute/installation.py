@@ -37,6 +37,7 @@ from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.structure import DecoderStructure, ParameterLayout, describe
 from meshwright.parallel.tensor_guards import refuse_wrapping
 from meshwright.parallel.tensor_parallel import (
+    SequenceRegion,
     guard_shards,
     install_tensor_parallel,
     shard_shape,
@@ -44,17 +45,21 @@ from meshwright.parallel.tensor_parallel import (
 )
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
+from meshwright.pipeline.cut import Cut, cut_decoder, with_stages
+from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
+from meshwright.pipeline.refusals import refuse_copying, refuse_generating
+from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
 
 
 def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure | None:
-    """Return how a plan cuts a decoder; None for a plan without tensor parallelism, which cuts nothing.
+    """Return how a plan cuts a decoder; None for a plan without tensor and pipeline parallelism, which cuts nothing.
 
     Raises:
         PlanError: if the plan cannot cut the decoder.
     """
-    if plan.tp == 1:
+    if plan.tp == plan.pp == 1:
         return None
     try:
         roles = config.sharding_plan or plan_for(decoder)
@@ -77,6 +82,7 @@ class Installation:
         plan: the plan to carry out.
         config: the options of the call.
         structure: how the plan cuts the decoder; None if the plan does not cut it.
+        cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
         loss: what the model's loss averages over; None if unknown.
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
@@ -89,21 +95,24 @@ class Installation:
     loss: LossKind | None
     runtime: Runtime
     device: torch.device
+    cut: Cut | None = None
 
     @classmethod
     def on_fake_rank(cls, model: Any, plan: ParallelPlan, sharding_plan: ShardingPlan | None = None) -> Installation:
         """Decide what ``to_distributed`` would decide on this rank of a fake world: on CPU, and without a guard."""
         decoder, device = without_wrappers(model)[1], torch.device("cpu")
         config = ToDistributedConfig(plan=plan, sharding_plan=sharding_plan)
-        tp, dp = build_axes(plan, device)
+        axes = build_axes(plan, device)
+        structure = structure_of(decoder, plan, config)
         return cls(
             model=model,
             plan=plan,
             config=config,
-            structure=structure_of(decoder, plan, config),
+            structure=structure,
             loss=find_loss(decoder),
-            runtime=Runtime(tp=tp, dp=dp, parameters=[], plan=plan),
+            runtime=Runtime(tp=axes.tp, dp=axes.dp, pp=axes.pp, parameters=[], plan=plan),
             device=device,
+            cut=cut_of(decoder, structure, plan, axes.pp.rank),
         )
 
     @property
@@ -113,8 +122,16 @@ class Installation:
     @property
     def layouts(self) -> dict[str, ParameterLayout]:
         """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
+        if self.structure is None:
+            return {}
         prefix = without_wrappers(self.model)[0]
-        return {prefix + name: layout for name, layout in self.structure.parameters.items()} if self.structure else {}
+        structure = self.structure if self.cut is None else with_stages(self.structure, self.cut)
+        return {prefix + name: layout for name, layout in structure.parameters.items()}
+
+    @property
+    def tensor_structure(self) -> DecoderStructure | None:
+        """The structure, if the plan has tensor parallelism."""
+        return self.structure if self.plan.tp > 1 else None
 
     def distribute(self, optimizer: Optimizer | None, make: Callable[..., NewTensors]) -> None:
         """Give the model its shards and its hooks, and make operations raise that would read a shard as the whole.
@@ -126,7 +143,8 @@ class Installation:
         model, decoder, runtime = self.model, self.decoder, self.runtime
         succeed_together(lambda: self.make_weights(make)).attach(model)
         model.to(self.device)
-        seed = int(agree(torch.tensor([dropout_seed()], device=self.device), runtime.tp, runtime.dp))
+        axes = runtime.axes
+        seed = int(agree(torch.tensor([dropout_seed()], device=self.device), axes.tp, axes.dp, axes.pp))
         self.install(optimizer, seed=seed)
         if runtime.engine is None:
             self._guard_shards()
@@ -135,7 +153,9 @@ class Installation:
         for part in {id(x): x for x in (model, decoder)}.values():
             export_with_full_weights(part)
             attach(part, runtime)
-            if runtime.engine is None:
+            if self.cut is not None:
+                refuse_copying(part)
+            elif runtime.engine is None:
                 make_copyable(part, model, runtime)
         if self.structure is not None:
             refuse_unloading(model)
@@ -175,10 +195,10 @@ class Installation:
             shard_state(optimizer)
         if runtime.weights is not None:
             runtime.weights.attach(self.model)
-        runtime.streams = DropoutStreams(tp=runtime.tp, dp=runtime.dp, seed=seed)
+        runtime.streams = DropoutStreams(axes=runtime.axes, seed=seed)
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
-        self._install_forward(runtime.streams)
+        region = self._install_forward(runtime.streams)
         if runtime.engine is not None:
             leave_gradients_to_engine(runtime, self.model)
         else:
@@ -189,28 +209,46 @@ class Installation:
             watch_steps(runtime, is_trusted=self.config.optimizer_is_elementwise)
         if self.loss is not None:
             mean = GlobalMean(runtime.dp, self.config.num_items_in_batch)
-            vocab_size = self.structure.vocab_size if self.structure else 0
+            vocab_size = self.tensor_structure.vocab_size if self.tensor_structure else 0
             runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=vocab_size)
-            if self.plan.has_micro_batches:
+            if self.cut is not None:
+                self._install_pipeline(self.cut, region)
+            elif self.plan.has_micro_batches:
                 split_batches(decoder, runtime, self.plan)
         for part in {id(x): x for x in (self.model, decoder)}.values():
+            if self.cut is not None:
+                refuse_generating(part)
             sample_together(part, runtime.tp, runtime.guard)
         if self.plan.recompute == "full":
             recompute_layers(decoder)
 
-    def _install_forward(self, streams: DropoutStreams) -> None:
+    def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
+        runtime = self.runtime
+        pipeline = Pipeline.open(cut, self.plan, runtime.axes, self.device)
+        outputs = StageOutputs(
+            kind=cut.order.output_kind,
+            pp=runtime.pp,
+            last=cut.last_rank,
+            gathers_logits=runtime.gathers_logits,
+            device=self.device,
+        )
+        self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region)
+
+    def _install_forward(self, streams: DropoutStreams) -> SequenceRegion | None:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
-        runtime, structure, plan = self.runtime, self.structure, self.plan
+        runtime, structure, plan = self.runtime, self.tensor_structure, self.plan
         uneven = runtime.uneven = UnevenBatches(runtime.dp, runtime.tp)
         hooked = runtime.hooked = HookedModules(
-            self.decoder, structure, sequence_parallel=plan.sequence_parallel, is_split=plan.has_micro_batches
+            self.decoder,
+            structure,
+            sequence_parallel=plan.sequence_parallel,
+            is_split=plan.has_micro_batches or plan.pp > 1,
         )
         forward = ForwardState(
             model=self.decoder,
             inner=self._callable_alone(),
             streams=streams,
-            tp=runtime.tp,
-            dp=runtime.dp,
+            axes=runtime.axes,
             guard=runtime.guard,
             comparison=runtime.comparison,
             has_sharded_loss=self._has_sharded_loss,
@@ -222,19 +260,21 @@ class Installation:
             follow=runtime.follow,
         )
         keep_documents_apart(self.decoder)
-        if structure is not None:
-            install_tensor_parallel(
-                structure,
-                runtime.tp,
-                sequence_parallel=plan.sequence_parallel,
-                streams=streams,
-                keep_logits_sharded=forward.keep_logits_sharded,
-            )
+        if structure is None:
+            return None
+        return install_tensor_parallel(
+            structure,
+            runtime.tp,
+            sequence_parallel=plan.sequence_parallel,
+            streams=streams,
+            keep_logits_sharded=forward.keep_logits_sharded,
+            is_staged=self.cut is not None,
+        )
 
     @property
     def _has_sharded_loss(self) -> bool:
         is_causal_lm = self.loss is not None and self.loss.is_causal_lm
-        return is_causal_lm and self.structure is not None and not self.config.gather_logits
+        return is_causal_lm and self.tensor_structure is not None and not self.config.gather_logits
 
     def _comparison(self) -> ReplicaComparison:
         runtime, plan = self.runtime, self.plan
@@ -257,13 +297,25 @@ class Installation:
             guard_shards(self.model, self.structure)
         if self.runtime.weights is not None:
             self.runtime.weights.guard()
-        elif self.structure is not None:
-            share_partial_gradients(self.model, self.decoder, self.structure)
+        elif self.tensor_structure is not None:
+            share_partial_gradients(self.model, self.decoder, self.tensor_structure)
 
     def _callable_alone(self) -> list[nn.Module]:
         """Return the modules that programs may call directly: transformers' base model, and the owner of the layers."""
         inner = [getattr(self.decoder, "base_model", None), None if self.structure is None else self.structure.model]
         return [module for module in inner if isinstance(module, nn.Module)]
+
+
+def cut_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan, rank: int) -> Cut | None:
+    """Return how the plan's pipeline cuts a decoder, for this rank of pp; None without a pipeline.
+
+    Raises:
+        PlanError: if the decoder cannot be cut into the plan's stages.
+    """
+    if plan.pp == 1:
+        return None
+    assert structure is not None
+    return cut_decoder(decoder, structure, plan, rank=rank)
 
 
 def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +22,7 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
-from meshwright.distribute.installation import Installation, structure_of
+from meshwright.distribute.installation import Installation, cut_of, structure_of
 from meshwright.errors import PlanError
 from meshwright.faults.guard import start_guard
 from meshwright.faults.together import succeed_together
@@ -30,7 +31,7 @@ from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.recompute import can_recompute
 from meshwright.roles.adapters import without_wrappers
@@ -102,28 +103,43 @@ def to_distributed(
         start_process_group(device, config.timeout_s)
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
     check_launch(plan)
-    if optimizer is not None and (plan.tp > 1 or plan.zero_stage > 0):
+    if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage > 0):
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
     structure = structure_of(decoder, plan, config)
-    _check_passes(plan, loss is not None, decoder)
+    _check_passes(plan, loss is not None, decoder, config.engine)
+    cut = cut_of(decoder, structure, plan, rank=0)
 
     start_process_group(device, config.timeout_s)
     check_agreement(plan)
-    tp, dp = build_axes(plan, device)
-    guard = start_guard(timeout=config.timeout_s, coordinates=f"dp={dp.rank} tp={tp.rank}")
+    axes = build_axes(plan, device)
+    guard = start_guard(timeout=config.timeout_s, coordinates=axes.coordinates)
     source = settled(config.weights)
     weights = succeed_together(lambda: InitialWeights.find(model, source))
-    if weights.equalise(model, tp, dp, device):
+    if weights.equalise(model, axes, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 
-    loader = None if dataloader is None else _make_loader(dataloader, tp, dp, device, config)
+    loader = None if dataloader is None else _make_loader(dataloader, axes, device, config)
     if loader is not None:
         loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
     runtime = Runtime(
-        tp=tp, dp=dp, parameters=[], guard=guard, plan=plan, engine=config.engine, gathers_logits=config.gather_logits
+        tp=axes.tp,
+        dp=axes.dp,
+        pp=axes.pp,
+        parameters=[],
+        guard=guard,
+        plan=plan,
+        engine=config.engine,
+        gathers_logits=config.gather_logits,
     )
     installation = Installation(
-        model=model, plan=plan, config=config, structure=structure, loss=loss, runtime=runtime, device=device
+        model=model,
+        plan=plan,
+        config=config,
+        structure=structure,
+        loss=loss,
+        runtime=runtime,
+        device=device,
+        cut=None if cut is None else dataclasses.replace(cut, rank=axes.pp.rank),
     )
     installation.distribute(optimizer, weights.make)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -144,20 +160,31 @@ def _complete(
     _check_passes(plan, runtime.loss is not None, model)
     loader = None
     if dataloader is not None:
-        loader = _make_loader(dataloader, runtime.tp, runtime.dp, device_of(model), config)
+        loader = _make_loader(dataloader, runtime.axes, device_of(model), config)
         loader.feeds_causal_lm = isinstance(runtime.loss, CausalLMLoss)
     complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
     return model, optimizer, loader
 
 
 def _make_loader(
-    dataloader: Iterable[Any], tp: Axis, dp: Axis, device: torch.device, config: ToDistributedConfig
+    dataloader: Iterable[Any], axes: Axes, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    mesh = LoaderMesh(dp=dp, peers=Peers((tp,)), device=device)
+    mesh = LoaderMesh(dp=axes.dp, peers=Peers((axes.pp, axes.tp)), device=device)
     return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
 
 
-def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module) -> None:
+def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, engine: str | None = None) -> None:
+    if plan.pp > 1 and engine is not None:
+        raise PlanError(
+            f"ParallelPlan.pp={plan.pp} with {engine}: its engine runs the backward pass of the whole model, and a "
+            "pipeline runs its own; use pp=1, or train without the engine: to_distributed(model, optimizer, loader)"
+        )
+    if plan.pp > 1 and not has_known_loss:
+        raise PlanError(
+            f"ParallelPlan.pp={plan.pp} runs the backward pass inside the model's forward, but what the loss of "
+            f"{type(model).__name__} averages over is not known. Set ToDistributedConfig(loss_averages_over='rows'), "
+            "'labels' or a callable that counts in a batch; or use pp=1"
+        )
     if plan.has_micro_batches and not has_known_loss:
         raise PlanError(
             f"the plan splits the batch into micro-batches, but what the loss of {type(model).__name__} averages over "

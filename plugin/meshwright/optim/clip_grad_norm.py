@@ -53,7 +53,7 @@ def clip_grad_norm_(
     runtime.check_synced()
     gradients = runtime.counted_gradients()
     like = runtime.parameters[0] if runtime.parameters else torch.zeros(())
-    norm = global_norm(gradients, norm_type=float(norm_type), axes=(runtime.tp, runtime.dp), like=like)
+    norm = global_norm(gradients, norm_type=float(norm_type), axes=(runtime.tp, runtime.dp, runtime.pp), like=like)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the global gradient norm of order {norm_type} is {norm.item()}, so the gradients cannot be clipped by it"

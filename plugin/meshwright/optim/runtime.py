@@ -18,7 +18,7 @@ from meshwright.errors import AlreadyDistributedError, CheckpointError
 from meshwright.faults.guard import Guard
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes, Axis
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
@@ -45,7 +45,7 @@ class Runtime:
     """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
 
     Args:
-        tp, dp: the axes, with this rank's place on them.
+        tp, dp, pp: the axes, with this rank's place on them.
         parameters: the trainable parameters.
         syncs: the objects that synchronise the gradients.
         zero: the ZeRO reduction with its sharded buckets, if any.
@@ -70,6 +70,7 @@ class Runtime:
     tp: Axis
     dp: Axis
     parameters: list[nn.Parameter]
+    pp: Axis = field(default_factory=lambda: Axis("pp"))
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
     weights: ShardedWeights | None = None
@@ -86,6 +87,11 @@ class Runtime:
     names_only: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
+
+    @property
+    def axes(self) -> Axes:
+        """All axes."""
+        return Axes(tp=self.tp, dp=self.dp, pp=self.pp)
 
     def without_gradients(self) -> Runtime:
         """Return a runtime for a copy of the model, without gradients, optimizer or weights."""
@@ -134,7 +140,7 @@ class Runtime:
             DivergenceError: if weights differ. The message lists these weights and the ranks.
             CheckpointError: if the process group was destroyed.
         """
-        if max(self.dp.size, self.tp.size) > 1 and not dist.is_initialized():
+        if max(self.dp.size, self.tp.size, self.pp.size) > 1 and not dist.is_initialized():
             raise CheckpointError(
                 "the process group was destroyed before this save, in which all ranks take part; save before "
                 "accelerator.end_training() or torch.distributed.destroy_process_group()"
@@ -165,7 +171,7 @@ class Runtime:
             self.names_only = before
 
     def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
-        """Return this rank's gradients, each with the number of (dp x tp) ranks that hold each of its elements."""
+        """Return this rank's gradients, each with the number of ranks that hold each of its elements."""
         counted: list[tuple[Tensor, Tensor | float]] = []
         held = set()
         if self.zero is not None:
@@ -181,7 +187,7 @@ class Runtime:
             if id(parameter) not in held and parameter.grad is not None:
                 record, gradient = record_of(parameter), parameter.grad.as_subclass(Tensor)
                 record.zero_padding(gradient)  # the program may have set the gradient
-                counted.append((gradient, record.copies(parameter) * self.dp.size))
+                counted.append((gradient, record.copies(parameter) * self.dp.size * record.stage_copies))
         return counted
 
     def check_synced(self, *_: Any) -> None:

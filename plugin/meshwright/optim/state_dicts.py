@@ -47,6 +47,7 @@ class _ModuleState:
     def __init__(self, module: nn.Module, runtime: Runtime):
         self.module, self.runtime = module, runtime
         self.window = Window(())
+        self.left_out: set[str] = set()  # values of parameters that other pipeline stages hold
 
     def refuse_shards(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if keep_vars or self.runtime.names_only:  # the caller wants the names or the objects, not the values
@@ -95,6 +96,10 @@ class _ModuleState:
             if value.shape != record.global_shape:
                 error_msgs.append(_mismatch(key, value, parameter, record))
                 own = None
+            elif not record.is_held:
+                self.left_out.add(key)
+                del state[key]
+                continue
             else:
                 own = record.layout.take(value.detach(), record.rank).to(parameter.device, parameter.dtype)
             if weights is not None and is_held:
@@ -108,6 +113,9 @@ class _ModuleState:
 
     def finish(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.window.close()
+        if self.left_out:
+            incompatible_keys.missing_keys[:] = [k for k in incompatible_keys.missing_keys if k not in self.left_out]
+            self.left_out = set()
         if (weights := self.runtime.weights) is not None:
             with reading_shards():
                 for parameter in module.parameters(recurse=False):

@@ -27,6 +27,7 @@ class Part:
         own: this rank's span of the flattened TP shard.
         key: the tensor for this part in ``optimizer.state`` and the groups; None if this rank steps no element.
         has_master: whether ``key`` is a float32 copy, which is stepped in place of half-precision weights.
+        is_whole: whether every rank steps all of the parameter.
     """
 
     record: ShardRecord
@@ -34,11 +35,7 @@ class Part:
     own: Span
     key: Tensor | None
     has_master: bool
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank steps all of the parameter."""
-        return not self.record.is_sharded and self.cut.is_replicated
+    is_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,12 +84,14 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
             )
         bucket = sharded.get(id(parameter))
         cut = bucket.cut(parameter) if bucket else RowLayout.replicated(parameter.shape.numel(), runtime.dp.size)
+        record = _record(name, parameter)
         parts[name] = Part(
-            record=_record(name, parameter),
+            record=record,
             cut=cut,
-            own=cut.spans[runtime.dp.rank][0],
-            key=slices.get(id(parameter)) if bucket else parameter,
+            own=cut.spans[runtime.dp.rank][0] if record.is_held else (0, 0),
+            key=None if not record.is_held else slices.get(id(parameter)) if bucket else parameter,
             has_master=bucket is not None and bucket.bucket.dtype != parameter.dtype,
+            is_whole=not record.is_sharded and cut.is_replicated and runtime.pp.size == 1,
         )
     return OptimizerParts(
         optimizer=optimizer, runtime=runtime, parts=parts, groups=[[names[id(p)] for p in group] for group in groups]

@@ -92,7 +92,11 @@ class TrainedParameters:
 
     def _new(self) -> list[nn.Parameter]:
         # Backward finishes parameters roughly in the reverse of their order.
-        return [p for p in reversed(self._watch.parameters) if p.requires_grad and id(p) not in self._known]
+        return [
+            p
+            for p in reversed(self._watch.parameters)
+            if p.requires_grad and id(p) not in self._known and record_of(p).is_held
+        ]
 
     def _take_in(self, new: list[nn.Parameter]) -> None:
         self.parameters += new

@@ -366,9 +366,9 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
 
 
 def slice_copies(piece: Slice) -> Tensor | float:
-    """Return the number of copies over the TP axis of each element of a slice."""
+    """Return the number of copies over the axes tp and pp of each element of a slice."""
     record: ShardRecord = record_of(piece.parameter)
-    copies = record.copies(piece.shard)
+    copies = record.copies(piece.shard) * record.stage_copies
     if isinstance(copies, float):
         return copies
     return copies.expand(piece.parameter.shape).flatten()[piece.start : piece.start + piece.shard.numel()]

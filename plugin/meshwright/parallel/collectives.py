@@ -42,6 +42,21 @@ class Axis:
         return self  # a copied model is on the same ranks
 
 
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """This rank's place on each axis of a plan's mesh."""
+
+    tp: Axis = Axis("tp")
+    dp: Axis = Axis("dp")
+    pp: Axis = Axis("pp")
+
+    @property
+    def coordinates(self) -> str:
+        """This rank's coordinates, for messages."""
+        axes = (self.pp, self.dp, self.tp)
+        return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name != "pp")
+
+
 Operation = Callable[[Tensor, Axis], Tensor]
 
 

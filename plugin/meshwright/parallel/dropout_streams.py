@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from meshwright.parallel.collectives import Axis, agree
+from meshwright.parallel.collectives import Axes, agree
 
 _MAX_SEED = 2**62
 
@@ -30,18 +30,19 @@ class DropoutStreams:
     On one rank the model draws from torch's own random state.
 
     Args:
-        tp: the axis whose ranks share the stream of replicated activations.
-        dp: the axis whose ranks never share a stream, since their rows differ.
+        axes: the axes. Ranks of tp share the stream of replicated activations. Ranks of dp never share a stream, since
+            their rows differ, and neither do ranks of pp, since their layers differ.
         seed: the seed of the streams, the same on every rank.
     """
 
-    def __init__(self, *, tp: Axis, dp: Axis, seed: int):
-        self.tp, self.dp = tp, dp
+    def __init__(self, *, axes: Axes, seed: int):
+        self.tp, self.dp, self.pp = axes.tp, axes.dp, axes.pp
         self._seed = seed
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
-        """Switch to the stream of a new forward pass. It differs between data-parallel ranks, not between TP ranks.
+        """Switch to the stream of a new forward pass. It differs between data-parallel ranks and between stages, not
+        between TP ranks.
 
         Args:
             device: the device on which the pass draws.
@@ -50,11 +51,13 @@ class DropoutStreams:
         Returns:
             A function that restores the previous random state.
         """
-        if self.tp.size * self.dp.size == 1 or _is_capturing(device):
+        if self.tp.size * self.dp.size * self.pp.size == 1 or _is_capturing(device):
             return _nothing
         kind = "training" if trains else "evaluation"
         self._passes[kind] += 1
         text = f"{self._seed} {kind} {self._passes[kind]} {self.dp.rank}"
+        if self.pp.size > 1:
+            text += f" pp{self.pp.rank}"
         return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)
 
     def state_dict(self) -> dict[str, int]:

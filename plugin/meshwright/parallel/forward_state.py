@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.faults.guard import Guard
+from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import scale_gradient
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.output_loss import loss_of
@@ -30,8 +31,7 @@ class ForwardState:
         model: the model.
         inner: the modules inside the model that a program may call directly, such as transformers' base model.
         streams: the model's dropout streams.
-        tp: the axis whose ranks must get the same inputs.
-        dp: the axis whose ranks share a loss.
+        axes: the axes. Ranks of tp and of pp must get the same inputs; ranks of dp share a loss.
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
         has_sharded_loss: whether the model's loss function can use sharded logits.
@@ -47,8 +47,7 @@ class ForwardState:
     model: nn.Module
     inner: Iterable[nn.Module] = ()
     streams: DropoutStreams
-    tp: Axis
-    dp: Axis
+    axes: Axes
     guard: Guard | None
     comparison: ReplicaComparison | None
     has_sharded_loss: bool
@@ -60,7 +59,8 @@ class ForwardState:
     follow: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._inputs = ComparedInputs(self.tp)
+        self.dp = self.axes.dp
+        self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.pp) if axis.size > 1]
         self._keeps_sharded = False
         self._restore: Restore | None = None
         self._outermost: nn.Module | None = None  # the module whose call is running
@@ -110,17 +110,24 @@ class ForwardState:
         if trains:
             guard.begin_step()
         statements = () if self.comparison is None else (self.comparison.statement_before_forward(),)
-        if self.tp.size > 1:
-            self._inputs.look()
+        for compared in self._inputs:
+            compared.look()
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
-                statement = self._inputs.statement(module, inputs)
-            guard.meet("forward", self.tp.group, statement, *statements)
+                statement = compared.statement(module, inputs)
+            others = statements if compared.axis.name == "tp" else self._of_stages()
+            guard.meet("forward", compared.axis.group, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
-                self._inputs.gather(inputs, guard.step)
-            if trains and self.comparison is not None:
-                self.comparison.compare_weights(self.tp)
+                compared.gather(inputs, guard.step)
+        if trains and self.comparison is not None:
+            for axis in (self.axes.tp, self.comparison.tie):
+                if axis.size > 1:
+                    self.comparison.compare_weights(axis)
         if self.dp.size > 1 and (inputs.get("labels") is not None or self.shares_weights):
             guard.meet("forward", self.dp.group, *statements)
+
+    def _of_stages(self) -> tuple[Statement, ...]:
+        """Return what the stages of a pipeline compare; one with frozen layers only has no gradients to be cleared."""
+        return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if module is not self._outermost:

@@ -1,4 +1,4 @@
-"""Compare the model inputs of tensor-parallel ranks value by value at each forward pass."""
+"""Compare, value by value, the inputs of the ranks that run one model together, at each forward pass."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
 
 ADVICE = (
-    "Each tensor-parallel rank computes a part of the sums for the same tokens. If one rank has other tokens, the sums "
-    "mix two batches. Read the data through the loader that to_distributed or shard_dataloader returned, and skip "
+    "Ranks of tp and pp compute parts of one model for the same tokens. If one rank has other tokens, the parts mix "
+    "two batches. Read the data through the loader that to_distributed or shard_dataloader returned, and skip "
     "or sample a batch on all ranks of the axis or on none:\n"
     "    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, ...)"
 )
 
 
 class ComparedInputs:
-    """Compares the tensors that the ranks of the TP axis pass to a model.
+    """Compares the tensors that the ranks of an axis pass to a model.
 
     On the CPU, the statement that the ranks compare contains a digest of each tensor's bytes. On other devices the host
     would have to wait for the digests, so they are gathered on the device and checked in the next pass.
 
     Args:
-        tp: the TP axis.
+        axis: the axis tp or pp.
     """
 
-    def __init__(self, tp: Axis):
-        self.tp = tp
+    def __init__(self, axis: Axis):
+        self.axis = axis
         self._gathered: Gathered | None = None
         self._names: list[str] = []
 
@@ -50,7 +50,7 @@ class ComparedInputs:
         late = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and _is_late(x)}
         if late:
             self._names = list(late)
-            self._gathered = Gathered(torch.stack([ordered_digest(x) for x in late.values()]), self.tp, step)
+            self._gathered = Gathered(torch.stack([ordered_digest(x) for x in late.values()]), self.axis, step)
 
     def look(self) -> None:
         """Check the digests that were gathered in the previous pass.
@@ -64,12 +64,12 @@ class ComparedInputs:
         numbers = gathered.numbers()
         differ = [name for name, column in zip(self._names, numbers.T, strict=True) if len(set(column.tolist())) > 1]
         if differ:
-            assert self.tp.group is not None
-            ranks = dist.get_process_group_ranks(self.tp.group)
+            assert self.axis.group is not None
+            ranks = dist.get_process_group_ranks(self.axis.group)
             column = numbers[:, self._names.index(differ[0])].tolist()
             shown = "; ".join(f"rank {rank}: digest {_short(value)}" for rank, value in zip(ranks, column, strict=True))
             raise DivergenceError(
-                f"tensor-parallel ranks {ranks} got different values of {', '.join(differ)} in step {gathered.step} "
+                f"{self.axis.name} ranks {ranks} got different values of {', '.join(differ)} in step {gathered.step} "
                 f"({differ[0]}: {shown}). {ADVICE}"
             )
 

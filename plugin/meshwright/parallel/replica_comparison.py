@@ -85,6 +85,7 @@ class ReplicaComparison:
 
     def __init__(self, model: nn.Module, *, tp: Axis, dp: Axis, guard: Guard, every: int, has_weights: bool):
         self.tp, self.dp, self.guard, self.every, self.has_weights = tp, dp, guard, every, has_weights
+        self.tie = Axis("tie")  # the pipeline's ranks that hold one tied weight on two stages; set by the pipeline
         self._named = list(model.named_parameters())
         self._optimizer: Optimizer | None = None
         self._steps = self._steps_seen = 0
@@ -167,7 +168,7 @@ class ReplicaComparison:
         """
         if not self.every:
             return
-        for axis in (self.tp, self.dp):
+        for axis in (self.tp, self.dp, self.tie):
             if axis.size > 1:
                 self.guard.meet("comparison of the weights", axis.group, self.statement())
                 self._look(axis)
@@ -212,6 +213,12 @@ class ReplicaComparison:
         shared: list[list[tuple[Tensor, Rows]]] = [[] for _ in range(axis.size)]
         for name, parameter in self._named:
             record: ShardRecord = parameter.meshwright  # type: ignore[attr-defined]
+            if not record.is_held or (axis is self.tie and record.stage_copies == 1):
+                continue
+            if axis is self.tie:
+                for rank in range(axis.size):
+                    shared[rank].append((parameter, Rows(name)))
+                continue
             if axis is self.dp or not record.is_sharded:
                 if axis is self.tp and not self._is_equal_over_tp(parameter, record):
                     continue

@@ -141,6 +141,9 @@ class ShardRecord:
         rank: this rank's coordinate on the TP axis.
         is_grad_partial: whether a backward pass gives each rank that holds a row only a part of the
             row's gradient (norms under sequence parallelism, replicated key/value heads).
+        is_held: whether a pipeline stage of this rank holds the parameter. If not, the parameter has zeros in its place
+            that take no memory, and no gradient.
+        holders: the ranks of pp that hold the parameter.
     """
 
     name: str
@@ -148,10 +151,18 @@ class ShardRecord:
     layout: RowLayout
     rank: int
     is_grad_partial: bool
+    is_held: bool = True
+    holders: tuple[int, ...] = (0,)
 
     @property
     def is_sharded(self) -> bool:
-        return not self.layout.is_replicated
+        """Whether this rank has only a part of the parameter, or nothing of it."""
+        return not (self.layout.is_replicated and self.is_held)
+
+    @property
+    def stage_copies(self) -> int:
+        """The number of ranks of pp that hold the parameter."""
+        return len(self.holders)
 
     def zero_padding(self, local: Tensor) -> None:
         """Set the padding rows of a shard to zero, in place."""
@@ -179,6 +190,12 @@ def record_of(parameter: Tensor) -> ShardRecord:
     record = getattr(parameter, "meshwright", None)
     assert isinstance(record, ShardRecord), "a parameter has no record, so it was not sharded"
     return record
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether this rank has values of a model's parameter or buffer; not so for those of other stages."""
+    record = getattr(tensor, "meshwright", None)
+    return record.is_held if isinstance(record, ShardRecord) else True
 
 
 def global_shape(tensor: Tensor) -> torch.Size:

@@ -37,6 +37,16 @@ def pop() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def keep(tensor: Tensor) -> Callable[[], Tensor]:
+    """Save a tensor by hand, as the hooks in place would save it, and return a function that returns it."""
+    tensor = tensor.detach()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return lambda: tensor
+    packed = hooks[0](tensor)
+    return lambda: hooks[1](packed)
+
+
 def is_checkpointing() -> bool:
     """Return whether tensors saved now go to activation checkpointing, which drops and recomputes them."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -31,6 +31,10 @@ class SequenceSharding:
         # matters only for lengths that are not divisible by tp.
         self._length = 0
 
+    def set_length(self, length: int) -> None:
+        """Set the length of the whole sequence, for a rank that receives its tokens from another pipeline stage."""
+        self._length = length
+
     def split(self, x_BSH: Tensor) -> Tensor:
         """Return this rank's tokens of a replicated activation, ``[B, L, H]``."""
         self._length = x_BSH.shape[1]

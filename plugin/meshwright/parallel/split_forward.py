@@ -9,9 +9,8 @@ gradients are reduced as they arrive, and each rank keeps its shard of their sum
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from meshwright.parallel.mean_over_ranks import TARGETS, without_targets
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.micro_batch_outputs import Pieces
 from meshwright.parallel.output_loss import loss_of
-from meshwright.parallel.shard_reads import reading_shards
+from meshwright.parallel.summed_gradients import TWICE, SummedGradients
 
 
 class SplitForward(MethodOverride):
@@ -62,13 +61,7 @@ class SplitForward(MethodOverride):
         targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
         if not (self.model.training and torch.is_grad_enabled() and targets is not None):
             return self.method(*args, **kwargs)
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                raise ValueError(
-                    f"{name} requires a gradient, but a plan with micro-batches computes gradients of the model's "
-                    "parameters only. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None), or pass "
-                    f"{name}.detach()"
-                )
+        check_inputs(batch)
         rows = targets.shape[0]
         # Every rank runs the same number of passes, since each pass's loss needs a collective.
         count = int(maximum(torch.tensor(self.count(rows), device=targets.device), self.dp))
@@ -76,10 +69,21 @@ class SplitForward(MethodOverride):
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors):
-            return _run(self.model, self.method, self.syncs, self.loss, _split(batch, rows, count), pieces)
+            return _run(self.model, self.method, self.syncs, self.loss, split_rows(batch, rows, count), pieces)
 
 
-def _split(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+def check_inputs(batch: dict[str, Any]) -> None:
+    """Raise if an input requires a gradient, which a plan with micro-batches does not compute."""
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, but a plan with micro-batches computes gradients of the model's "
+                "parameters only. Set ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None, pp=1), or "
+                f"pass {name}.detach()"
+            )
+
+
+def split_rows(batch: dict[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
     """Split all tensors with the batch's rows along dim 0. A piece without rows gets one row that no loss counts."""
 
     def rows_of(value: Any, low: int, high: int) -> Any:
@@ -124,35 +128,17 @@ class _WholeGradients:
     """The sum of the inner micro-batches' whole gradients, which autograd passes to the parameters."""
 
     def __init__(self, model: nn.Module, syncs: list[GradientSync]):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.syncs = syncs
-        self.sums: list[Tensor | None] = [None] * len(self.parameters)
+        self.sums = SummedGradients((p for p in model.parameters() if p.requires_grad), syncs)
 
     def add_from(self, loss: Tensor) -> None:
-        with contextlib.ExitStack() as stack:
-            for sync in self.syncs:
-                stack.enter_context(sync.paused())
-            stack.enter_context(_without_hooks(self.parameters))
-            stack.enter_context(reading_shards())
-            new = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        self.sums = [_add(old, grad) for old, grad in zip(self.sums, new, strict=True)]
+        parameters = self.sums.parameters
+        with self.sums.computing():
+            new = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, new, strict=True):
+            self.sums.add(parameter, gradient)
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Any:
-        with reading_shards():
-            return _AddGradients.apply(loss, other, self.sums, *self.parameters)
-
-
-@contextlib.contextmanager
-def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Turn off gradient hooks inside the context, since they run once, on the sum, as on one device."""
-    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
-    for registered, _ in hooks:
-        registered.clear()
-    try:
-        yield
-    finally:
-        for registered, before in hooks:
-            registered.update(before)
+        return self.sums.attach(loss, other)
 
 
 class _ReducedGradients:
@@ -173,39 +159,8 @@ class _ReducedGradients:
     def add(self, factor: Tensor) -> None:
         sums, self.sums = self.sums, None
         if sums is None:
-            raise RuntimeError(_TWICE)
+            raise RuntimeError(TWICE)
         self.sync.reduction.add(sums, factor)
-
-
-def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    if grad is None:
-        return total
-    # Sum in float32, since many small bf16 gradients added in bf16 lose their low bits.
-    grad = grad.float() if grad.dtype in (torch.bfloat16, torch.float16) else grad
-    return grad if total is None else total.add_(grad)
-
-
-_TWICE = (
-    "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
-    "used up the gradients of all micro-batches except the last. Call the model again before each backward"
-)
-
-
-class _AddGradients(torch.autograd.Function):
-    """Adds to a loss a number whose gradients are already computed."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss + other
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Scale these gradients in place and release them, since they are as large as all gradients of the model.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError(_TWICE)
-        return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]
 
 
 class _AddReduced(torch.autograd.Function):

@@ -58,10 +58,19 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """How one parameter is sharded, and whether the ranks that hold a row get partial gradients."""
+    """How one parameter is sharded.
+
+    Args:
+        rows: which rows each rank of tp has.
+        is_grad_partial: whether the ranks that hold a row get partial gradients.
+        is_held: whether this rank's pipeline stages hold the parameter.
+        holders: the ranks of pp that hold the parameter; several for an embedding tied to a head on another rank.
+    """
 
     rows: RowLayout
     is_grad_partial: bool
+    is_held: bool = True
+    holders: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, kw_only=True)

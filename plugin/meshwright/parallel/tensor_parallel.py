@@ -26,7 +26,7 @@ from meshwright.parallel.partial_gradients import ModelWindow
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, expanded, record_of
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.sharded_parameter import LocalGradient, guard
-from meshwright.parallel.structure import DecoderStructure
+from meshwright.parallel.structure import DecoderStructure, ParameterLayout
 from meshwright.parallel.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 # Takes a parameter and its layout; returns this rank's shard, or None if the parameter holds its values itself.
@@ -52,14 +52,22 @@ def make_shards(
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: -item[1].numel())
     for name, parameter in named:
         if id(parameter) not in shards:
-            rows = layouts[name].rows if name in layouts else _whole(parameter, axis)
+            layout = layouts[name] if name in layouts else _unsharded(parameter, axis)
+            rows = layout.rows
             record = ShardRecord(
                 name=name,
                 global_shape=parameter.shape,
                 layout=rows,
                 rank=axis.rank,
-                is_grad_partial=name in layouts and layouts[name].is_grad_partial,
+                is_grad_partial=layout.is_grad_partial,
+                is_held=layout.is_held,
+                holders=layout.holders,
             )
+            if not layout.is_held:
+                # Zeros without memory: modules before the layers run on every stage, and their result is not used.
+                absent = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+                shards[id(parameter)] = absent, record
+                continue
             shard = source(parameter, rows)
             if shard is None:
                 shard = parameter.data if rows.is_replicated else rows.take(parameter.data, axis.rank)
@@ -85,6 +93,8 @@ def attach_shards(model: nn.Module, shards: Shards) -> None:
         gradient, parameter.grad = parameter.grad, None
         _set_values(parameter, shard)
         parameter.meshwright = record  # type: ignore[attr-defined]
+        if not record.is_held:
+            continue
         if gradient is not None and record.is_sharded:
             gradient = LocalGradient.of(record.layout.take(gradient, record.rank).to(parameter.device), record)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
@@ -116,22 +126,28 @@ def install_tensor_parallel(
     sequence_parallel: bool,
     streams: DropoutStreams,
     keep_logits_sharded: Callable[[], bool],
-) -> None:
-    """Add the hooks that move activations at the borders of every block."""
+    is_staged: bool,
+) -> SequenceRegion | None:
+    """Add the hooks that move activations at the borders of every block.
+
+    Returns:
+        The region in which each rank has its own tokens, under sequence parallelism. If ``is_staged``, a pipeline's
+        stages start and end it; otherwise its own hooks do.
+    """
     words = structure.embedding.num_embeddings
-    VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
-    if structure.head is not None:
+    if record_of(structure.embedding.weight).is_held:
+        VocabParallelEmbedding(structure.embedding, RowLayout.padded(words, axis.size), axis)
+    if structure.head is not None and record_of(structure.head.weight).is_held:
         VocabParallelHead(structure.head, structure.vocab_size, axis, keep_logits_sharded)
     sequence = SequenceSharding(axis) if sequence_parallel else None
     for layer in structure.layers:
-        layer.register_forward_pre_hook(_refuse_second_activations, with_kwargs=True)
+        layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
     for block in structure.blocks:
         BlockHooks(block, axis, sequence, streams)
         localise_attributes(block)
         for norm, rows in block.wide_norms:
             _WideNorm(norm, rows, axis)
-    if sequence is not None:
-        _SequenceRegion(structure, sequence, streams)
+    return None if sequence is None else SequenceRegion(structure, sequence, streams, is_staged=is_staged)
 
 
 def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:
@@ -169,11 +185,12 @@ def share_partial_gradients(model: nn.Module, decoder: nn.Module, structure: Dec
         window.over(module)
 
 
-def _whole(parameter: Tensor, axis: Axis) -> RowLayout:
-    return RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, axis.size)
+def _unsharded(parameter: Tensor, axis: Axis) -> ParameterLayout:
+    rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, axis.size)
+    return ParameterLayout(rows=rows, is_grad_partial=False)
 
 
-class _SequenceRegion:
+class SequenceRegion:
     """The region from the first layer's input to the final norm's output, in which each rank has its own tokens.
 
     It starts after the embedding because models derive positions and masks from the embedding's full
@@ -181,28 +198,63 @@ class _SequenceRegion:
     norm, it ends with the last layer.
     """
 
-    def __init__(self, structure: DecoderStructure, sequence: SequenceSharding, streams: DropoutStreams):
+    def __init__(
+        self, structure: DecoderStructure, sequence: SequenceSharding, streams: DropoutStreams, *, is_staged: bool
+    ):
         self.sequence, self.streams = sequence, streams
         self._is_open = False
         self._restore: Restore | None = None
         self._restore_recomputed: Restore | None = None
-        structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
-        structure.layers[0].register_forward_hook(self._end_recomputation, always_call=True)
+        if not is_staged:
+            structure.layers[0].register_forward_pre_hook(self._start, with_kwargs=True)
+            structure.layers[0].register_forward_hook(self._end_recomputation, always_call=True)
         (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
         structure.model.register_forward_hook(self._check_ended)
 
     def _start(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x, put_back = hidden_states(args, kwargs)
+        self._open(x)
+        return put_back(self.sequence.split(x))
+
+    def _open(self, x: Tensor) -> None:
         restore = self.streams.enter_shard(x)
         if in_backward():  # activation checkpointing recomputes only this layer
             self._restore_recomputed = restore
         else:
             self._restore, self._is_open = restore, True
-        return put_back(self.sequence.split(x))
 
-    def _end_recomputation(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def run_first(
+        self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, length: int | None
+    ) -> Any:
+        """Run the first layer of a pipeline stage, which starts the region.
+
+        Args:
+            own: the layer's forward.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            length: the length of the whole sequence, if the hidden states are this rank's tokens already; None on the
+                first stage, where they are split.
+        """
+        if length is None:
+            args, kwargs = self._start(None, args, kwargs)
+        else:
+            self.sequence.set_length(length)
+            self._open(hidden_states(args, kwargs)[0])
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._end_recomputation(None, (), None)
+
+    def end_stage(self) -> None:
+        """End the region at the end of a pipeline stage that is not the last."""
+        self._is_open = False
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def _end_recomputation(self, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
         if self._restore_recomputed is not None:
             self._restore_recomputed()
             self._restore_recomputed = None
@@ -210,10 +262,7 @@ class _SequenceRegion:
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._is_open:  # a norm that the model applies to its embeddings too
             return output
-        self._is_open = False
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        self.end_stage()
         if isinstance(output, Tensor):
             return self.sequence.unsplit(output)
         return (self.sequence.unsplit(output[0]), *output[1:])
@@ -228,7 +277,7 @@ class _SequenceRegion:
             )
 
 
-def _refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a layer gets a second input with a gradient, since each rank would have only a part of that gradient."""
     if not torch.is_grad_enabled():
         return

@@ -44,7 +44,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds for a part of the model and one micro-batch: by kind of work, and in total for forward and backward."""
+    """Seconds for a part of the model and one micro-batch: by kind of work, and in total for forward and backward.
+
+    ``weight_grad`` is the part of ``backward`` that computes the gradients of the weights.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -54,3 +57,4 @@ class Work:
     context: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
+    weight_grad: float = 0.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from meshwright.errors import PlanError
+from meshwright.pipeline.partition import even_stages
+from meshwright.pipeline.schedule import SPLIT_BACKWARD, stages_of_rank
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8"]
@@ -84,13 +86,15 @@ class Candidate:
         sequence_parallel: whether to shard the activations between blocks over tp too.
         cp: context-parallel size.
         ring: whether context parallelism exchanges keys and values in a ring, rather than by all-to-all (Ulysses).
-        pp: number of pipeline stages.
-        interleave: number of chunks of layers per stage.
+        pp: number of ranks in the pipeline.
+        schedule: the order of the forwards and backwards, one of ``meshwright.pipeline.schedule.SCHEDULES``.
+        chunks: number of virtual stages of each rank.
+        stages: number of layers of each virtual stage; None for the same number, as far as the layers divide.
         micro_batch: sequences that one data-parallel rank runs at once.
         accumulation: micro-batches per step.
         zero_stage: what ZeRO shards: 1 the optimizer state, 2 gradients too, 3 weights too.
-        recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each stage.
-        recomputed: number of layers per stage to recompute with recompute="full"; None for all.
+        recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each rank.
+        recomputed: number of layers per rank to recompute with recompute="full"; None for all.
 
     Example:
         >>> Candidate(replicate=4, tp=2, micro_batch=1, accumulation=8).global_batch
@@ -104,7 +108,9 @@ class Candidate:
     cp: int = 1
     ring: bool = True
     pp: int = 1
-    interleave: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    stages: tuple[int, ...] | None = None
     micro_batch: int = 1
     accumulation: int = 1
     zero_stage: int = 0
@@ -124,6 +130,11 @@ class Candidate:
         return self.dp * self.micro_batch * self.accumulation
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of the weights are computed apart from those of the activations."""
+        return self.pp > 1 and self.schedule in SPLIT_BACKWARD
+
+    @property
     def runs_today(self) -> bool:
         """Whether this version's runtime can run the plan."""
         return (
@@ -140,6 +151,8 @@ class Candidate:
         Example:
             >>> Candidate(shard=8, tp=2, sequence_parallel=True, zero_stage=1, recompute="full").label
             'dp8 tp2+sp zero1 mb1x1 recompute=full'
+        >>> Candidate(pp=4, schedule="zb-h1", stages=(3, 3, 3, 2), accumulation=8).label
+        'dp1 pp4(zb-h1) stages=3x3-2 zero0 mb1x8'
         """
         parts = [f"dp{self.dp}" + (f"({self.replicate}x{self.shard})" if self.replicate > 1 < self.shard else "")]
         if self.tp > 1:
@@ -147,7 +160,11 @@ class Candidate:
         if self.cp > 1:
             parts.append(f"cp{self.cp}" + ("" if self.ring else "(ulysses)"))
         if self.pp > 1:
-            parts.append(f"pp{self.pp}" + (f"x{self.interleave}" if self.interleave > 1 else ""))
+            kind = f"x{self.chunks}" if self.schedule == "interleaved" else f"({self.schedule})"
+            parts.append(f"pp{self.pp}" + ("" if self.schedule == "1f1b" else kind))
+        if self.stages is not None:
+            runs = ((count, len(list(run))) for count, run in itertools.groupby(self.stages))
+            parts.append("stages=" + "-".join(str(count) + (f"x{times}" if times > 1 else "") for count, times in runs))
         parts.append(f"zero{self.zero_stage}")
         parts.append(f"mb{self.micro_batch}x{self.accumulation}")
         if self.recompute != "none":
@@ -156,32 +173,34 @@ class Candidate:
         return " ".join(parts)
 
 
-@lru_cache(maxsize=1024)
-def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, as even as possible.
-
-    Extra layers go to the inner stages first, since the first and the last stage hold the vocabulary.
+def stage_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
+    """Return the number of layers of each virtual stage.
 
     Example:
-        >>> stage_layers(70, 12)
-        (5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5)
+        >>> stage_layers(Candidate(pp=2, schedule="interleaved", chunks=2), 8)
+        (2, 2, 2, 2)
     """
-    small, extra = divmod(layers, stages)
-    counts = [small] * stages
-    # The last stage is the last to get an extra layer, since the head costs more than the embedding.
-    for index in sorted(range(stages), key=lambda i: (i == stages - 1, i == 0, i))[:extra]:
-        counts[index] += 1
-    return tuple(counts)
+    return candidate.stages or even_stages(layers, candidate.pp * candidate.chunks)
 
 
-def layers_of(candidate: Candidate, layers: int) -> tuple[int, ...]:
-    """Return the number of layers of each pipeline stage."""
-    return stage_layers(layers, candidate.pp)
+def rank_layers(candidate: Candidate, layers: int) -> tuple[int, ...]:
+    """Return the number of layers of each rank of the pipeline.
+
+    Example:
+        >>> rank_layers(Candidate(pp=2, schedule="zbv", chunks=2, stages=(1, 2, 3, 4)), 10)
+        (5, 5)
+    """
+    return _rank_layers(candidate.schedule, candidate.pp, candidate.chunks, stage_layers(candidate, layers))
+
+
+@lru_cache(maxsize=1024)
+def _rank_layers(schedule: str, p: int, v: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sum(counts[stage] for stage in stages_of_rank(schedule, rank, p, v)) for rank in range(p))
 
 
 def recomputed_share(candidate: Candidate, layers: int) -> float:
-    """Return the share of a stage's layers that backward recomputes in full."""
+    """Return the share of a rank's layers that backward recomputes in full."""
     if candidate.recompute != "full":
         return 0.0
-    held = math.ceil(layers / candidate.pp)
+    held = max(rank_layers(candidate, layers))
     return 1.0 if candidate.recomputed is None else min(1.0, candidate.recomputed / held)

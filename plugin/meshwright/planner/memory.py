@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
-from meshwright.planner.candidate import Candidate, Job, layers_of
+from meshwright.planner.candidate import Candidate, Job, rank_layers, stage_layers
 from meshwright.planner.footprint import footprint
 from meshwright.planner.shapes import ModelShape
 
@@ -30,7 +31,7 @@ class Memory:
         working: the temporary tensors of the running layer and of the optimizer step.
         communication: the communicators and the gradient buckets.
         slack: the device's context, and the unfilled parts of the allocator's blocks.
-        stage: index of the pipeline stage.
+        stage: the rank in the pipeline.
     """
 
     weights: float
@@ -77,17 +78,62 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     return saved_activations(shape, plan, seq_len=job.seq_len // plan.cp, element_bytes=job.activation_bytes)
 
 
-def in_flight(plan: Candidate, stage: int) -> float:
-    """Return the number of micro-batches whose activations a stage holds; an interleaved chunk counts 1 / interleave.
+def pending_weight_grads(shape: ModelShape, plan: Candidate, job: Job) -> float:
+    """Return the bytes that one layer holds of a micro-batch of which only the gradients of the weights are missing.
+
+    These are the input of each matmul and the gradient of its output; the rest of the layer is freed before.
 
     Example:
-        >>> in_flight(Candidate(pp=4, accumulation=16), 0)
-        4
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> job = Job(seq_len=2048, global_batch=1)
+        >>> round(pending_weight_grads(shape, Candidate(), job) / (2048 * 4096), 2)
+        32.12
     """
-    if plan.interleave == 1:
-        return min(plan.accumulation, plan.pp - stage)
-    warm = 2 * (plan.pp - stage - 1) + (plan.interleave - 1) * plan.pp + 1
-    return min(plan.accumulation * plan.interleave, warm) / plan.interleave
+    rows, t = plan.micro_batch * job.seq_len / plan.cp, plan.tp
+    split = t if plan.sequence_parallel else 1
+    query, keys, inner = shape.query_width / t, shape.local_kv_width(t), shape.ffn / t
+    inputs = 2 * shape.hidden / split + query + inner
+    gradients = query + 2 * keys + inner * (2 if shape.gated else 1) + 2 * shape.hidden / split
+    return rows * job.activation_bytes * (inputs + gradients)
+
+
+def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) -> float:
+    """Return the bytes of the activations that a rank of the pipeline holds at most, of all micro-batches in flight.
+
+    Example:
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> job = Job(seq_len=2048, global_batch=16)
+        >>> held = [held_activations(shape, Candidate(pp=4, accumulation=16), job, rank) for rank in range(4)]
+        >>> [value / held[-1] for value in held]
+        [4.0, 3.0, 2.0, 1.0]
+    """
+    saved = _saved(shape, plan, job)
+    held = rank_layers(plan, shape.layers)[rank]
+    again = 0 if plan.recompute != "full" else held if plan.recomputed is None else min(held, plan.recomputed)
+    layer = (again * saved.kept + (held - again) * saved.layer) / held
+    pending = pending_weight_grads(shape, plan, job) if plan.splits_backward else 0.0
+    p, v = plan.pp, plan.chunks
+    if p == 1:
+        return held * layer
+    counts = stage_layers(plan, shape.layers)
+    layers = [counts[stage] for stage in stages_of_rank(plan.schedule, rank, p, v)]
+    return max(
+        sum(
+            count * (active * layer + waiting * pending)
+            for count, (active, waiting) in zip(layers, moment, strict=True)
+        )
+        for moment in _most_held(plan)[rank]
+    )
+
+
+def _most_held(plan: Candidate) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+    p, m = plan.pp, plan.accumulation
+    if plan.schedule == "gpipe":
+        return ((((m, 0),),),) * p
+    # In the steady state no rank holds more than at the end of its warm-up, so a shorter step holds as much.
+    return most_held(plan.schedule, p, plan.chunks, min(m, 3 * p + m % p))
 
 
 def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
@@ -112,13 +158,13 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
 
 
 def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Memory:
-    """Return the peak memory of one rank of a pipeline stage."""
+    """Return the peak memory of one device of a rank of the pipeline."""
     if job.own_runtime and plan.runs_today:
         return runtime_memory(shape, plan, job)
-    t, layers = plan.tp, layers_of(plan, shape.layers)[stage]
+    t, layers = plan.tp, rank_layers(plan, shape.layers)[stage]
     replicated = layers * shape.norm_parameters + shape.hidden
     split = layers * (shape.layer_parameters - shape.norm_parameters)
-    first, last = stage == 0, stage == plan.pp - 1
+    first, last = stage == 0, stage == rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
     split += shape.embedding_parameters if first else 0
     if last and (not first or not shape.tied):
         split += shape.vocab * shape.hidden
@@ -129,10 +175,9 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     optimizer = elements * _optimizer_bytes(plan, job) / sharded
 
     saved = _saved(shape, plan, job)
-    whole, kept = saved.layer, saved.kept
-    again = 0 if plan.recompute != "full" else layers if plan.recomputed is None else min(layers, plan.recomputed)
-    activations = in_flight(plan, stage) * (again * kept + (layers - again) * whole)
-    working = whole if again else 0.5 * whole
+    again = plan.recompute == "full" and plan.recomputed != 0
+    activations = held_activations(shape, plan, job, stage)
+    working = saved.layer if again else 0.5 * saved.layer
     logits = 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
     if last:
@@ -165,7 +210,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
 
 
 def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
-    """Return the memory of the pipeline stage that needs the most.
+    """Return the memory of the rank of the pipeline that needs the most.
 
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -175,7 +220,9 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
         >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
         True
     """
-    stages = range(plan.pp) if plan.pp <= 2 else (0, 1, plan.pp - 1)
+    # If the layers divide evenly, as far as they can, the ranks after the second need less than it, but for the last.
+    uneven = plan.stages is not None or (plan.chunks > 1 and shape.layers % (plan.pp * plan.chunks))
+    stages = range(plan.pp) if plan.pp <= 2 or uneven else (0, 1, plan.pp - 1)
     return max((stage_memory(shape, plan, job, stage) for stage in stages), key=lambda memory: memory.total)
 
 

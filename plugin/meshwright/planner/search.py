@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import PlanError
 from meshwright.planner.breakdown import StepTime
-from meshwright.planner.candidate import Candidate, Job, layers_of
+from meshwright.planner.candidate import Candidate, Job, rank_layers
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory, peak_memory
 from meshwright.planner.shapes import ModelShape
@@ -109,6 +109,12 @@ def search(
                     tightest[name] = (plan, memory)
             if is_fit:
                 bounded.append((model.bound(plan, job), len(bounded), plan, memory))
+                uneven = model.balanced(plan, job) if plan.pp > 1 else None
+                if uneven is not None:
+                    considered += 1
+                    memory = peak_memory(shape, uneven, job)
+                    if memory.total <= budget:
+                        bounded.append((model.bound(uneven, job), len(bounded), uneven, memory))
     if not considered:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(space.pruned.items(), 6))
         raise PlanError(
@@ -161,7 +167,7 @@ def _fitting(space: Space, region: Region, budget: float) -> Iterator[tuple[Cand
         any_fits = False
         for zero in space.zero(region):
             weighed = 0
-            for kind in space.recompute():
+            for kind in space.recompute(region):
                 plan = space.candidate(region, micro, zero, kind)
                 memory = peak_memory(shape, plan, job)
                 weighed += 1
@@ -181,7 +187,7 @@ def _fewest_recomputed(space: Space, plan: Candidate, memory: Memory, budget: fl
 
     Each recomputed layer takes time.
     """
-    low, high, weighed = 0, max(layers_of(plan, space.shape.layers)), 0
+    low, high, weighed = 0, max(rank_layers(plan, space.shape.layers)), 0
     best = (plan, memory)
     fields = vars(plan)
     while high - low > 1:

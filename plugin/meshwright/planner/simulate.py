@@ -1,169 +1,172 @@
-"""Event simulation of a pipeline schedule, since a closed formula for the bubble is wrong for uneven stages."""
+"""Simulation of a pipeline schedule, since a closed formula for the bubble is wrong for uneven stages.
+
+The simulated lists of operations are those that the runtime executes, from ``meshwright.pipeline.schedule``.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-Op = tuple[bool, int, int]  # (is forward, chunk on this stage, micro-batch)
-_Ready = list[list[float]]  # arrival times of the inputs, by virtual stage and micro-batch
+from meshwright.pipeline.schedule import Kind, Operation, rank_of_stage, rank_operations
+
+_KINDS = tuple(Kind)
+_PERIODS = 8  # after so many times ``ranks`` micro-batches, a pipeline of even stages and a slower last one is periodic
+_Step = tuple[int, int, int, int, bool]  # rank, kind, virtual stage, index of the step it waits for, over the network?
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A schedule, and the seconds of one micro-batch on each of its virtual stages.
+
+    Args:
+        schedule: one of ``meshwright.pipeline.schedule.SCHEDULES``.
+        ranks: number of ranks in the pipeline.
+        forward: seconds of the forward on each virtual stage.
+        input_grad: seconds of the backward on each virtual stage, without the gradients of the weights.
+        weight_grad: seconds of the gradients of the weights on each virtual stage.
+        transfer: seconds to send activations, or their gradient, to another rank.
+
+    Example:
+        >>> Pipeline(schedule="1f1b", ranks=2, forward=(1.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0)).chunks
+        1
+    """
+
+    schedule: str
+    ranks: int
+    forward: tuple[float, ...]
+    input_grad: tuple[float, ...]
+    weight_grad: tuple[float, ...]
+    transfer: float = 0.0
+
+    @property
+    def chunks(self) -> int:
+        return len(self.forward) // self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One forward or backward of a schedule.
+    """One operation of a simulated schedule.
 
     Args:
-        stage: index of the pipeline stage.
-        chunk: index of the stage's chunk of layers.
-        micro_batch: index of the micro-batch.
-        is_forward: whether the event is a forward; if not, it is a backward.
+        rank: the rank that runs it.
+        operation: what it runs.
         start, end: seconds since the step began.
     """
 
-    stage: int
-    chunk: int
-    micro_batch: int
-    is_forward: bool
+    rank: int
+    operation: Operation
     start: float
     end: float
 
 
-@lru_cache(maxsize=256)
-def stage_order(stage: int, stages: int, micro_batches: int, interleave: int = 1) -> tuple[Op, ...]:
-    """Return the order in which one stage runs its forwards and backwards: 1F1B, or interleaved 1F1B.
-
-    The interleaved order is Megatron-LM's (Narayanan et al. 2021): micro-batches go through the chunks in groups of
-    ``stages`` micro-batches.
-
-    Example:
-        >>> [("F" if forward else "B") + str(micro) for forward, _, micro in stage_order(1, 2, 3)]
-        ['F0', 'B0', 'F1', 'B1', 'F2', 'B2']
-    """
-    total = micro_batches * interleave
-    if interleave == 1:
-        warm = min(stages - stage - 1, total)
-    else:
-        warm = min(total, 2 * (stages - stage - 1) + (interleave - 1) * stages)
-    width = stages if interleave > 1 else micro_batches
-    visits = [
-        (chunk, micro)
-        for start in range(0, micro_batches, width)
-        for chunk in range(interleave)
-        for micro in range(start, min(start + width, micro_batches))
-    ]
-    forwards: list[Op] = [(True, chunk, micro) for chunk, micro in visits]
-    backwards: list[Op] = [(False, interleave - 1 - chunk, micro) for chunk, micro in visits]
-    steady = itertools.chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
-    return (*forwards[:warm], *steady, *backwards[total - warm :])
-
-
-def pipeline_time(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    micro_batches: int,
-    *,
-    interleave: int = 1,
-    transfer: float = 0.0,
-) -> float:
-    """Return the seconds from the first forward to the last backward of a pipeline.
+def pipeline_time(pipeline: Pipeline, micro_batches: int) -> float:
+    """Return the seconds from the first forward to the end of the last operation of a step.
 
     Args:
-        forward: seconds of one micro-batch's forward on each stage, summed over the stage's chunks.
-        backward: seconds of one micro-batch's backward on each stage, summed over the stage's chunks.
+        pipeline: the schedule and its times.
         micro_batches: micro-batches per step.
-        interleave: chunks per stage.
-        transfer: seconds to send activations to the next stage.
 
     Example:
-        >>> pipeline_time([1.0, 1.0], [2.0, 2.0], 4)
+        >>> two = Pipeline(schedule="1f1b", ranks=2, forward=(1.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0))
+        >>> pipeline_time(two, 4)
         15.0
     """
-    stages = len(forward)
-    if stages == 1:
-        return micro_batches * (forward[0] + backward[0])
     # Between warm-up and drain a schedule repeats itself, so its time is extrapolated from two shorter schedules.
-    short = stages * max(4, 12 // interleave)
-    if micro_batches > short + stages:
-        rest = micro_batches % stages
-        base = _simulate(tuple(forward), tuple(backward), short + rest, interleave, transfer)
-        longer = _simulate(tuple(forward), tuple(backward), short + rest + stages, interleave, transfer)
-        return base + (micro_batches - short - rest) // stages * (longer - base)
-    return _simulate(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
+    period = pipeline.ranks
+    short = period * _PERIODS
+    if micro_batches > short + period:
+        rest = micro_batches % period
+        base = max(_ends(pipeline, short + rest))
+        longer = max(_ends(pipeline, short + rest + period))
+        return base + (micro_batches - short - rest) // period * (longer - base)
+    return max(_ends(pipeline, micro_batches))
 
 
-def pipeline_events(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    micro_batches: int,
-    *,
-    interleave: int = 1,
-    transfer: float = 0.0,
-) -> Iterator[Event]:
-    """Yield every forward and backward of a schedule, stage by stage, in the order in which the stage runs them.
+def pipeline_events(pipeline: Pipeline, micro_batches: int) -> Iterator[Event]:
+    """Yield every operation of a step, rank by rank, in the order in which the rank runs them.
 
     Args:
-        forward, backward, micro_batches, interleave, transfer: as in ``pipeline_time``.
+        pipeline, micro_batches: as in ``pipeline_time``.
 
     Example:
-        >>> events = list(pipeline_events([1.0, 1.0], [2.0, 2.0], 4))
+        >>> two = Pipeline(schedule="1f1b", ranks=2, forward=(1.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0))
+        >>> events = list(pipeline_events(two, 4))
         >>> len(events), max(event.end for event in events)
         (16, 15.0)
     """
-    stages = len(forward)
-    _, ready_f, ready_b = _run(tuple(forward), tuple(backward), micro_batches, interleave, transfer)
-    for stage in range(stages):
-        now = 0.0
-        for is_forward, chunk, micro in stage_order(stage, stages, micro_batches, interleave):
-            start = max(now, (ready_f if is_forward else ready_b)[chunk * stages + stage][micro])
-            now = start + (forward if is_forward else backward)[stage] / interleave
-            yield Event(stage=stage, chunk=chunk, micro_batch=micro, is_forward=is_forward, start=start, end=now)
+    steps = _steps(pipeline.schedule, pipeline.ranks, pipeline.chunks, micro_batches)
+    ends = _ends(pipeline, micro_batches)
+    seconds = _seconds(pipeline)
+    by_rank: list[list[tuple[float, float]]] = [[] for _ in range(pipeline.ranks)]
+    for (rank, kind, stage, _, _), end in zip(steps, ends, strict=True):
+        by_rank[rank].append((end - seconds[kind][stage], end))
+    lists = rank_operations(pipeline.schedule, pipeline.ranks, pipeline.chunks, micro_batches)
+    for rank, operations in enumerate(lists):
+        for operation, (start, end) in zip(operations, by_rank[rank], strict=True):
+            yield Event(rank=rank, operation=operation, start=start, end=end)
 
 
-def _simulate(
-    forward: tuple[float, ...], backward: tuple[float, ...], micro_batches: int, interleave: int, transfer: float
-) -> float:
-    return _run(forward, backward, micro_batches, interleave, transfer)[0]
+def _seconds(pipeline: Pipeline) -> list[tuple[float, ...]]:
+    """Return the seconds of each virtual stage, by kind of operation."""
+    whole = tuple(i + w for i, w in zip(pipeline.input_grad, pipeline.weight_grad, strict=True))
+    of_kind = {
+        Kind.FORWARD: pipeline.forward,
+        Kind.BACKWARD: whole,
+        Kind.INPUT_GRAD: pipeline.input_grad,
+        Kind.WEIGHT_GRAD: pipeline.weight_grad,
+    }
+    return [of_kind[kind] for kind in _KINDS]
 
 
-def _run(
-    forward: tuple[float, ...], backward: tuple[float, ...], micro_batches: int, interleave: int, transfer: float
-) -> tuple[float, _Ready, _Ready]:
-    stages = len(forward)
-    orders = [stage_order(stage, stages, micro_batches, interleave) for stage in range(stages)]
-    last = stages * interleave - 1
-    # The first forward and the first backward of each micro-batch need no transfer.
-    ready_forward = [[-1.0] * micro_batches for _ in range(last + 1)]
-    ready_backward = [[-1.0] * micro_batches for _ in range(last + 1)]
-    ready_forward[0] = [0.0] * micro_batches
-    clock = [0.0] * stages
-    cursor = [0] * stages
-    left = sum(len(order) for order in orders)
-    times_f = [value / interleave for value in forward]
-    times_b = [value / interleave for value in backward]
-    while left:
-        before = left
-        for stage in range(stages):
-            order, at, now = orders[stage], cursor[stage], clock[stage]
-            while at < len(order):
-                is_forward, chunk, micro = order[at]
-                virtual = chunk * stages + stage
-                ready = (ready_forward if is_forward else ready_backward)[virtual][micro]
-                if ready < 0:
-                    break
-                now = max(now, ready) + (times_f[stage] if is_forward else times_b[stage])
-                if is_forward:
-                    if virtual < last:
-                        ready_forward[virtual + 1][micro] = now + transfer
-                    else:
-                        ready_backward[virtual][micro] = now
-                elif virtual:
-                    ready_backward[virtual - 1][micro] = now + transfer
-                at += 1
-            left -= at - cursor[stage]
-            cursor[stage], clock[stage] = at, now
-        if left == before:
-            raise AssertionError("the pipeline schedule has a deadlock")
-    return max(clock), ready_forward, ready_backward
+def _ends(pipeline: Pipeline, micro_batches: int) -> list[float]:
+    """Return when each step of ``_steps`` ends."""
+    seconds, transfer = _seconds(pipeline), pipeline.transfer
+    clock = [0.0] * pipeline.ranks
+    ends: list[float] = []
+    for rank, kind, stage, source, is_sent in _steps(pipeline.schedule, pipeline.ranks, pipeline.chunks, micro_batches):
+        start = clock[rank]
+        if source >= 0:
+            ready = ends[source] + transfer if is_sent else ends[source]
+            if ready > start:
+                start = ready
+        clock[rank] = start + seconds[kind][stage]
+        ends.append(clock[rank])
+    return ends
+
+
+@lru_cache(maxsize=32)
+def _steps(schedule: str, p: int, v: int, m: int) -> tuple[_Step, ...]:
+    """Return the operations of all ranks in an order in which each follows the one that makes its input.
+
+    Whatever the times are, they can be computed in this order.
+    """
+    lists = rank_operations(schedule, p, v, m)
+    last = p * v - 1
+    steps: list[_Step] = []
+    made: dict[tuple[bool, int, int], int] = {}  # (is forward, virtual stage, micro-batch) -> index of its step
+    cursor = [0] * p
+    is_stuck = False
+    while not is_stuck:
+        is_stuck = True
+        for rank, operations in enumerate(lists):
+            while cursor[rank] < len(operations):
+                operation = operations[cursor[rank]]
+                stage, is_forward = operation.stage, operation.kind is Kind.FORWARD
+                source, is_sent = -1, False
+                if operation.kind is not Kind.WEIGHT_GRAD and not (is_forward and stage == 0):
+                    # A forward needs the activations of the stage before, a backward the gradient of the stage after.
+                    # The last stage's backward follows its own forward.
+                    before = stage - 1 if is_forward else stage if stage == last else stage + 1
+                    found = made.get((is_forward or stage == last, before, operation.micro_batch))
+                    if found is None:
+                        break
+                    source, is_sent = found, rank_of_stage(schedule, before, p) != rank
+                if operation.kind is not Kind.WEIGHT_GRAD:
+                    made[is_forward, stage, operation.micro_batch] = len(steps)
+                steps.append((rank, _KINDS.index(operation.kind), stage, source, is_sent))
+                cursor[rank] += 1
+                is_stuck = False
+    assert len(steps) == sum(map(len, lists)), f"{schedule} with p={p}, v={v}, m={m} has a deadlock"
+    return tuple(steps)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from meshwright.pipeline.schedule import SPLIT_BACKWARD
 from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
 FUTURE = "this version cannot run it; --allow-future plans it anyway"
+GIVEN = "never picked in this version, but a plain loop runs it if given; --allow-future plans it"
 _CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
 _CONTEXT = 64  # largest context-parallel size
 
@@ -20,7 +22,7 @@ class Region:
 
     Args:
         dp: data-parallel size.
-        tp, cp, ring, pp, interleave: as in ``Candidate``.
+        tp, cp, ring, pp, schedule, chunks: as in ``Candidate``.
     """
 
     dp: int
@@ -28,7 +30,8 @@ class Region:
     cp: int = 1
     ring: bool = True
     pp: int = 1
-    interleave: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
 
 
 @dataclass(kw_only=True)
@@ -86,14 +89,14 @@ class Space:
                                 f"cp={cp}(ulysses)", f"{self.shape.heads} heads over tp={tp} are not divisible by {cp}"
                             )
                             continue
-                        for interleave in self._interleaves(pp, self.job.global_batch // dp):
-                            yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, interleave=interleave)
+                        for schedule, chunks in self._schedules(pp, self.job.global_batch // dp):
+                            yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, schedule=schedule, chunks=chunks)
 
     def micro_batches(self, region: Region) -> list[int]:
         """Return the micro-batch sizes that divide a rank's sequences and leave enough micro-batches for a pipeline."""
         rows = self.job.global_batch // region.dp
         sizes = [size for size in divisors(rows) if rows // size >= region.pp or size == 1]
-        if region.interleave > 1:
+        if region.schedule == "interleaved":
             sizes = [size for size in sizes if rows // size % region.pp == 0]
         return sizes
 
@@ -114,8 +117,13 @@ class Space:
                 )
         return ways
 
-    def recompute(self) -> tuple[Recompute, ...]:
+    def recompute(self, region: Region) -> tuple[Recompute, ...]:
         """Return the kinds of recompute, the fastest first."""
+        if region.schedule in SPLIT_BACKWARD:
+            self.pruned.setdefault(
+                "recompute=full with zb-h1 or zbv", "the gradients of the weights would need the layer once more"
+            )
+            return ("none", "selective")
         return ("none", "selective", "full") if self.allow_future else ("none", "full")
 
     def candidate(
@@ -136,7 +144,8 @@ class Space:
             cp=region.cp,
             ring=region.ring,
             pp=region.pp,
-            interleave=region.interleave,
+            schedule=region.schedule,
+            chunks=region.chunks,
             micro_batch=micro_batch,
             accumulation=self.job.global_batch // (region.dp * micro_batch),
             zero_stage=stage,
@@ -177,7 +186,7 @@ class Space:
         if pp == 1:
             return None
         if not self.allow_future:
-            return FUTURE
+            return GIVEN
         if pp > self.shape.layers:
             return f"more stages than the {self.shape.layers} layers"
         # Uneven stages are legal, but all stages wait for the longest. Allow them if little time is idle.
@@ -187,12 +196,18 @@ class Space:
             return f"{self.shape.layers} layers over {pp} stages leave the stages idle for {idle:.0%} of the time"
         return None
 
-    def _interleaves(self, pp: int, rows: int) -> list[int]:
+    def _schedules(self, pp: int, rows: int) -> list[tuple[str, int]]:
+        """Return the schedules of a pipeline with the virtual stages of each rank."""
         if pp == 1:
-            return [1]
-        if self.shape.layers % pp or pp == 2:
-            return [1]
-        return [v for v in divisors(self.shape.layers // pp) if v <= _CHUNKS and (v == 1 or rows % pp == 0)]
+            return [("1f1b", 1)]
+        self.pruned.setdefault("schedule=gpipe", "takes as long as 1f1b and holds the activations of every micro-batch")
+        found = [("1f1b", 1), ("zb-h1", 1)]
+        if self.shape.layers >= 2 * pp:
+            found.append(("zbv", 2))
+        if self.shape.layers % pp == 0 and pp > 2 and rows % pp == 0:
+            chunks = [v for v in divisors(self.shape.layers // pp) if 1 < v <= _CHUNKS]
+            found += [("interleaved", v) for v in chunks]
+        return found
 
 
 def divisors(number: int) -> list[int]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
+from meshwright.pipeline.partition import balanced_stages, even_stages
+from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.breakdown import StepTime, Work
-from meshwright.planner.candidate import Candidate, Job, layers_of, recomputed_share
+from meshwright.planner.candidate import Candidate, Job, rank_layers, recomputed_share, stage_layers
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
-from meshwright.planner.simulate import pipeline_time
+from meshwright.planner.simulate import Pipeline, pipeline_time
 
 _TILE = 128  # size of a matmul's tile in each of its three dims
 _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
@@ -80,7 +84,8 @@ class StepModel:
 
     def layer(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of one layer for one micro-batch."""
-        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute, job)
+        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute,
+               plan.splits_backward, job)  # fmt: skip
         if key not in self._layers:
             self._layers[key] = self._layer(plan, job)
         return self._layers[key]
@@ -125,16 +130,20 @@ class StepModel:
             again = attention + k.elementwise * scores / self.memory_rate
         elif plan.recompute == "full":
             again = forward
-        communication = 4 * reduce + 3 * exchange
+        # Weight gradients that wait do not keep the whole sequence, and gather it again.
+        regathered = reduce if plan.splits_backward and plan.sequence_parallel else 0.0
+        backward += regathered
+        communication = 4 * reduce + regathered + 3 * exchange
         return Work(
             matmul=3 * matmul,
             attention=3.5 * attention,
             elementwise=forward + backward - 3 * matmul - 3.5 * attention - communication,
             recompute=again,
-            tensor=4 * reduce,
+            tensor=4 * reduce + regathered,
             context=3 * exchange,
             forward=forward,
             backward=backward + again,
+            weight_grad=matmul + regathered,
         )
 
     def _launched(self, busy: float, launches: float) -> float:
@@ -158,42 +167,65 @@ class StepModel:
         matmul = self.matmul(rows, self.shape.hidden, columns)
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
         loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
-        return Work(matmul=3 * matmul, elementwise=loss, forward=matmul + loss / 2, backward=2 * matmul + loss / 2)
+        return Work(
+            matmul=3 * matmul,
+            elementwise=loss,
+            forward=matmul + loss / 2,
+            backward=2 * matmul + loss / 2,
+            weight_grad=matmul,
+        )
 
     # -- the step -----------------------------------------------------------------------------------------------
 
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], Work, Work]:
-        """Return the seconds of each stage's forward and its backward, and the ``Work`` of a layer and of the head."""
+        """Return the seconds of each virtual stage's forward and backward, and the ``Work`` of a layer and the head."""
         layer, head = self.layer(plan, job), self.head(plan, job)
         share = recomputed_share(plan, self.shape.layers)
         skipped = layer.recompute * (1 - share) if plan.recompute == "full" else 0.0
-        counts = layers_of(plan, self.shape.layers)
+        counts = stage_layers(plan, self.shape.layers)
         forward = [count * layer.forward for count in counts]
         backward = [count * (layer.backward - skipped) for count in counts]
         forward[-1] += head.forward
         backward[-1] += head.backward
         return forward, backward, layer, head
 
+    def pipeline(self, plan: Candidate, job: Job) -> Pipeline:
+        """Return what is simulated: the schedule and the seconds of its virtual stages."""
+        forward, backward, layer, head = self.stages(plan, job)
+        weight = [count * layer.weight_grad for count in stage_layers(plan, self.shape.layers)]
+        weight[-1] += head.weight_grad
+        transfer = self.transfer(plan, job) if plan.pp > 1 else 0.0
+        shared = (1 - self.k.overlap) * transfer  # a transfer slows the compute that runs at the same time
+        return Pipeline(
+            schedule=plan.schedule,
+            ranks=plan.pp,
+            forward=tuple(value + shared for value in forward),
+            input_grad=tuple(both + shared - own for both, own in zip(backward, weight, strict=True)),
+            weight_grad=tuple(weight),
+            transfer=transfer,
+        )
+
+    def balanced(self, plan: Candidate, job: Job) -> Candidate | None:
+        """Return the plan with fewer layers beside the head; None if its slowest stage would not be faster."""
+        layer, head = self.layer(plan, job), self.head(plan, job)
+        layers, count = self.shape.layers, plan.pp * plan.chunks
+        # Layers are equal, so the head's share of a layer decides; it is rounded, so that few partitions are computed.
+        last = round((head.forward + head.backward) / (layer.forward + layer.backward) * 8) / 8
+        even, stages = even_stages(layers, count), balanced_stages([1.0] * layers, count, last=last)
+        if max(*stages[:-1], stages[-1] + last) >= max(*even[:-1], even[-1] + last):
+            return None
+        return replace(plan, stages=stages)
+
     def step(self, plan: Candidate, job: Job) -> StepTime:
         """Return the time of one step of a plan that fits this cluster and this job."""
         k, m = self.k, plan.accumulation
-        forward, backward, layer, head = self.stages(plan, job)
+        every_forward, every_backward, layer, head = self.stages(plan, job)
+        forward, backward = _of_ranks(plan, every_forward), _of_ranks(plan, every_backward)
         slowest = max(range(plan.pp), key=lambda i: forward[i] + backward[i])
         busy = m * (forward[slowest] + backward[slowest])
-        piped = busy
-        if plan.pp > 1:
-            transfer = self.transfer(plan, job)
-            # A transfer slows the compute that runs at the same time, once per chunk of layers.
-            shared = (1 - k.overlap) * transfer * plan.interleave
-            piped = pipeline_time(
-                [value + shared for value in forward],
-                [value + shared for value in backward],
-                m,
-                interleave=plan.interleave,
-                transfer=transfer,
-            )
-        held = m * layers_of(plan, self.shape.layers)[slowest]
-        tail = m if slowest == plan.pp - 1 else 0
+        piped = pipeline_time(self.pipeline(plan, job), m) if plan.pp > 1 else busy
+        held = m * rank_layers(plan, self.shape.layers)[slowest]
+        tail = m if slowest == _last_rank(plan) else 0
         share = recomputed_share(plan, self.shape.layers) if plan.recompute == "full" else 1.0
         data = self.data(plan, job, forward[slowest], backward[slowest])
         optimizer = self.optimizer(plan, job)
@@ -214,13 +246,15 @@ class StepModel:
 
     def bound(self, plan: Candidate, job: Job) -> float:
         """Return a lower bound on ``step(plan, job).total`` that needs no simulation."""
-        forward, backward, _, _ = self.stages(plan, job)
+        every_forward, every_backward, _, _ = self.stages(plan, job)
+        forward, backward = _of_ranks(plan, every_forward), _of_ranks(plan, every_backward)
         busy = [f + b for f, b in zip(forward, backward, strict=True)]
-        # A stage waits for its first forward and, after its last backward, for the backwards of the earlier stages.
+        # A rank waits for its first forward and, after its last backward, for the backwards of the earlier stages,
+        # unless its last operation is the gradient of weights, for which nobody waits.
         piped, before = 0.0, 0.0
-        for stage in busy:
-            piped = max(piped, before / plan.interleave + plan.accumulation * stage)
-            before += stage
+        for rank, own in enumerate(busy):
+            piped = max(piped, before + plan.accumulation * own)
+            before += every_forward[rank] + (0.0 if plan.splits_backward else every_backward[rank])
         slowest = busy.index(max(busy))
         data = self.data(plan, job, forward[slowest], backward[slowest])
         total = piped + data + self.optimizer(plan, job) + self.k.step
@@ -228,18 +262,16 @@ class StepModel:
 
     def transfer(self, plan: Candidate, job: Job) -> float:
         """Return the seconds to send one micro-batch's activations to the next stage."""
-        volume = job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * self.shape.hidden
-        if plan.sequence_parallel:
-            volume /= plan.tp
+        volume = boundary_bytes(self.shape, plan, job)
         inside = self.cluster.gpus <= self.cluster.domain
         rate = self.cluster.fast * self.k.fast_link if inside else self.cluster.slow * self.k.slow_link
         return volume / rate + self.k.latency * (1 if inside else _REMOTE)
 
     def stage_parameters(self, plan: Candidate) -> float:
-        """Return the number of parameter elements on a rank of the largest stage, before ZeRO shards them."""
+        """Return the number of parameter elements on the largest rank of the pipeline, before ZeRO shards them."""
         shape = self.shape
-        ends = shape.embedding_parameters + (shape.head_parameters if plan.pp == 1 else 0)
-        return (max(layers_of(plan, shape.layers)) * shape.layer_parameters + ends) / plan.tp
+        ends = shape.embedding_parameters + (shape.head_parameters if _last_rank(plan) == 0 else 0)
+        return (max(rank_layers(plan, shape.layers)) * shape.layer_parameters + ends) / plan.tp
 
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
@@ -273,6 +305,34 @@ class StepModel:
             elements /= (plan.dp if plan.zero_stage < 3 else plan.shard) * plan.cp
         traffic = elements * (2 * job.optimizer_bytes + job.gradient_bytes + job.weight_bytes)
         return self.k.optimizer * traffic / self.memory_rate
+
+
+def boundary_bytes(shape: ModelShape, plan: Candidate, job: Job) -> float:
+    """Return the bytes of one micro-batch's activations between two stages, which are those of their gradient too.
+
+    A step sends them ``2 * plan.accumulation`` times over each boundary between virtual stages of different ranks.
+
+    Example:
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> boundary_bytes(shape, Candidate(pp=2, tp=2, sequence_parallel=True), Job(seq_len=4096, global_batch=1))
+        16777216.0
+    """
+    split = plan.tp if plan.sequence_parallel else 1
+    return job.activation_bytes * plan.micro_batch * job.seq_len / plan.cp * shape.hidden / split
+
+
+def _of_ranks(plan: Candidate, stages: Sequence[float]) -> list[float]:
+    """Return the sums over the virtual stages of each rank."""
+    p, v = plan.pp, plan.chunks
+    if v == 1:
+        return list(stages)
+    return [sum(stages[s] for s in stages_of_rank(plan.schedule, rank, p, v)) for rank in range(p)]
+
+
+def _last_rank(plan: Candidate) -> int:
+    """Return the rank that holds the last virtual stage, with the head."""
+    return rank_of_stage(plan.schedule, plan.pp * plan.chunks - 1, plan.pp)
 
 
 def _at_least(value: float, floor: float) -> float:

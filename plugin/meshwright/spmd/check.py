@@ -22,6 +22,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
+from meshwright.pipeline.refusals import refuse_pipeline
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.spmd.mode import Finding, TypeMode
@@ -63,6 +64,7 @@ def check_plan(
         >>> check_plan(lambda: LlamaForCausalLM(config), ParallelPlan(tp=2))  # doctest: +SKIP
         []
     """
+    refuse_pipeline(plan.pp, "in the static check")
     whole = model_factory()
     inputs = dict(batch) if batch is not None else _tokens(whole)
     expected = _rows_of(whole, inputs, sharding_plan, plan)

@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
+from meshwright.pipeline.refusals import refuse_pipeline
 from meshwright.verification.batch_cases import given_cases
 from meshwright.verification.comparison_report import Report, summarise
 from meshwright.verification.local_processes import Tell, run_together, start_server
@@ -82,6 +83,7 @@ def verify(
     started = time.monotonic()
     tell: Tell = on_progress or (lambda text: None)
     plan = resolve_plan(plan)
+    refuse_pipeline(plan.pp, "in meshwright verify")
     _check(model_factory, steps)
     if batch is not None:
         given_cases(batch)

@@ -72,12 +72,13 @@ def _weighed(found: Search, model: StepModel) -> Iterator[Point]:
         for micro in space.micro_batches(region):
             is_any = False
             for zero in space.zero(region):
-                for kind in space.recompute():
-                    plan = space.candidate(region, micro, zero, kind)
-                    memory = peak_memory(found.shape, plan, job).total
-                    if memory <= found.budget:
-                        is_any = True
-                        yield Point(plan=plan, memory=memory, time=model.bound(plan, job), exact=plan.pp == 1)
+                for kind in space.recompute(region):
+                    even = space.candidate(region, micro, zero, kind)
+                    for plan in (even, model.balanced(even, job) if even.pp > 1 else None):
+                        memory = peak_memory(found.shape, plan, job).total if plan else math.inf
+                        if plan and memory <= found.budget:
+                            is_any = True
+                            yield Point(plan=plan, memory=memory, time=model.bound(plan, job), exact=plan.pp == 1)
             if not is_any:
                 break  # a larger micro-batch needs even more memory
 

@@ -103,16 +103,18 @@ def describe_plan(plan: Candidate) -> str:
     axes = [f"{size} {kinds[axis]}" for axis, size in sizes(plan).items() if size > 1] or ["one"]
     sequence = " with sequence parallelism" if plan.sequence_parallel else ""
     zero = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "no ZeRO"
-    chunks = f", {plan.interleave} chunks of layers per stage" if plan.interleave > 1 else ""
+    schedule = ""
+    if plan.pp > 1:
+        chunks = f" with {plan.chunks} stages on each rank" if plan.chunks > 1 else ""
+        schedule = f", schedule {plan.schedule}{chunks}"
     batches = "one micro-batch" if plan.accumulation == 1 else f"{plan.accumulation} micro-batches"
     again = {"none": "", "selective": ", attention recomputed", "full": ", all layers recomputed"}[plan.recompute]
     if plan.recomputed is not None:
         again = f", {plan.recomputed} layer{'s' if plan.recomputed > 1 else ''} of each stage recomputed"
     plural = "s" if plan.micro_batch > 1 else ""
     ranks = "rank" if plan.world_size == 1 else "ranks"
-    return (
-        f"{' x '.join(axes)} {ranks}{sequence}{chunks}, {zero}, {batches} of {plan.micro_batch} sequence{plural}{again}"
-    )
+    rows = f"{batches} of {plan.micro_batch} sequence{plural}"
+    return f"{' x '.join(axes)} {ranks}{sequence}{schedule}, {zero}, {rows}{again}"
 
 
 def _header(found: Search) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshwright.pipeline.schedule import Kind
 from meshwright.planner.candidate import recomputed_share
 from meshwright.planner.formatting import seconds
 from meshwright.planner.page.draw import Box, Svg, number, text_width, ticks
@@ -19,6 +20,12 @@ _REST = 64  # largest width in pixels of the fixed cost and stragglers, which ha
 _BREAK = 86  # width in pixels of the gap in place of omitted micro-batches
 
 
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "backward to the input",
+    Kind.WEIGHT_GRAD: "gradients of the weights",
+}
 Scale = Callable[[float], float]  # seconds to pixels
 
 
@@ -27,7 +34,7 @@ class Timeline:
     """One step of a plan.
 
     Args:
-        events: forwards and backwards; events after ``cut`` have their times and indices in the whole step.
+        events: forwards and backwards of each rank; after ``cut``, with their times and indices in the whole step.
         cut: (end of the first drawn part, start of the last drawn part), equal if nothing is left out.
         skipped: number of micro-batches left out between these parts.
         piped: seconds until the end of the last backward.
@@ -45,6 +52,14 @@ class Timeline:
     again: float
 
     @property
+    def lane(self) -> str:
+        """What a lane shows: a stage, or a rank that holds several."""
+        several = len({(event.rank, event.operation.stage) for event in self.events}) > len(
+            {event.rank for event in self.events}
+        )
+        return "rank" if several else "stage"
+
+    @property
     def total(self) -> float:
         return self.piped + sum(value for _, value in self.tail)
 
@@ -54,19 +69,14 @@ def timeline(found: Search) -> Timeline:
     best, job = found.choices[0], found.job
     plan, parts = best.plan, best.time.parts
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
-    forward, backward, layer, _ = model.stages(plan, job)
-    transfer = 0.0
-    if plan.pp > 1:
-        transfer = model.transfer(plan, job)
-        shared = (1 - model.k.overlap) * transfer * plan.interleave  # as in StepModel.step
-        forward, backward = [value + shared for value in forward], [value + shared for value in backward]
+    layer = model.layer(plan, job)
     count = plan.accumulation
     short = count
     if plan.pp == 1:
         short = min(count, _SHORT if count > _SHORT + 2 else count)
     elif count > 3 * plan.pp:
         short = 2 * plan.pp + count % plan.pp  # whole rounds of an interleaved schedule
-    events = list(pipeline_events(forward, backward, short, interleave=plan.interleave, transfer=transfer))
+    events = list(pipeline_events(model.pipeline(plan, job), short))
     drawn = max(event.end for event in events)
     tail = [(name, parts[name]) for name in ("data", "optimizer", "other")]
     piped = best.time.total - sum(value for _, value in tail)
@@ -91,9 +101,8 @@ def timeline(found: Search) -> Timeline:
 
 def _moved(event: Event, cut: float, by: float, micro_batches: int) -> list[Event]:
     """Return an event with its times in the whole step, as two pieces if the event crosses the cut."""
-    later = dataclasses.replace(
-        event, start=event.start + by, end=event.end + by, micro_batch=event.micro_batch + micro_batches
-    )
+    moved = dataclasses.replace(event.operation, micro_batch=event.operation.micro_batch + micro_batches)
+    later = dataclasses.replace(event, operation=moved, start=event.start + by, end=event.end + by)
     if event.start < cut < event.end:
         return [dataclasses.replace(event, end=cut), dataclasses.replace(later, start=cut + by)]
     return [event] if event.end <= cut else [later]
@@ -132,7 +141,7 @@ def timeline_picture(found: Search, width: float, ident: str) -> Svg:
     y, base = 6.0, 6.0 + sum(heights)
     for stage, height in zip(stages, heights, strict=True):
         if stage is None:
-            svg.text(0, y + 15, f"… {plan.pp - _STAGES} more stages", "muted")
+            svg.text(0, y + 15, f"… {plan.pp - _STAGES} more {line.lane}s", "muted")
         else:
             _lane(svg, line, stage, plan.pp, at, (left, y, tall, thin, width))
         y += height
@@ -159,7 +168,7 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
         svg.text(0, y + tall / 2 + 4, "compute", "label")
         svg.text(0, low + thin / 2 + 4, "communication" if left > 100 else "comm.", "label")
     else:
-        svg.text(0, y + tall / 2 + 5, f"stage {stage}" if left > 50 else f"st. {stage}", "label")
+        svg.text(0, y + tall / 2 + 5, f"{line.lane} {stage}" if left > 50 else f"{line.lane[:1]}. {stage}", "label")
     if pp > 1:
         svg.part(Box(left, y, at(line.piped) - left, tall), "bubble")
     else:
@@ -167,22 +176,23 @@ def _lane(svg: Svg, line: Timeline, stage: int, pp: int, at: Scale, place: tuple
     svg.rect(Box(left, low, width - 4 - left, thin), "lane")
     moved = sum(line.communication.values())
     for event in line.events:
-        if event.stage != stage:
+        if event.rank != stage:
             continue
         x, length = at(event.start), at(event.end) - at(event.start)
         busy = length * (1 - moved)
-        letter = "F" if event.is_forward else "B"
-        name = "forward" if event.is_forward else "backward"
-        chunk = f", chunk {event.chunk}" if event.chunk else ""
-        title = f"{name} of micro-batch {event.micro_batch}{chunk}, stage {stage}: {seconds(event.end - event.start)}"
+        operation = event.operation
+        name = _NAMES[operation.kind]
+        color = "forward" if operation.kind is Kind.FORWARD else "backward"
+        lasts = seconds(event.end - event.start)
+        title = f"{name} of micro-batch {operation.micro_batch}, stage {operation.stage}: {lasts}"
         edge = "part " if length > 6 else ""  # an edge would hide a narrow rectangle
-        svg.rect(Box(x, y, busy, tall), f"{edge}f-{name}", title=title)
-        again = 0.0 if event.is_forward else line.again * busy
+        svg.rect(Box(x, y, busy, tall), f"{edge}f-{color}", title=title)
+        again = line.again * busy if operation.kind is Kind.BACKWARD else 0.0
         if again > 1:
             svg.part(Box(x, y, again, tall), "recompute", title=f"recompute, {line.again:.0%} of the {title}")
-        label = f"{letter}{event.micro_batch}"
+        label = f"{operation.kind.value}{operation.micro_batch}"
         if text_width(label, 11) + 5 < busy - again:
-            svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, f"inside t-{name}", anchor="middle")
+            svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, f"inside t-{color}", anchor="middle")
         x += busy
         if pp > 1 and length - busy > 1:
             svg.rect(Box(x, y, length - busy, tall), "lane")  # waiting for communication is not a bubble

@@ -1,0 +1,97 @@
+"""Gradients that are computed inside ``model(**batch)`` and reach the parameters in the backward of its loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.gradient_sync import GradientSync
+from meshwright.parallel.shard_reads import reading_shards
+
+TWICE = (
+    "backward ran a second time through a batch that the plan splits into micro-batches, but the first backward "
+    "used up the gradients that were computed inside the model's forward. Call the model again before each backward"
+)
+
+
+class SummedGradients:
+    """The sum of several micro-batches' whole, unreduced gradients.
+
+    Args:
+        parameters: the parameters that get the gradients.
+        syncs: the model's synchronisers, which see only the sum.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], syncs: Sequence[GradientSync]):
+        self.parameters = list(parameters)
+        self.syncs = syncs
+        self._sums: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let ``torch.autograd.grad`` return gradients inside the context, without hooks and without reductions."""
+        with contextlib.ExitStack() as stack:
+            for sync in self.syncs:
+                stack.enter_context(sync.paused())
+            stack.enter_context(_without_hooks(self.parameters))
+            stack.enter_context(reading_shards())
+            yield
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Add a gradient of one parameter. None adds nothing. The tensor may be changed from now on."""
+        if gradient is None:
+            return
+        # Sum in float32, since many small bf16 gradients added in bf16 lose their low bits.
+        is_half = gradient.dtype in (torch.bfloat16, torch.float16)
+        gradient = gradient.float() if is_half else gradient
+        total = self._sums.get(id(parameter))
+        self._sums[id(parameter)] = gradient if total is None else total.add_(gradient)
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the sum for a parameter; None if it has no gradient."""
+        return self._sums.get(id(parameter))
+
+    def put(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Replace the sum for a parameter."""
+        self._sums[id(parameter)] = total
+
+    def attach(self, loss: Tensor | None, other: Tensor) -> Any:
+        """Return ``loss + other``, whose backward gives these gradients, times its own, to the parameters."""
+        sums = [self._sums.get(id(parameter)) for parameter in self.parameters]
+        self._sums = {}
+        with reading_shards():
+            return _AddGradients.apply(loss, other, sums, *self.parameters)
+
+
+@contextlib.contextmanager
+def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Turn off gradient hooks inside the context, since they run once, on the sum, as on one device."""
+    hooks = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)
+
+
+class _AddGradients(torch.autograd.Function):
+    """Adds to a loss a number whose gradients are already computed."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, other: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss + other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Scale these gradients in place and release them, since they are as large as all gradients of the model.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(TWICE)
+        return grad, None, None, *[None if g is None else g.mul_(grad) for g in gradients]

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: which stage runs what when, and which layers a stage holds."""

@@ -1,0 +1,137 @@
+"""Which layers and which weights each virtual stage of a pipeline holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.structure import DecoderStructure
+from meshwright.pipeline.layer_order import LayerOrder, record_order
+from meshwright.pipeline.partition import check_stages, even_stages
+from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A decoder cut into virtual stages, as one rank of the pipeline sees it.
+
+    Args:
+        layers: the decoder's layers.
+        spans: for each virtual stage, the indices of its layers.
+        order: what the decoder's forward does around its layers.
+        schedule: the name of the schedule, which says which rank holds which stage.
+        size: the number of ranks in the pipeline.
+        rank: this rank's place in the pipeline.
+        stages_of: for each parameter of the decoder, by each of its names, the virtual stages that hold it. A tied
+            weight may be held by the first and the last.
+    """
+
+    layers: tuple[nn.Module, ...]
+    spans: tuple[range, ...]
+    order: LayerOrder
+    schedule: str
+    size: int
+    rank: int
+    stages_of: dict[str, tuple[int, ...]]
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The virtual stages that this rank holds."""
+        return stages_of_rank(self.schedule, self.rank, self.size, len(self.spans) // self.size)
+
+    @property
+    def last(self) -> int:
+        """The virtual stage with the head and the loss."""
+        return len(self.spans) - 1
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that holds the last virtual stage."""
+        return self.rank_of(self.last)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a virtual stage."""
+        return rank_of_stage(self.schedule, stage, self.size)
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Return the ranks of the pipeline that hold a parameter, ascending."""
+        return tuple(sorted({self.rank_of(stage) for stage in self.stages_of[name]}))
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank holds a parameter."""
+        return self.rank in self.holders(name)
+
+    @property
+    def own_layers(self) -> frozenset[int]:
+        """The indices of the layers that this rank holds."""
+        return frozenset(i for stage in self.own for i in self.spans[stage])
+
+
+def cut_decoder(
+    decoder: nn.Module, structure: DecoderStructure, plan: Any, *, rank: int, order: LayerOrder | None = None
+) -> Cut:
+    """Cut a decoder into the virtual stages of a plan, without changing it.
+
+    Args:
+        decoder: the decoder, with or without memory.
+        structure: its structure.
+        plan: the plan; its ``pp``, ``schedule``, ``chunks`` and ``stages`` say how to cut.
+        rank: this rank's place in the pipeline.
+        order: the decoder's layer order; None to record it.
+
+    Raises:
+        PlanError: if the decoder cannot be cut, or has fewer layers than the plan has virtual stages.
+    """
+    count = plan.pp * plan.stages_per_rank
+    sizes = _sizes(plan, len(structure.layers), count, type(decoder).__name__)
+    ends = [0, *accumulate(sizes)]
+    spans = tuple(range(low, high) for low, high in pairwise(ends))
+    order = record_order(decoder, structure.layers) if order is None else order
+    return Cut(
+        layers=structure.layers,
+        spans=spans,
+        order=order,
+        schedule=plan.schedule,
+        size=plan.pp,
+        rank=rank,
+        stages_of=_stages_of(decoder, structure.layers, spans, order),
+    )
+
+
+def _sizes(plan: Any, layers: int, count: int, model: str) -> Sequence[int]:
+    """Return the number of layers of each virtual stage."""
+    try:
+        return even_stages(layers, count) if plan.stages is None else check_stages(plan.stages, layers, count)
+    except ValueError as error:
+        most = layers // plan.stages_per_rank
+        cure = f". {model} has {layers} layers: set pp={most} or less" if count > layers else ""
+        raise PlanError(f"ParallelPlan.pp={plan.pp}: {error}{cure}") from None
+
+
+def _stages_of(
+    decoder: nn.Module, layers: tuple[nn.Module, ...], spans: tuple[range, ...], order: LayerOrder
+) -> dict[str, tuple[int, ...]]:
+    stage_of_layer = {i: stage for stage, span in enumerate(spans) for i in span}
+    of_module = {id(module): stage_of_layer[i] for i, layer in enumerate(layers) for module in layer.modules()}
+    found: dict[int, set[int]] = {}
+    for name, module in decoder.named_modules():
+        stage = of_module.get(id(module), len(spans) - 1 if name in order.after else 0)
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(id(parameter), set()).add(stage)
+    named = decoder.named_parameters(remove_duplicate=False)
+    return {name: tuple(sorted(found[id(parameter)])) for name, parameter in named}
+
+
+def with_stages(structure: DecoderStructure, cut: Cut) -> DecoderStructure:
+    """Return a structure whose layouts say which parameters this rank holds, and how many ranks hold each."""
+    layouts = {
+        name: dataclasses.replace(layout, is_held=cut.holds(name), holders=cut.holders(name))
+        for name, layout in structure.parameters.items()
+    }
+    return dataclasses.replace(structure, parameters=layouts)

@@ -1,0 +1,176 @@
+"""Run the operations of a schedule on this rank: forwards, backwards, and what is sent between the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.output_loss import loss_of
+from meshwright.parallel.summed_gradients import SummedGradients
+from meshwright.pipeline.links import Expected, Links, Receiver
+from meshwright.pipeline.schedule import Kind, Operation, receiving_stage, transfers
+from meshwright.pipeline.stages import Stages
+from meshwright.pipeline.weight_gradients import WeightGradients
+
+Batch = dict[str, Any]
+Key = tuple[bool, int, int]  # whether it is an activation (or a gradient), the stage that gets it, the micro-batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """The tensors that cross from stage to stage, for each micro-batch.
+
+    Args:
+        shapes: the shape of the hidden states of each micro-batch, on this rank.
+        dtype: their dtype; None if it is not known yet, so that every tensor is announced.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype | None
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One batch on its way through the stages of this rank.
+
+    Args:
+        stages: the stages of this rank.
+        links: the channels to the other ranks.
+        operations: what this rank does, in order.
+        batches: the arguments of the decoder's forward, for each micro-batch.
+        boundary: the tensors that cross from stage to stage.
+        parameters: the trained parameters of each of this rank's stages.
+        finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
+        keep: called with each output of the last stage, in the order of the micro-batches.
+    """
+
+    stages: Stages
+    links: Links
+    operations: tuple[Operation, ...]
+    batches: list[Batch]
+    boundary: Boundary
+    parameters: dict[int, list[nn.Parameter]]
+    finish: Callable[[Batch, Any], Any]
+    keep: Callable[[Any], None]
+    total: Tensor | None = None
+    hidden_dtype: torch.dtype | None = None
+    _receivers: dict[int, Receiver] = field(default_factory=dict)
+    _handed: dict[Key, Tensor] = field(default_factory=dict)  # between two stages of this rank
+    _alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+
+    def open(self, *, trains: bool) -> None:
+        """Post the first receives."""
+        for sender, keys in (self._training_keys() if trains else self._evaluation_keys()).items():
+            expected = [Expected(key, self.boundary.shapes[key[-1]], self.boundary.dtype) for key in keys]
+            self._receivers[sender] = self.links.receiver(sender, expected)
+
+    def _training_keys(self) -> dict[int, list[Key]]:
+        """Return what each rank sends to this one in a training step, in its order."""
+        cut = self.stages.cut
+        sent = transfers(cut.schedule, cut.size, len(cut.spans) // cut.size, len(self.batches))
+        return {
+            sender: [(item.is_forward, item.stage, item.micro_batch) for item in items]
+            for (sender, receiver), items in sent.items()
+            if receiver == cut.rank
+        }
+
+    def _evaluation_keys(self) -> dict[int, list[Key]]:
+        """Return what each rank sends to this one in evaluation, in its order."""
+        cut = self.stages.cut
+        keys: dict[int, list[Key]] = {}
+        for micro_batch in range(len(self.batches)):
+            for stage in cut.own:
+                if stage > 0 and cut.rank_of(stage - 1) != cut.rank:
+                    keys.setdefault(cut.rank_of(stage - 1), []).append((True, stage, micro_batch))
+        return keys
+
+    def forward(self, stage: int, micro_batch: int, *, trains: bool) -> None:
+        """Run a stage's forward on one micro-batch, and send the result on."""
+        cut = self.stages.cut
+        received = None
+        if stage > 0:
+            received = self._take(True, stage, micro_batch, cut.rank_of(stage - 1))
+            self.hidden_dtype = received.dtype
+            received.requires_grad_(trains)
+        batch = self.batches[micro_batch]
+        output = self.stages.run(stage, batch, received)
+        if stage == cut.last:
+            output = self.finish(batch, output)
+            self.keep(output)
+            output = loss_of(output)
+            if output is not None:
+                self.total = output.detach() if self.total is None else self.total + output.detach()
+        else:
+            self.hidden_dtype = output.dtype
+            self._give(Operation(Kind.FORWARD, stage, micro_batch), output.detach())
+        if trains:
+            self._alive[stage, micro_batch] = received, output
+
+    def backward(self, operation: Operation, sums: SummedGradients, later: WeightGradients) -> None:
+        """Run a stage's backward of one micro-batch, and send the gradient of its input on.
+
+        Args:
+            operation: the backward. If it is only of the input, the gradients of linear weights wait in ``later``.
+            sums: the sums that the gradients of parameters are added to.
+            later: the gradients of linear weights that wait.
+        """
+        cut, stage, micro_batch = self.stages.cut, operation.stage, operation.micro_batch
+        received, output = self._alive.pop((stage, micro_batch))
+        gradient = None
+        if stage != cut.last:
+            gradient = self._take(False, stage, micro_batch, cut.rank_of(stage + 1))
+        parameters = self.parameters[stage]
+        inputs: list[Tensor] = [*([] if received is None else [received]), *parameters]
+        found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+        if output.requires_grad and inputs:  # nothing does, if all stages so far are frozen
+            with self.stages.active(stage), sums.computing(), later.waiting(operation):
+                found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
+        if received is not None:
+            first, *found = found  # type: ignore[assignment]
+            self._give(operation, torch.zeros_like(received) if first is None else first)
+        for parameter, own in zip(parameters, found, strict=True):
+            sums.add(parameter, own)
+
+    def _take(self, is_forward: bool, stage: int, micro_batch: int, sender: int) -> Tensor:
+        key = (is_forward, stage, micro_batch)
+        if sender == self.stages.cut.rank:
+            return self._handed.pop(key)
+        return self._receivers[sender].take(key)
+
+    def _give(self, operation: Operation, x: Tensor) -> None:
+        cut = self.stages.cut
+        stage = receiving_stage(operation, len(cut.spans))
+        assert stage is not None
+        receiver = cut.rank_of(stage)
+        if receiver == cut.rank:
+            self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = x
+            return
+        if self.boundary.dtype is None:
+            self.links.announce(x.dtype, receiver)
+        self.links.send(x, receiver)
+
+
+def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> None:
+    """Run all operations of a training step. The gradients go to ``sums``, the loss of the last stage to the step."""
+    step.open(trains=True)
+    for operation in step.operations:
+        if operation.kind is Kind.FORWARD:
+            step.forward(operation.stage, operation.micro_batch, trains=True)
+        elif operation.kind is Kind.WEIGHT_GRAD:
+            later.add_to(sums, operation.stage, operation.micro_batch)
+        else:
+            step.backward(operation, sums, later)
+    step.links.settle()
+
+
+def run_evaluation(step: Step) -> None:
+    """Run the forwards alone, stage by stage."""
+    step.open(trains=False)
+    for micro_batch in range(len(step.batches)):
+        for stage in step.stages.cut.own:
+            step.forward(stage, micro_batch, trains=False)
+    step.links.settle()

@@ -1,0 +1,154 @@
+"""Record, without computing, what a decoder's forward does around its layers.
+
+A pipeline stage runs the model's own forward, with the layers of other stages passing their input on. For that it must
+be known which modules with weights run before and after the layers, and in which form a layer returns its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.errors import PlanError
+from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.tensor_parallel import refuse_second_activations
+
+_ROWS, _LENGTH = 2, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOrder:
+    """What a decoder's forward does around its layers.
+
+    Args:
+        after: the names of the modules with weights of their own that run only after the last layer.
+        tuple_sizes: for each layer, the number of values in the tuple that it returns; 0 if it returns a tensor.
+        hidden_size: the number of channels of the activation that layers hand to each other.
+        output_kind: the class of the output of forward, a mapping with ``loss`` and ``logits``.
+    """
+
+    after: frozenset[str]
+    tuple_sizes: tuple[int, ...]
+    hidden_size: int
+    output_kind: type
+
+
+def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
+    """Run a decoder on fake tensors, and return what its forward does around its layers.
+
+    Args:
+        model: the decoder, with or without memory. It is not changed.
+        layers: the decoder's layers, in order.
+
+    Raises:
+        PlanError: if the layers cannot be cut into stages: they do not run once each and in order, weights are used
+            between them, or something besides the hidden states carries a gradient from layer to layer.
+    """
+    recorder = _Recorder(model, layers)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with recorder.watching(), fake, _fake_values(model):
+        tokens = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64)
+        with torch.enable_grad():
+            output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    return recorder.order(type(output))
+
+
+class _Recorder:
+    """Hooks that record the order in which layers and other modules with weights run."""
+
+    def __init__(self, model: nn.Module, layers: tuple[nn.Module, ...]):
+        self.model, self.layers = model, layers
+        self._names = {module: name for name, module in model.named_modules()}
+        self._index = {layer: i for i, layer in enumerate(layers)}
+        self._events: list[int | str] = []
+        self._tuple_sizes: dict[int, int] = {}
+        self._hidden_size = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        inside = {module for layer in self.layers for module in layer.modules()}
+        handles = []
+        for layer in self.layers:
+            handles.append(layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._leave_layer))
+        for module in self.model.modules():
+            if module not in inside and next(module.parameters(recurse=False), None) is not None:
+                handles.append(module.register_forward_pre_hook(self._enter_other))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_second_activations(layer, args, kwargs)
+        x, _ = hidden_states(args, kwargs)
+        self._hidden_size = x.shape[-1]
+        self._events.append(self._index[layer])
+        if x.shape[:-1] != (_ROWS, _LENGTH):
+            raise PlanError(
+                f"{self._names[layer]} is given hidden states of shape {tuple(x.shape)} for {_ROWS} rows of {_LENGTH} "
+                "tokens, and a pipeline hands [rows, tokens, channels] from stage to stage. Use ParallelPlan(pp=1)"
+            )
+
+    def _leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._tuple_sizes[self._index[layer]] = 0 if isinstance(output, Tensor) else len(output)
+
+    def _enter_other(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._events.append(self._names[module])
+
+    def order(self, output_kind: type) -> LayerOrder:
+        """Return what was recorded of a pass that returned an output of this class.
+
+        Raises:
+            PlanError: if the layers did not run once each and in order, or weights were used between them.
+        """
+        ran = [event for event in self._events if isinstance(event, int)]
+        kind = type(self.model).__name__
+        if ran != list(range(len(self.layers))):
+            raise PlanError(
+                f"the layers of {kind} do not run once each and in the order of their list, so they cannot be cut "
+                "into pipeline stages. Use ParallelPlan(pp=1)"
+            )
+        first, last = self._events.index(0), self._events.index(ran[-1])
+        if between := [event for event in self._events[first:last] if isinstance(event, str)]:
+            raise PlanError(
+                f"{kind} uses the weights of {between[0]} between its layers, so its layers cannot be cut into "
+                "pipeline stages. Use ParallelPlan(pp=1)"
+            )
+        before = {event for event in self._events[:first] if isinstance(event, str)}
+        after = {event for event in self._events[last:] if isinstance(event, str)}
+        return LayerOrder(
+            after=frozenset(after - before),
+            tuple_sizes=tuple(self._tuple_sizes[i] for i in ran),
+            hidden_size=self._hidden_size,
+            output_kind=output_kind,
+        )
+
+
+@contextlib.contextmanager
+def _fake_values(model: nn.Module) -> Iterator[None]:
+    """Replace all parameters and buffers by fake ones on the CPU; must run inside a FakeTensorMode."""
+    made: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        owners: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for owner in owners:
+            before += [(owner, name, value) for name, value in owner.items() if isinstance(value, Tensor)]
+    for _, _, value in before:
+        if id(value) not in made:
+            fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            made[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+    try:
+        for owner, name, value in before:
+            owner[name] = made[id(value)]
+        yield
+    finally:
+        for owner, name, value in before:
+            owner[name] = value

@@ -1,0 +1,146 @@
+"""Point-to-point channels between the ranks of one pipeline.
+
+A channel carries tensors from one rank to another, in the sender's order, which the receiver knows from the schedule.
+Each direction of each pair has a process group of its own. NCCL has no tags and runs the operations of one group in the
+order of issue, so two ranks that send to each other through one group could each wait for the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.faults.interpose import own_collectives
+from meshwright.parallel.collectives import Axis
+
+AHEAD = 3  # number of receives that are posted before their tensors are needed
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor that a rank will receive.
+
+    Args:
+        key: what it is.
+        shape: its shape.
+        dtype: its dtype; None if the sender announces it, see :meth:`Links.announce`.
+    """
+
+    key: Hashable
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def new_groups(pp: Axis, pipelines: Iterable[Sequence[int]], members: Sequence[int]) -> Any:
+    """Make a process group of the same ranks of every pipeline, and return that of this rank's pipeline.
+
+    Every rank of the world must make the call. (With ``use_local_synchronization=True`` only the members would have to,
+    but torch then derives a group's name from the number of groups that a process has, which differs between stages.)
+
+    Args:
+        pp: this rank's place on its pipeline.
+        pipelines: the global ranks of each pipeline of the world, this rank's among them.
+        members: the ranks of a pipeline that get a group.
+
+    Returns:
+        The group; None if this rank is not a member.
+    """
+    own = None
+    for ranks in pipelines:
+        group = dist.new_group([ranks[member] for member in members])
+        if dist.get_rank() in ranks and pp.rank in members:
+            own = group
+    return own
+
+
+class Links:
+    """The channels of this rank.
+
+    Args:
+        pp: the pipeline's axis.
+        groups: for each pair (sender, receiver) of ranks on the axis that exchange, the group of that direction.
+        device: the device of the tensors.
+    """
+
+    def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
+        self.pp, self.device = pp, device
+        self._groups = groups
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    @own_collectives()
+    def send(self, x: Tensor, receiver: int) -> None:
+        """Start to send a tensor to a rank of the pipeline, which must not be changed before :meth:`settle`."""
+        group = self._groups[self.pp.rank, receiver]
+        x = x.detach().contiguous()
+        work = dist.isend(x, group=group, group_dst=dist.get_group_rank(group, self._global(receiver)))
+        self._sent.append((work, x))
+
+    def announce(self, dtype: torch.dtype, receiver: int) -> None:
+        """Send the dtype of the next tensor, to a receiver that does not know it."""
+        self.send(torch.tensor([DTYPES.index(dtype)], device=self.device), receiver)
+
+    def settle(self) -> None:
+        """Wait until everything has been sent."""
+        sent, self._sent = self._sent, []
+        for work, _ in sent:
+            work.wait()
+
+    def receiver(self, sender: int, expected: Iterable[Expected]) -> Receiver:
+        """Return an object that receives the expected tensors from a rank of the pipeline, in their order."""
+        group = self._groups[sender, self.pp.rank]
+        return Receiver(group, dist.get_group_rank(group, self._global(sender)), deque(expected), self.device)
+
+    def _global(self, rank: int) -> int:
+        assert self.pp.group is not None
+        return dist.get_global_rank(self.pp.group, rank)
+
+
+class Receiver:
+    """Receives tensors in the sender's order, with up to ``AHEAD`` receives posted before they are needed.
+
+    Args:
+        group: the channel's process group.
+        source: the sender's rank in the group.
+        expected: the tensors, in the sender's order.
+        device: the device to receive on.
+    """
+
+    def __init__(self, group: Any, source: int, expected: deque[Expected], device: torch.device):
+        self._group, self._source, self._expected, self._device = group, source, expected, device
+        self._posted: dict[Hashable, tuple[Any, Tensor]] = {}
+        self.post()
+
+    @own_collectives()
+    def post(self) -> None:
+        """Post receives until ``AHEAD`` of them are waiting, or the dtype of the next tensor is not known yet."""
+        while self._expected and self._expected[0].dtype is not None and len(self._posted) < AHEAD:
+            self._post_next()
+
+    def _post_next(self) -> None:
+        item = self._expected.popleft()
+        dtype = item.dtype
+        if dtype is None:
+            code = torch.empty(1, dtype=torch.int64, device=self._device)
+            dist.recv(code, group=self._group, group_src=self._source)
+            dtype = DTYPES[int(code)]
+        x = torch.empty(item.shape, dtype=dtype, device=self._device)
+        self._posted[item.key] = dist.irecv(x, group=self._group, group_src=self._source), x
+
+    @own_collectives()
+    def take(self, key: Hashable) -> Tensor:
+        """Wait for a tensor and return it."""
+        while key not in self._posted:
+            self._post_next()
+        work, x = self._posted.pop(key)
+        work.wait()
+        self.post()
+        return x

@@ -1,0 +1,256 @@
+"""The ``forward`` of a decoder whose layers are spread over the ranks of pp."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.config import ParallelPlan
+from meshwright.errors import PlanError
+from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.process_group import wire_device
+from meshwright.parallel.collectives import Axes, Axis, all_reduce, maximum
+from meshwright.parallel.forward_state import arguments
+from meshwright.parallel.head_losses import BatchLoss
+from meshwright.parallel.mean_over_ranks import TARGETS
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.split_forward import check_inputs, split_rows
+from meshwright.parallel.summed_gradients import SummedGradients
+from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.pipeline.cut import Cut
+from meshwright.pipeline.executor import Boundary, Step, run_evaluation, run_training
+from meshwright.pipeline.links import DTYPES, Links, new_groups
+from meshwright.pipeline.schedule import SPLIT_BACKWARD, check, rank_operations, receiving_stage
+from meshwright.pipeline.stage_outputs import StageOutputs
+from meshwright.pipeline.stages import Stages, tokens_of
+from meshwright.pipeline.weight_gradients import WeightGradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """This rank's place in a pipeline.
+
+    Args:
+        cut: the decoder's cut into stages.
+        plan: the plan.
+        axes: the axes of the plan.
+        tie: the axis of the ranks that hold one tied weight on two stages; of size 1 elsewhere.
+        links: the channels between the ranks.
+    """
+
+    cut: Cut
+    plan: ParallelPlan
+    axes: Axes
+    tie: Axis
+    links: Links
+
+    @staticmethod
+    def open(cut: Cut, plan: ParallelPlan, axes: Axes, device: torch.device) -> Pipeline:
+        """Make the channels and groups; every rank of the world must make the call."""
+        count = len(cut.spans)
+        pairs = set()
+        for operations in rank_operations(cut.schedule, cut.size, count // cut.size, 4 * cut.size):
+            for operation in operations:
+                if (stage := receiving_stage(operation, count)) is not None:
+                    pair = cut.rank_of(operation.stage), cut.rank_of(stage)
+                    if pair[0] != pair[1]:
+                        pairs.add(pair)
+        pipelines = plan.dims.process_mesh().array.flatten(1).T.tolist()
+        groups = {pair: new_groups(axes.pp, pipelines, pair) for pair in sorted(pairs)}
+        return Pipeline(
+            cut=cut,
+            plan=plan,
+            axes=axes,
+            tie=_tie_axis(cut, axes.pp, pipelines),
+            links=Links(axes.pp, groups, device),
+        )
+
+
+def _tie_axis(cut: Cut, pp: Axis, pipelines: list[list[int]]) -> Axis:
+    """Return the axis of the ranks that share a tied weight; of size 1 if this rank shares none."""
+    shared = {holders for name in cut.stages_of if len(holders := cut.holders(name)) > 1}
+    assert len(shared) <= 1, "only the first and the last stage hold weights outside of layers"
+    for holders in shared:
+        group = new_groups(pp, pipelines, holders)
+        if cut.rank in holders:
+            return Axis("tie", size=len(holders), rank=holders.index(cut.rank), group=group)
+    return Axis("tie")
+
+
+class PipelineForward(MethodOverride):
+    """Runs a batch's micro-batches through the stages; in training, forward and backward.
+
+    The loss is returned on every rank. Its ``backward()`` gives the gradients, which are computed in the call, to the
+    parameters.
+
+    Args:
+        decoder: the decoder, whose forward this object replaces.
+        pipeline: this rank's place in the pipeline.
+        runtime: the model's runtime, with its synchronisers and its loss.
+        outputs: makes what the call returns.
+        region: the region of sequence parallelism, if there is one.
+    """
+
+    def __init__(
+        self, decoder: Any, pipeline: Pipeline, runtime: Any, outputs: StageOutputs, region: SequenceRegion | None
+    ):
+        super().__init__(decoder.forward)
+        self.decoder, self.pipeline, self.runtime, self.outputs = decoder, pipeline, runtime, outputs
+        self.signature = inspect.signature(decoder.forward)
+        cut = pipeline.cut
+        self.stages = Stages(cut, self.method, region)
+        splits = cut.schedule in SPLIT_BACKWARD
+        self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
+        self._hidden_dtypes: dict[Any, torch.dtype] = {}
+        self._loss_dtypes: dict[Any, torch.dtype] = {}
+        if runtime.comparison is not None:
+            runtime.comparison.tie = pipeline.tie
+        named = decoder.named_parameters(remove_duplicate=False)
+        self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batch = arguments(self.signature, args, kwargs)
+        targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
+        trains = self.decoder.training and torch.is_grad_enabled()
+        self._check(batch, has_targets=targets is not None, trains=trains)
+        if "use_cache" in self.signature.parameters:
+            batch["use_cache"] = False  # a stage has no keys and values of the layers of other stages
+        if trains:
+            assert targets is not None
+            return self._train(batch, targets)
+        return self._evaluate(batch, has_targets=targets is not None)
+
+    def _check(self, batch: dict[str, Any], *, has_targets: bool, trains: bool) -> None:
+        if trains and not has_targets:
+            raise PlanError(
+                "under ParallelPlan.pp > 1 the backward pass runs inside the model's forward, so the loss must be the "
+                "model's own: pass labels, as in model(**batch, labels=labels).loss. For a loss of your own, use "
+                "pp=1; to read outputs without training, call the model under torch.no_grad()"
+            )
+        for name in ("output_hidden_states", "output_attentions"):
+            wanted = batch.get(name)
+            if getattr(self.decoder.config, name, False) if wanted is None else wanted:
+                raise PlanError(
+                    f"{name}=True is not available under ParallelPlan.pp={self.pipeline.axes.pp.size}, since each rank "
+                    "has only the layers of its stage. Turn the option off, or use pp=1"
+                )
+        for name in ("past_key_values", "use_cache"):
+            if batch.get(name) not in (None, False):
+                raise PlanError(
+                    f"{name} cannot be used under ParallelPlan.pp > 1, since each rank has only the keys and values of "
+                    "its stage; save the model and generate on one device, or use pp=1"
+                )
+        if not trains:
+            return
+        check_inputs(batch)
+        if self._key(batch) is torch.float16 or next(self.decoder.parameters()).dtype is torch.float16:
+            raise PlanError(
+                "training in float16 under ParallelPlan.pp > 1: the gradients are computed inside the model's forward, "
+                "before a GradScaler can scale the loss, so small ones would be lost. Use bfloat16, which needs no "
+                "scaler: torch.autocast(device, dtype=torch.bfloat16)"
+            )
+
+    def _train(self, batch: dict[str, Any], targets: Tensor) -> Any:
+        pipeline, runtime, loss = self.pipeline, self.runtime, self.runtime.loss
+        rows = targets.shape[0]
+        own_count = torch.tensor(runtime.plan.count_micro_batches(rows), device=targets.device)
+        count = int(maximum(own_count, pipeline.axes.dp))
+        cut = pipeline.cut
+        _check_schedule(cut, count)
+        parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
+        sums = SummedGradients(parameters, runtime.syncs)
+        divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
+        step = self._step(split_rows(batch, rows, count), loss)
+        step.operations = rank_operations(cut.schedule, cut.size, len(cut.spans) // cut.size, count)[cut.rank]
+        step.parameters = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in cut.own}
+        with loss.mean.divided_by(divisors):
+            run_training(step, sums, self.later)
+        self._sum_ties(sums)
+        total = self._share_loss(step)
+        assert total is not None
+        row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
+        return self.outputs.of_training(sums.attach(torch.zeros_like(total), total), row_counts)
+
+    def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> Any:
+        loss = self.runtime.loss
+        step = self._step([batch], loss if has_targets else None)
+        with torch.no_grad():
+            run_evaluation(step)
+            total = self._share_loss(step) if has_targets else None
+            return self.outputs.of_evaluation(total)
+
+    def _step(self, batches: list[dict[str, Any]], loss: BatchLoss | None) -> Step:
+        key = self._key(batches[0])
+        self.outputs.clear()
+        return Step(
+            stages=self.stages,
+            links=self.pipeline.links,
+            operations=(),
+            batches=batches,
+            boundary=Boundary(shapes=tuple(map(self._shape, batches)), dtype=self._hidden_dtypes.get(key)),
+            parameters={},
+            finish=(lambda _, output: output) if loss is None else loss.of_output,
+            keep=self.outputs.keep,
+        )
+
+    def _shape(self, batch: dict[str, Any]) -> tuple[int, ...]:
+        """Return the shape of the hidden states that cross between the stages."""
+        rows, length = tokens_of(batch).shape[:2]
+        if self.pipeline.plan.sequence_parallel and self.pipeline.axes.tp.size > 1:
+            length = -(-length // self.pipeline.axes.tp.size)
+        return rows, length, self.pipeline.cut.order.hidden_size
+
+    def _key(self, batch: dict[str, Any]) -> Any:
+        """Return what decides the dtype of the activations besides the weights."""
+        kind = tokens_of(batch).device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    @own_collectives()
+    def _share_loss(self, step: Step) -> Tensor | None:
+        """Return the loss of the last stage on every rank."""
+        key, pp, last = self._key(step.batches[0]), self.pipeline.axes.pp, self.pipeline.cut.last_rank
+        if step.hidden_dtype is not None:
+            self._hidden_dtypes[key] = step.hidden_dtype
+        device = tokens_of(step.batches[0]).device
+        own = torch.zeros(2, dtype=torch.float64, device=device)
+        if pp.rank == last:
+            assert step.total is not None
+            own[0] = step.total
+            own[1] = DTYPES.index(step.total.dtype)
+        own = own.to(wire_device(device))
+        dist.broadcast(own, group=pp.group, group_src=last)
+        if key not in self._loss_dtypes:
+            self._loss_dtypes[key] = DTYPES[int(own[1])]
+        return own[0].to(device, self._loss_dtypes[key])
+
+    def _sum_ties(self, sums: SummedGradients) -> None:
+        """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""
+        for parameter in sums.parameters:
+            if record_of(parameter).stage_copies > 1:
+                own = sums.of(parameter)
+                own = torch.zeros_like(parameter) if own is None else own
+                if self.pipeline.tie.size > 1:
+                    sums.put(parameter, all_reduce(own.contiguous(), self.pipeline.tie))
+
+
+def _own_modules(decoder: nn.Module, cut: Cut) -> list[nn.Module]:
+    """Return the modules that hold weights of this rank's stages."""
+    found = []
+    for name, module in decoder.named_modules():
+        names = [f"{name}.{suffix}".lstrip(".") for suffix, _ in module.named_parameters(recurse=False)]
+        if names and any(cut.holds(full) for full in names):
+            found.append(module)
+    return found
+
+
+def _check_schedule(cut: Cut, count: int) -> None:
+    try:
+        check(cut.schedule, cut.size, len(cut.spans) // cut.size, count)
+    except ValueError as error:
+        raise PlanError(str(error)) from None

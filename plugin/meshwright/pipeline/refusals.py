@@ -1,0 +1,59 @@
+"""Operations that a model cannot run while its layers are spread over the ranks of pp; each raises with the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.parallel.method_override import MethodOverride
+
+
+def refuse_pipeline(pp: int, where: str) -> None:
+    """Raise for a plan with pipeline stages, in a place that runs none in this version.
+
+    Args:
+        pp: ``ParallelPlan.pp``.
+        where: the place, for the message, such as "through accelerate".
+
+    Raises:
+        PlanError: if ``pp`` is above 1.
+    """
+    if pp > 1:
+        raise PlanError(
+            f"ParallelPlan.pp={pp} is not available {where} in this version; set pp=1, or train in a plain loop: "
+            "model, optimizer, loader = meshwright.to_distributed(model, optimizer, loader, plan=plan)"
+        )
+
+
+def refuse_generating(model: nn.Module) -> None:
+    """Make ``model.generate`` raise, if the model has one."""
+    if callable(method := getattr(model, "generate", None)):
+        override: Any = _Refused(
+            method,
+            "generate needs the keys and values of all layers on one rank, and under ParallelPlan.pp > 1 each rank has "
+            "those of its stage. Save the model (model.save_pretrained) and generate on one device or under a plan "
+            "with pp=1",
+        )
+        object.__setattr__(model, "generate", override)
+
+
+def refuse_copying(model: nn.Module) -> None:
+    """Make ``copy.deepcopy(model)`` raise."""
+    message = (
+        "a model whose layers are spread over the ranks of pp cannot be copied. For an average of its weights or a "
+        "frozen copy, use a plan with pp=1"
+    )
+    object.__setattr__(model, "__deepcopy__", _Refused(nn.Module.__init__, message))
+
+
+class _Refused(MethodOverride):
+    """Replaces a method by an error."""
+
+    def __init__(self, method: Any, message: str):
+        super().__init__(method)
+        self.message = message
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(self.message)

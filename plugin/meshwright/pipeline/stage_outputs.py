@@ -1,0 +1,90 @@
+"""What a model under pipeline parallelism returns: the loss on every rank, and the logits if they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.faults.interpose import own_collectives
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.tensor_guards import UnreadableTensor
+from meshwright.pipeline.links import DTYPES
+
+
+@dataclass(kw_only=True)
+class StageOutputs:
+    """Makes the outputs of a decoder's forward from those of its last stage.
+
+    Args:
+        kind: the class of the decoder's output, a mapping with ``loss`` and ``logits``.
+        pp: the pipeline's axis.
+        last: the rank of the pipeline that holds the last stage.
+        gathers_logits: whether the logits are sent to every rank.
+        device: the device of the logits.
+    """
+
+    kind: type
+    pp: Axis
+    last: int
+    gathers_logits: bool
+    device: torch.device
+    _logits: list[Tensor] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget the logits of an earlier batch."""
+        self._logits = []
+
+    def keep(self, output: Any) -> None:
+        """Take the output of a micro-batch on the last stage."""
+        if self.gathers_logits:
+            logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
+            self._logits.append(logits.detach())
+
+    def of_training(self, loss: Tensor, rows: list[int]) -> Any:
+        """Return the output of a training batch, given the rows that count in each micro-batch."""
+        if self._logits:  # a micro-batch without rows ran one row that nobody asked for
+            self._logits = [x[:count] for x, count in zip(self._logits, rows, strict=True)]
+        return self._output(loss)
+
+    def of_evaluation(self, loss: Tensor | None) -> Any:
+        """Return the output of a batch in evaluation."""
+        return self._output(loss)
+
+    def _output(self, loss: Tensor | None) -> Any:
+        logits: Tensor = self._shared() if self.gathers_logits else torch.empty(()).as_subclass(_Elsewhere)
+        self.clear()
+        return self.kind(loss=loss, logits=logits)
+
+    @own_collectives()
+    def _shared(self) -> Tensor:
+        """Return the logits of the last stage on every rank."""
+        is_last = self.pp.rank == self.last
+        own = torch.cat(self._logits) if is_last else None
+        size = torch.zeros(5, dtype=torch.int64)
+        if own is not None:
+            size = torch.tensor([*own.shape, *[0] * (4 - own.ndim), DTYPES.index(own.dtype)])
+        size = size.to(self.device)
+        dist.broadcast(size, group=self.pp.group, group_src=self.last)
+        *shape, code = size.tolist()
+        if own is None:
+            own = torch.empty([n for n in shape if n], dtype=DTYPES[code], device=self.device)
+        whole = own.contiguous()
+        dist.broadcast(whole, group=self.pp.group, group_src=self.last)
+        return whole
+
+
+class _Elsewhere(UnreadableTensor):
+    """Stands in for logits that only the last stage has; reading it raises on every rank."""
+
+    _MESSAGE = (
+        "under ParallelPlan.pp > 1 only the ranks of the last stage have the logits. To have outputs.logits on every "
+        "rank, pass ToDistributedConfig(gather_logits=True)"
+    )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "(logits of the last pipeline stage: see ToDistributedConfig.gather_logits)"

@@ -1,0 +1,131 @@
+"""Run one pipeline stage by the model's own forward, with the layers of other stages passing their input on.
+
+Every stage runs the stock forward on the same tokens, so masks, positions and rotary embeddings are computed as always.
+Of the layers outside the stage, the one before it returns the activation that was received, the one after it ends the
+forward with the stage's result, and all others return what they were given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.errors import PlanError
+from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.tensor_parallel import SequenceRegion
+from meshwright.pipeline.cut import Cut
+
+
+class StageEnd(Exception):
+    """Ends a model's forward after the last layer of a stage. It never leaves :meth:`Stages.run`."""
+
+    def __init__(self, x: Tensor):
+        super().__init__("the stage has ended")
+        self.x = x
+
+
+class Stages:
+    """The virtual stages of this rank, of which one at a time is active.
+
+    Args:
+        cut: the cut, whose layers get another ``forward``.
+        forward: the decoder's own forward.
+        region: the region in which each rank has its own tokens, under sequence parallelism.
+    """
+
+    def __init__(self, cut: Cut, forward: Callable[..., Any], region: SequenceRegion | None):
+        self.cut, self.forward, self.region = cut, forward, region
+        self._length = 0
+        self._active: int | None = None
+        self._received: Tensor | None = None
+        self._checkpointed = [
+            [module for module in layer.modules() if hasattr(module, "gradient_checkpointing")] for layer in cut.layers
+        ]
+        for index, layer in enumerate(cut.layers):
+            layer.forward = _LayerForward(layer.forward, index, self)
+
+    def run(self, stage: int, batch: dict[str, Any], received: Tensor | None) -> Any:
+        """Run a stage on one micro-batch.
+
+        Args:
+            stage: the virtual stage.
+            batch: the arguments of the decoder's forward.
+            received: the hidden states from the stage before; None for the first stage. Under sequence parallelism they
+                are this rank's tokens.
+
+        Returns:
+            The hidden states for the next stage, or the output of the decoder if this is the last stage.
+        """
+        with self.active(stage):
+            self._received, self._length = received, tokens_of(batch).shape[1]
+            try:
+                return self.forward(**batch)
+            except StageEnd as end:
+                if self.region is not None:
+                    self.region.end_stage()
+                return end.x
+            finally:
+                self._received = None
+
+    @contextlib.contextmanager
+    def active(self, stage: int) -> Iterator[None]:
+        """Let the layers of a stage compute inside the context, in forward or in a backward that recomputes them."""
+        before, self._active = self._active, stage
+        span = self.cut.spans[stage]
+        # transformers wraps a layer that is checkpointed. Only layers that compute may be wrapped, since an exception
+        # that passes through the wrapper would leave its saved-tensor hooks in place.
+        off = [m for i, ms in enumerate(self._checkpointed) if i not in span for m in ms if m.gradient_checkpointing]
+        for module in off:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self._active = before
+            for module in off:
+                module.gradient_checkpointing = True  # type: ignore[assignment]
+
+    def at_layer(self, index: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a layer returns in the active stage."""
+        if self._active is None:
+            raise PlanError(
+                "a part of the model was called by itself, but its layers are spread over the ranks of pp. Call the "
+                "model that to_distributed returned"
+            )
+        span = self.cut.spans[self._active]
+        if index == span.start and self.region is not None:
+            return self.region.run_first(own, args, kwargs, length=None if self._active == 0 else self._length)
+        if index in span:
+            return own(*args, **kwargs)
+        x, _ = hidden_states(args, kwargs)
+        if index == span.stop:
+            raise StageEnd(x)
+        if index == span.start - 1:
+            assert self._received is not None
+            x = self._received
+        size = self.cut.order.tuple_sizes[index]
+        return (x, *[None] * (size - 1)) if size else x
+
+
+def tokens_of(batch: dict[str, Any]) -> Tensor:
+    """Return the argument of a forward call that has a token in each place, ``[B, S, ...]``."""
+    tokens: Tensor | None = next(
+        (x for name in ("input_ids", "inputs_embeds") if (x := batch.get(name)) is not None), None
+    )
+    if tokens is None:
+        raise PlanError("the model was called without input_ids or inputs_embeds")
+    return tokens
+
+
+class _LayerForward(MethodOverride):
+    """The ``forward`` of a layer, which computes only in the stage that the layer belongs to."""
+
+    def __init__(self, method: Callable[..., Any], index: int, stages: Stages):
+        super().__init__(method)
+        self.index, self.stages = index, stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stages.at_layer(self.index, self.method, args, kwargs)

@@ -1,0 +1,220 @@
+"""What a pipeline must not get wrong besides the numbers: memory, randomness, faults, and what it cannot run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshwright as mw
+from harness.pool import WorkerError
+from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.shard_reads import reading_shards
+from support.exact import Float64
+from support.models import build, labels_for, tokens
+
+PLAN = {"pp": 2, "gradient_accumulation_steps": 2}
+
+
+def distributed(plan: dict[str, Any] | None = None, family: str = "llama", **traits: Any) -> Any:
+    model = build(family, num_hidden_layers=4, **traits)
+    return mw.to_distributed(model, plan=mw.ParallelPlan(**(plan or PLAN)))[0].train()
+
+
+def batch(rows: int = 4, length: int = 10, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = tokens(rows, length, seed=seed)
+    return {"input_ids": ids, "labels": labels_for(ids)}
+
+
+def held_bytes(family: str, plan: dict[str, Any]) -> tuple[int, int]:
+    """The bytes of this rank's weights and of its optimizer's state."""
+    model: Any = build(family, num_hidden_layers=4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, _ = mw.to_distributed(model, optimizer, plan=mw.ParallelPlan(**plan))
+    model(**batch()).loss.backward()
+    optimizer.step()
+    with reading_shards():
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        state = [x for values in optimizer.state.values() for x in values.values() if x.ndim]
+        return sum(storages.values()), sum(x.untyped_storage().nbytes() for x in state)
+
+
+@pytest.mark.parametrize("plan", [PLAN, {**PLAN, "schedule": "zbv"}], ids=["1f1b", "zbv"])
+def test_a_rank_holds_its_stages_only(plan: dict[str, Any], pool2: Any) -> None:
+    whole = build("llama", num_hidden_layers=4)
+    layer = 4 * sum(p.numel() for p in whole.model.layers[0].parameters())
+    embedding, head = 4 * whole.model.embed_tokens.weight.numel(), 4 * (whole.lm_head.weight.numel() + 32)
+    outside = [embedding, head] if plan["pp"] == 2 and "schedule" not in plan else [embedding + head, 0]
+    for (weights, state), own in zip(pool2.run(held_bytes, "llama", plan), outside, strict=True):
+        assert weights <= 1.02 * (2 * layer + own)
+        assert state <= 1.02 * 2 * (2 * layer + own)
+
+
+def dropout_masks(plan: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
+    """Two losses on the same batch, and the masks that one dropout of each layer draws, as sums of its output."""
+    model = distributed(plan, "llama", attention_dropout=0.3)
+    drawn: list[torch.Tensor] = []
+    held = {id(p) for p in model.parameters() if record_of(p).is_held}
+    for layer in model.model.layers:
+        if all(id(p) in held for p in layer.parameters()):
+            layer.self_attn.register_forward_hook(lambda *_: drawn.append(torch.rand(4)))
+    losses = [model(**batch()).loss.item() for _ in range(2)]
+    return losses, drawn
+
+
+@pytest.mark.parametrize("plan", [PLAN, {**PLAN, "recompute": "full"}], ids=["kept", "recomputed"])
+def test_no_two_stages_draw_the_same_masks(plan: dict[str, Any], pool2: Any) -> None:
+    (first_losses, first), (second_losses, second) = pool2.run(dropout_masks, plan)
+    assert first_losses == second_losses and first_losses[0] != first_losses[1]
+    assert not any(torch.equal(a, b) for a in first for b in second)
+    if "recompute" not in plan:
+        assert len(first) == len(second) == 2 * 2 * 2  # 2 layers, 2 micro-batches, 2 passes
+
+
+def gradients_of(recompute: str) -> dict[str, torch.Tensor]:
+    with Float64():
+        torch.manual_seed(7)
+        model = build("llama", num_hidden_layers=4, attention_dropout=0.3).double().train()
+        plan = mw.ParallelPlan(**PLAN, recompute=recompute)  # type: ignore[arg-type]
+        model = mw.to_distributed(model, plan=plan)[0]
+        model(**batch()).loss.backward()
+        return mw.full_gradients(model)
+
+
+def test_recomputation_replays_the_masks(pool2: Any) -> None:
+    kept, recomputed = pool2.run(gradients_of, "none")[0], pool2.run(gradients_of, "full")[0]
+    assert all(torch.equal(kept[name], recomputed[name]) for name in kept)  # the same operations on the same numbers
+
+
+def under_autocast() -> tuple[float, float]:
+    model = distributed()
+    plain = build("llama", num_hidden_layers=4).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain.config.use_cache = False
+        expected = plain(**batch()).loss
+        loss = model(**batch()).loss
+    loss.backward()
+    again = model(**batch()).loss  # without autocast, where the activations have another dtype
+    again.backward()
+    return loss.item(), expected.item()
+
+
+def test_autocast_changes_the_dtype_that_crosses_the_stages(pool2: Any) -> None:
+    for loss, expected in pool2.run(under_autocast):
+        # bfloat16 has 8 bits, and rows of two micro-batches are summed in another order: half a unit in 2**-8.
+        assert abs(loss - expected) <= 2**-9 * expected
+
+
+def refusals() -> dict[str, str]:
+    """The message of each thing that a pipeline cannot run; the model must be usable after each."""
+    said: dict[str, str] = {}
+
+    def record(name: str, call: Any) -> None:
+        try:
+            call()
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        else:
+            said[name] = "no error"
+
+    def plan(**fields: Any) -> Any:
+        return mw.to_distributed(build("llama", num_hidden_layers=4), plan=mw.ParallelPlan(**fields))
+
+    record("more stages than layers", lambda: plan(pp=2, schedule="interleaved", chunks=3))
+    record("stages that do not add up", lambda: plan(pp=2, stages=(1, 2)))
+    engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(pp=2), engine="DeepSpeed")
+    record("deepspeed", lambda: mw.to_distributed(build("llama", num_hidden_layers=4), config=engine))
+    model = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 2})
+    ids = batch()["input_ids"]
+    record("own loss", lambda: model(input_ids=ids))
+    record("hidden states", lambda: model(**batch(), output_hidden_states=True))
+    record("cache", lambda: model(**batch(), use_cache=True))
+    record("generate", lambda: model.generate(ids, max_new_tokens=2))
+    record("copy", lambda: copy.deepcopy(model))
+    record("base model", lambda: model.model(input_ids=ids))
+    record("logits", lambda: model(**batch()).logits.sum())
+    with torch.autocast("cpu", dtype=torch.float16):
+        record("float16", lambda: model(**batch()))
+    record("read of another stage", lambda: next(p for p in model.parameters() if not record_of(p).is_held).norm())
+    loss = model(**batch()).loss
+    loss.backward()
+    three = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 3})
+    record("three micro-batches", lambda: three(**batch(rows=6)))
+    return said
+
+
+WORDS = {
+    "more stages than layers": "has 4 layers",
+    "stages that do not add up": "add up",
+    "deepspeed": "pp=1",
+    "own loss": "pass labels",
+    "hidden states": "Turn the option off",
+    "cache": "use_cache",
+    "generate": "save_pretrained",
+    "copy": "pp=1",
+    "base model": "Call the model that to_distributed returned",
+    "logits": "gather_logits=True",
+    "float16": "bfloat16",
+    "read of another stage": "full_state_dict",
+    "three micro-batches": "a multiple of 2",
+}
+
+
+def test_what_a_pipeline_cannot_run_is_an_error_on_every_rank(pool2: Any) -> None:
+    for said in pool2.run(refusals):
+        assert {name: word for name, word in WORDS.items() if word not in said[name]} == {}, said
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"pp": 2, "zero_stage": 2}, "zero_stage=1"),
+        ({"pp": 2, "schedule": "zb-h1", "recompute": "full"}, "schedule='1f1b'"),
+        ({"pp": 2, "schedule": "dualpipe"}, "'zbv'"),
+        ({"pp": 2, "chunks": 2}, "schedule='interleaved'"),
+        ({"pp": 2, "stages": (4,)}, "one number of layers for each stage"),
+        ({"pp": 2, "stages": (4, 0)}, "at least 1"),
+        ({"stages": (4, 4)}, "pp=1"),
+    ],
+)
+def test_plans_that_no_pipeline_can_run(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(mw.PlanError, match=word.replace("(", r"\(")):
+        mw.ParallelPlan(**fields)
+
+
+def other_batch_on_one_stage() -> None:
+    model = distributed()
+    model(**batch(seed=dist.get_rank()))
+
+
+def test_another_batch_on_one_stage_is_named(pool2: Any) -> None:
+    with pytest.raises(WorkerError, match="compute parts of one model for the same tokens"):
+        pool2.run(other_batch_on_one_stage)
+
+
+def one_stage_raises() -> None:
+    model = distributed()
+    if dist.get_rank() == 1:
+        model.model.layers[3].register_forward_hook(lambda *_: 1 / 0)
+    model(**batch())
+
+
+def test_a_stage_that_fails_is_named_on_the_other(pool2: Any) -> None:
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        pool2.run(one_stage_raises)
+
+
+def changed_tie() -> None:
+    model = distributed(None, "gemma2")
+    with torch.no_grad(), reading_shards():
+        if dist.get_rank() == 1:
+            model.lm_head.weight.add_(1e-3)
+    mw.full_state_dict(model)
+
+
+def test_a_tied_weight_that_differs_between_its_stages_is_named(pool2: Any) -> None:
+    with pytest.raises(WorkerError, match=r"embed_tokens\.weight: rank"):
+        pool2.run(changed_tie)
