@@ -48,23 +48,30 @@ class Source:
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield what is written, chunk by chunk on the CPU; each chunk is valid until the next."""
-        values, total = self.values().reshape(-1), numel(self.share)
+        values, total = self._flat(), numel(self.share)
         step = CHUNK // self.dtype.itemsize
         staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
         for start in range(0, total, step):
             stop = min(start + step, total)
-            _copy(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
-            yield staging[: stop - start].cpu()
+            found = copies(self.held, self.share, start, stop)
+            if (run := _only_run(found)) is not None:
+                yield values[run.local : run.local + run.length].cpu()
+            else:
+                _copy(staging, values, [b.swapped() for b in found])
+                yield staging[: stop - start].cpu()
 
     def snapshot(self) -> Source:
         """Return a source of the same elements, copied to the CPU; on CUDA, the copy may still be running."""
-        values, total = self.values().reshape(-1), numel(self.share)
+        values, total = self._flat(), numel(self.share)
         packed_values = torch.empty(total, dtype=self.dtype, device=values.device)
         _copy(packed_values, values, [b.swapped() for b in copies(self.held, self.share, 0, total)])
         if values.is_cuda:
             on_host = torch.empty(total, dtype=self.dtype, pin_memory=True)
             packed_values = on_host.copy_(packed_values, non_blocking=True)
         return Source(dtype=self.dtype, values=lambda: packed_values, held=self.share, share=self.share)
+
+    def _flat(self) -> Tensor:
+        return self.values().contiguous().view(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +176,11 @@ def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:
         to.copy_(source.as_strided(size, (b.whole_stride, 1), source.storage_offset() + b.whole))
 
 
+def _only_run(blocks: list[Block]) -> Block | None:
+    """The only block, if it is a single run: these elements need no copy."""
+    return blocks[0] if len(blocks) == 1 and blocks[0].count == 1 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """What one file has of one tensor: from byte ``start`` on, the elements of ``blocks``, with their digests."""
@@ -232,17 +244,17 @@ class PartIndex:
             raise CheckpointError(f"{folder / index_name} is the index of another part")
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
-    def chunks(self, key: str, dtype: torch.dtype, wanted: list[Block]) -> Iterator[tuple[Tensor, list[Block]]]:
-        """Yield the chunks of a tensor that have wanted elements, checked against their digests.
+    def read_into(self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[Block]) -> Iterator[tuple[int, int]]:
+        """Read the wanted elements of a tensor, and check their chunks against the digests.
 
         Args:
-            key: the key of the tensor; without a piece of it here, nothing is yielded.
+            key: the key of the tensor; without a piece of it here, nothing is read.
             dtype: the dtype of the tensor.
-            wanted: the elements that are wanted, with their positions in the caller's storage.
+            target: 1-d storage of the elements.
+            wanted: the elements that are wanted, with their positions in ``target``.
 
         Yields:
-            The chunk's elements, valid until the next, and blocks from positions in the chunk (``whole``) to
-            positions in the caller's storage (``local``).
+            The numbers of elements and of bytes of each chunk that was read.
 
         Raises:
             CheckpointError: if the file is damaged; it names the file and the tensor.
@@ -252,19 +264,24 @@ class PartIndex:
             return
         if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
+        is_plain = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
         staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):
                 if not (found := copies(wanted, piece.blocks, start, stop)):
                     continue
-                chunk = staging[: stop - start]
+                run = _only_run(found)
+                is_direct = is_plain and run is not None and run.length == stop - start
+                chunk = target[run.local : run.local + run.length] if is_direct else staging[: stop - start]
                 read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))
                 if digest(memory_of(chunk)) != expected:
                     raise CheckpointError(
                         f"{self.path} is damaged: {chunk.nbytes} bytes of {key}, from byte "
                         f"{piece.start + start * dtype.itemsize} on, are not what was saved; load another checkpoint"
                     )
-                yield chunk, found
+                if not is_direct:
+                    _copy(target, chunk.to(target.device), found)
+                yield numel(found), chunk.nbytes
 
 
 def read_elements(
@@ -289,10 +306,9 @@ def read_elements(
     """
     found = 0
     for part in parts:
-        for chunk, blocks in part.chunks(key, dtype, held):
-            _copy(target, chunk.to(target.device), blocks)
-            found += numel(blocks)
-            on_read(chunk.nbytes)
+        for count, num_bytes in part.read_into(key, dtype, target, held):
+            found += count
+            on_read(num_bytes)
     if found != numel(held):
         raise CheckpointError(
             f"{parts[0].path.parent} has {found} of the {numel(held)} elements of {key} that this rank needs, so it is "
