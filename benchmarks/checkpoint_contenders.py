@@ -102,9 +102,7 @@ class FullySharded(Saver):
     def load(self, folder: Path) -> None:
         state = self.state()
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)

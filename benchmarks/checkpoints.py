@@ -180,9 +180,7 @@ class Contests:
         found = seconds_in_turn(saves, self.rounds)
         for key in others:
             yield row(f"save, ours / {key}", found[name], found[key], 1.0)
-        loads = {
-            key: self.loading(saver, saver.load, saver.saved) for key, saver in {name: ours, **others}.items()
-        }
+        loads = {key: self.loading(saver, saver.load, saver.saved) for key, saver in {name: ours, **others}.items()}
         found = seconds_in_turn(loads, self.rounds)
         for key in others:
             yield row(f"load, ours / {key}", found[name], found[key], 1.0)
@@ -208,7 +206,7 @@ class Contests:
 def main(
     contest: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CONTESTS)} (default: all).")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each contender takes.")] = 15,
-    folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure (default: a temporary one).")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure (default: /tmp).")] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop files from the system's cache before each load.")] = False,
 ) -> None:
     """Print what the digests of checkpoints cost, how long an asynchronous save stops training, and times of others."""
@@ -228,7 +226,9 @@ def main(
         command += ["-m", "benchmarks.checkpoints", f"--rounds={rounds}", f"--folder={own}"]
         command += ["--cold"] * cold + [f"--contest={name}" for name in contest or ()]
         print(json.dumps(environment()))
-        print(f"\n| {PROCESSES} ranks | ours, s | other, s | ours / other (95 % interval) | goal |\n|---|---|---|---|---|")
+        print(
+            f"\n| {PROCESSES} ranks | ours, s | other, s | ours / other (95 % interval) | goal |\n|---|---|---|---|---|"
+        )
         sys.stdout.flush()
         subprocess.run(command, env=worker_environment(), check=True)
 

@@ -84,3 +84,12 @@ def test_every_pair_of_plans(source: str, target: str, pools: dict[int, Any], tm
     assert all(torch.equal(weights[key], value) for key, value in saved.items())
     files = list((tmp_path / "a").glob("*.safetensors"))
     assert len(files) == size(PLANS[source])
+
+
+def test_a_vector_with_gaps_in_memory(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.arange(10.0)[::2])
+    mw.save_checkpoint(tmp_path / "a", model, None)
+    model.weight.data.zero_()
+    mw.load_checkpoint(tmp_path / "a", model, None)
+    assert model.weight.tolist() == [0, 2, 4, 6, 8]

@@ -53,12 +53,8 @@ class Source:
         staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
         for start in range(0, total, step):
             stop = min(start + step, total)
-            found = copies(self.held, self.share, start, stop)
-            if (run := _only_run(found)) is not None:
-                yield values[run.local : run.local + run.length].cpu()
-            else:
-                _copy(staging, values, [b.swapped() for b in found])
-                yield staging[: stop - start].cpu()
+            _copy(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
+            yield staging[: stop - start].cpu()
 
     def snapshot(self) -> Source:
         """Return a source of the same elements, copied to the CPU; on CUDA, the copy may still be running."""
@@ -176,11 +172,6 @@ def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:
         to.copy_(source.as_strided(size, (b.whole_stride, 1), source.storage_offset() + b.whole))
 
 
-def _only_run(blocks: list[Block]) -> Block | None:
-    """The only block, if it is a single run: these elements need no copy."""
-    return blocks[0] if len(blocks) == 1 and blocks[0].count == 1 else None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """What one file has of one tensor: from byte ``start`` on, the elements of ``blocks``, with their digests."""
@@ -260,28 +251,34 @@ class PartIndex:
             CheckpointError: if the file is damaged; it names the file and the tensor.
         """
         piece = self.pieces.get(key)
-        if piece is None or not copies(wanted, piece.blocks, 0, numel(piece.blocks)):
+        if piece is None or not (found := copies(wanted, piece.blocks, 0, numel(piece.blocks))):
             return
         if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
-        is_plain = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
         staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
+        run = None
+        if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
+            run = found[0]  # chunks inside it are read to their place: on the CPU, copying costs as much as reading
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):
-                if not (found := copies(wanted, piece.blocks, start, stop)):
+                is_direct = run is not None and run.whole <= start and stop <= run.whole + run.length
+                if run is not None and is_direct:
+                    chunk, count = target[run.local - run.whole + start : run.local - run.whole + stop], stop - start
+                else:
+                    found = copies(wanted, piece.blocks, start, stop)
+                    chunk, count = staging[: stop - start], numel(found)
+                if not count:
                     continue
-                run = _only_run(found)
-                is_direct = is_plain and run is not None and run.length == stop - start
-                chunk = target[run.local : run.local + run.length] if is_direct else staging[: stop - start]
-                read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))
-                if digest(memory_of(chunk)) != expected:
+                memory = memory_of(chunk)
+                read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory)
+                if digest(memory) != expected:
                     raise CheckpointError(
                         f"{self.path} is damaged: {chunk.nbytes} bytes of {key}, from byte "
                         f"{piece.start + start * dtype.itemsize} on, are not what was saved; load another checkpoint"
                     )
                 if not is_direct:
                     _copy(target, chunk.to(target.device), found)
-                yield numel(found), chunk.nbytes
+                yield count, len(memory)
 
 
 def read_elements(
