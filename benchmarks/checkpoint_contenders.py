@@ -29,6 +29,8 @@ class WrongAnswer(RuntimeError):
 class Saver(contenders.Contender):
     """A trained model on this rank, and how its library saves and loads it."""
 
+    saved: Path  # where it has saved once, for loading
+
     def save(self, folder: Path) -> None:
         """Save into a folder that does not exist; every rank makes the call."""
         raise NotImplementedError
