@@ -126,6 +126,7 @@ def pools(pool2: Any, pool4: Any) -> dict[int, Any]:
     return {2: pool2, 4: pool4}
 
 
+@pytest.mark.timeout(300 if STEPS == 6 else 1200)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_resumed_run_is_equal_to_the_bit(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
     pool = pools[size(PLANS[name])]
