@@ -282,7 +282,7 @@ def main(
         command += ["--cold"] * cold + [f"--contest={name}" for name in contest or ()]
         print(json.dumps(environment()))
         print(
-            f"\n| {PROCESSES} ranks | ours, s | other, s | ours / other (95 % interval) | goal |\n|---|---|---|---|---|"
+            f"\n| {PROCESSES} ranks | ours, s | other, s | ours / other (95 % interval) | CPU time | goal |\n|---|---|---|---|---|"
         )
         sys.stdout.flush()
         subprocess.run(command, env=worker_environment(), check=True)
