@@ -281,10 +281,8 @@ def main(
         command += ["-m", "benchmarks.checkpoints", f"--rounds={rounds}", f"--folder={own}"]
         command += ["--cold"] * cold + [f"--contest={name}" for name in contest or ()]
         print(json.dumps(environment()))
-        print(
-            f"\n| {PROCESSES} ranks | ours, s | other, s | ours / other (95 % interval) | CPU time | goal |\n|---|---|---|---|---|"
-        )
-        sys.stdout.flush()
+        print(f"\n| {PROCESSES} ranks | ours, s | other, s | ours / other (95 % interval) | of CPU time | goal |")
+        print("|---|---|---|---|---|---|", flush=True)
         subprocess.run(command, env=worker_environment(), check=True)
 
 
