@@ -24,7 +24,7 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 WORKERS ?= 0
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest kills lint docs bench bench-data bench-planner bench-choice families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,10 +37,12 @@ help:
 	@echo 'make docs          build the documentation into site/, without network'
 	@echo 'make bench         compare with transformers TP, DeepSpeed and DDP'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
+	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
 	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
+	@echo 'make resumes       runs of 20 steps under ten plans, loaded after each step and compared to the bit'
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
 	@echo 'make programs      500 random training programs and plans against one process'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
@@ -70,6 +72,9 @@ kills: $(INSTALLED)
 	MESHWRIGHT_FAULT_STRIDE=1 $(BIN)/python -m pytest -q -s -k 'ends_early or ends_at_any_step or the_old_or_the_new' \
 		-m crossing tests/checkpoint tests/integrations
 
+resumes: $(INSTALLED)
+	MESHWRIGHT_RESUME_STEPS=20 $(BIN)/python -m pytest -q -k equal_to_the_bit tests/checkpoint/test_resume.py
+
 test-oldest: $(OLDEST_INSTALLED)
 	$(OLDEST_BIN)/python -m pytest -q $(OLDEST_TESTS) -k 'not test_parity or llama or qwen3'
 
@@ -86,6 +91,9 @@ docs: $(INSTALLED)
 
 bench-data: $(INSTALLED)
 	$(BIN)/python -m benchmarks.loading
+
+bench-checkpoints: $(INSTALLED)
+	$(BIN)/python -m benchmarks.checkpoints
 
 bench-planner: $(INSTALLED)
 	$(BIN)/python -m benchmarks.planner $(if $(RUNS),--runs $(RUNS))

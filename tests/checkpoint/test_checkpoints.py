@@ -113,3 +113,12 @@ def test_every_pair_of_plans(
     kept = {key.removeprefix("weights/"): value for key, value in before.held.items() if key.startswith("weights/")}
     assert all(torch.equal(before.weights[key], value) for key, value in kept.items())
     assert len(list(before.folder.glob("*.safetensors"))) == size(PLANS[source])
+
+
+def test_a_vector_with_gaps_in_memory(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.arange(10.0)[::2])
+    mw.save_checkpoint(tmp_path / "a", model, None)
+    model.weight.data.zero_()
+    mw.load_checkpoint(tmp_path / "a", model, None)
+    assert model.weight.tolist() == [0, 2, 4, 6, 8]

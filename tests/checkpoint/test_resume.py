@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from support.models import build, labels_for, tokens
 
-STEPS = 6
+# `make resumes` trains more steps, under more plans.
+STEPS = int(os.environ.get("MESHWRIGHT_RESUME_STEPS", "6"))
 PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "tp2+sp": {"tp": 2, "sequence_parallel": True},
@@ -24,6 +26,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2xtp2+sp+zero3, bf16": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 3},
     "dp2+zero3, recompute, workers": {"dp": 2, "zero_stage": 3, "recompute": "full"},
 }
+if STEPS > 6:
+    PLANS |= {
+        "dp4": {"dp": 4},
+        "tp2": {"tp": 2},
+        "dp2+zero1, bf16": {"dp": 2, "zero_stage": 1},
+        "dp2xtp2+sp+zero2, accumulation": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 2},
+    }
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -96,8 +105,8 @@ def resumed_at_each_step(name: str, folder: Path) -> list[int]:
     losses = whole.train(STEPS, folder)
     weights = mw.full_state_dict(whole.model)
     wrong = []
-    # Workers take seconds to start and to end, so that one step stands for all.
-    steps = [3] if "workers" in name else range(whole.accumulation, STEPS, whole.accumulation)
+    # Workers take seconds to start and to end, so that a few steps stand for all.
+    steps = range(3, STEPS, 6) if "workers" in name else range(whole.accumulation, STEPS, whole.accumulation)
     for step in steps:
         again = Program(name, PLANS[name], seed=step)
         again.load(folder / str(step))
@@ -117,10 +126,12 @@ def pools(pool2: Any, pool4: Any) -> dict[int, Any]:
     return {2: pool2, 4: pool4}
 
 
+@pytest.mark.timeout(300 if STEPS == 6 else 1200)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_resumed_run_is_equal_to_the_bit(name: str, pools: dict[int, Any], tmp_path: Path) -> None:
     pool = pools[size(PLANS[name])]
-    assert pool.run(resumed_at_each_step, name, tmp_path, timeout=200) == [[]] * size(PLANS[name])
+    wrong = pool.run(resumed_at_each_step, name, tmp_path, timeout=200 if STEPS == 6 else 900)
+    assert wrong == [[]] * size(PLANS[name])
 
 
 def without(component: str, folder: Path) -> list[bool]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.checkpoint.folders import checkpoint_folders, find_checkpoint, is_checkpoint
 from meshwright.checkpoint.opened import Opened, check_same_everywhere
 from meshwright.checkpoint.part_files import read_elements
-from meshwright.checkpoint.regions import Block, between, shard
+from meshwright.checkpoint.regions import Block, between, numel, shard
 from meshwright.checkpoint.safetensors_file import Entry, ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles, WeightSource
 from meshwright.faults.together import on_first_rank
@@ -93,6 +93,7 @@ class CheckpointWeights(WeightFiles):
             blocks = shard(entry.shape, rows, wanted.rank)
         if part is not None:
             shape, blocks = [part[1] - part[0]], between(blocks, *part)
-        values = torch.zeros(shape, dtype=dtype)  # padding rows are zeros
+        has_padding = numel(blocks) < torch.Size(shape).numel()
+        values = torch.zeros(shape, dtype=dtype) if has_padding else torch.empty(shape, dtype=dtype)
         read_elements(self.opened.parts, self.keys[name], entry.dtype, values.view(-1), blocks, self.progress.add)
         return values

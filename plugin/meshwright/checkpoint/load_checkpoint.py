@@ -225,11 +225,25 @@ class _SavedState:
 
     def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Read this rank's elements of a tensor, on the CPU; padding is zero."""
-        values = torch.zeros(shape, dtype=dtype)
+        make = torch.zeros if self._has_padding(held, shape) else torch.empty
+        values = make(shape, dtype=dtype)
+        self._read(tensor, held, values)
+        return values
+
+    def overwrite(self, target: Tensor, tensor: str, held: Held) -> None:
+        """Read this rank's elements of a tensor into ``target``; padding becomes zero."""
+        if target.is_cpu and target.is_contiguous() and not self._has_padding(held, target.shape):
+            self._read(tensor, held, target)
+        else:
+            target.copy_(self.elements(tensor, held, target.dtype, target.shape))
+
+    def _has_padding(self, held: Held, shape: torch.Size) -> bool:
+        return numel(held.part(self._mesh.place)) < shape.numel()
+
+    def _read(self, tensor: str, held: Held, values: Tensor) -> None:
         blocks = held.part(self._mesh.place)
         saved_dtype = self._opened.manifest.tensors[tensor][0]
         read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
-        return values
 
 
 def _read_weights(
@@ -247,7 +261,7 @@ def _read_weights(
             shape = runtime.weights.part(target)[0].shape
             runtime.weights.set_part(target, saved.elements(names[key], tensor.held, target.dtype, shape))
         else:
-            target.data.copy_(saved.elements(names[key], tensor.held, target.dtype, target.shape))
+            saved.overwrite(target.data, names[key], tensor.held)
 
 
 def _take_over_weights(runtime: Runtime) -> None:

@@ -48,7 +48,7 @@ class Source:
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield what is written, chunk by chunk on the CPU; each chunk is valid until the next."""
-        values, total = self.values().reshape(-1), numel(self.share)
+        values, total = self._flat(), numel(self.share)
         step = CHUNK // self.dtype.itemsize
         staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
         for start in range(0, total, step):
@@ -58,13 +58,16 @@ class Source:
 
     def snapshot(self) -> Source:
         """Return a source of the same elements, copied to the CPU; on CUDA, the copy may still be running."""
-        values, total = self.values().reshape(-1), numel(self.share)
+        values, total = self._flat(), numel(self.share)
         packed_values = torch.empty(total, dtype=self.dtype, device=values.device)
         _copy(packed_values, values, [b.swapped() for b in copies(self.held, self.share, 0, total)])
         if values.is_cuda:
             on_host = torch.empty(total, dtype=self.dtype, pin_memory=True)
             packed_values = on_host.copy_(packed_values, non_blocking=True)
         return Source(dtype=self.dtype, values=lambda: packed_values, held=self.share, share=self.share)
+
+    def _flat(self) -> Tensor:
+        return self.values().contiguous().view(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,39 +235,50 @@ class PartIndex:
             raise CheckpointError(f"{folder / index_name} is the index of another part")
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
-    def chunks(self, key: str, dtype: torch.dtype, wanted: list[Block]) -> Iterator[tuple[Tensor, list[Block]]]:
-        """Yield the chunks of a tensor that have wanted elements, checked against their digests.
+    def read_into(self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[Block]) -> Iterator[tuple[int, int]]:
+        """Read the wanted elements of a tensor, and check their chunks against the digests.
 
         Args:
-            key: the key of the tensor; without a piece of it here, nothing is yielded.
+            key: the key of the tensor; without a piece of it here, nothing is read.
             dtype: the dtype of the tensor.
-            wanted: the elements that are wanted, with their positions in the caller's storage.
+            target: 1-d storage of the elements.
+            wanted: the elements that are wanted, with their positions in ``target``.
 
         Yields:
-            The chunk's elements, valid until the next, and blocks from positions in the chunk (``whole``) to
-            positions in the caller's storage (``local``).
+            The numbers of elements and of bytes of each chunk that was read.
 
         Raises:
             CheckpointError: if the file is damaged; it names the file and the tensor.
         """
         piece = self.pieces.get(key)
-        if piece is None or not copies(wanted, piece.blocks, 0, numel(piece.blocks)):
+        if piece is None or not (found := copies(wanted, piece.blocks, 0, numel(piece.blocks))):
             return
         if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
         staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
+        run = None
+        if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
+            run = found[0]  # chunks inside it are read to their place: on the CPU, copying costs as much as reading
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):
-                if not (found := copies(wanted, piece.blocks, start, stop)):
+                is_direct = run is not None and run.whole <= start and stop <= run.whole + run.length
+                if run is not None and is_direct:
+                    chunk, count = target[run.local - run.whole + start : run.local - run.whole + stop], stop - start
+                else:
+                    found = copies(wanted, piece.blocks, start, stop)
+                    chunk, count = staging[: stop - start], numel(found)
+                if not count:
                     continue
-                chunk = staging[: stop - start]
-                read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory_of(chunk))
-                if digest(memory_of(chunk)) != expected:
+                memory = memory_of(chunk)
+                read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory)
+                if digest(memory) != expected:
                     raise CheckpointError(
                         f"{self.path} is damaged: {chunk.nbytes} bytes of {key}, from byte "
                         f"{piece.start + start * dtype.itemsize} on, are not what was saved; load another checkpoint"
                     )
-                yield chunk, found
+                if not is_direct:
+                    _copy(target, chunk.to(target.device), found)
+                yield count, len(memory)
 
 
 def read_elements(
@@ -289,10 +303,9 @@ def read_elements(
     """
     found = 0
     for part in parts:
-        for chunk, blocks in part.chunks(key, dtype, held):
-            _copy(target, chunk.to(target.device), blocks)
-            found += numel(blocks)
-            on_read(chunk.nbytes)
+        for count, num_bytes in part.read_into(key, dtype, target, held):
+            found += count
+            on_read(num_bytes)
     if found != numel(held):
         raise CheckpointError(
             f"{parts[0].path.parent} has {found} of the {numel(held)} elements of {key} that this rank needs, so it is "

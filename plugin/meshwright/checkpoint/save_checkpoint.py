@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -100,7 +101,7 @@ def save_checkpoint(
     manifest = Manifest(
         step=step,
         written=time.time_ns(),
-        versions=_versions(),
+        versions=dict(_versions()),
         plan=None if runtime.plan is None else asdict(runtime.plan),
         pp=mesh.sizes.pp,
         dp=mesh.sizes.dp,
@@ -228,6 +229,7 @@ def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
     }
 
 
+@functools.cache  # reading them takes longer than any other preparation of a save
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:

@@ -44,7 +44,9 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
     """
     exchange = texts_of_all if meeting is None else meeting.texts_of_all
     result, error = _attempt(step)
-    _raise_first([json.loads(text) for text in exchange(json.dumps(_describe(error)))], error)
+    # An empty text is a success: if all are empty, one collective has said so.
+    texts = exchange("" if error is None else json.dumps(_describe(error)))
+    _raise_first([json.loads(text) if text else None for text in texts], error)
     assert error is None
     return result  # type: ignore[return-value]
 
@@ -78,7 +80,9 @@ def texts_of_all(text: str) -> list[str]:
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, size)
     lengths = [int(other) for other in sizes]
-    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+    if not any(lengths):
+        return [""] * len(lengths)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
     padded = padded.to(device)
     texts = [torch.empty_like(padded) for _ in lengths]
