@@ -28,21 +28,26 @@ _FRESH_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 @contextlib.contextmanager
 def elastic_agent(job: Launch) -> Iterator[None]:
     """Make torchrun use this module's agent, and meet as the launch says, while the context is open."""
-    start = torchrun.elastic_launch
+    start: Any = torchrun.elastic_launch
 
     def launch(config: Any, entrypoint: Any) -> Any:
         return start(config=meeting(config, job), entrypoint=entrypoint)
 
     agent, shared = torch_launcher.LocalElasticAgent, os.environ.get(_FRESH_STORES)
-    torchrun.elastic_launch, torch_launcher.LocalElasticAgent = launch, Agent
+    _replace(launch, Agent)
     if job.max_restarts:
         os.environ[_FRESH_STORES] = "1"
     try:
         yield
     finally:
-        torchrun.elastic_launch, torch_launcher.LocalElasticAgent = start, agent
+        _replace(start, agent)
         if job.max_restarts and shared is None:
             del os.environ[_FRESH_STORES]
+
+
+def _replace(launch: Any, agent: Any) -> None:
+    torchrun.elastic_launch = launch  # type: ignore[misc]
+    torch_launcher.LocalElasticAgent = agent  # type: ignore[misc]
 
 
 def meeting(config: Any, job: Launch) -> Any:
