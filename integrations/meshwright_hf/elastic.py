@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api as torch_launcher
 
 from meshwright_hf import network
-from meshwright_hf.launch_job import Launch
+from meshwright_hf.launch_job import RESTARTED_VARIABLE, Launch
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
 _FRESH_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -82,6 +83,11 @@ class Agent(LocalElasticAgent):
     """Torch's agent, which also prints what failed, and does not wait for processes that are stopped."""
 
     _failures: Mapping[int, ProcessFailure] = {}
+    _began = 0  # when the first processes were started, in ns since 1970
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._began = self._began or time.time_ns()
+        return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._kill_what_cannot_end()
@@ -96,6 +102,7 @@ class Agent(LocalElasticAgent):
             why = first_failure(self._failures)[2]
         attempt = spec.max_restarts - self._remaining_restarts
         _say(f"{why}; the processes of this machine start again (restart {attempt} of {spec.max_restarts})")
+        os.environ[RESTARTED_VARIABLE] = str(self._began)  # for the Trainer (trainer_folders.py)
         super()._restart_workers(worker_group)
         world = worker_group.workers[0].world_size
         if world != before:

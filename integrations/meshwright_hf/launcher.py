@@ -7,14 +7,13 @@ import dataclasses
 import importlib.util
 import os
 import sys
-import time
 from typing import Any
 
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright_hf import network
-from meshwright_hf.launch_job import LAUNCHED_VARIABLE, Launch
+from meshwright_hf.launch_job import Launch
 from meshwright_hf.versions import warn_outside_range
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
@@ -139,8 +138,6 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
         environment[PLAN_VARIABLE] = plan_line(dataclasses.asdict(job.plan))
     if job.may_shrink:
         environment[REPLAN_VARIABLE] = "1"
-    if job.max_restarts:
-        environment[LAUNCHED_VARIABLE] = str(time.time_ns())
     if job.num_processes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         assert job.main_process_ip is not None
         # By default gloo announces the address of the host's name, which is often 127.0.1.1.
