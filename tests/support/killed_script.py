@@ -1,0 +1,98 @@
+"""A run that a test or a benchmark kills, and that a launcher starts again.
+
+python killed_script.py loop|trainer FOLDER STEPS TIMEOUT
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main(kind: str, folder: Path, steps: int, timeout: float) -> None:
+    """Train with dropout, shuffling and a schedule, with a checkpoint after each step; write the weights' digest."""
+    rank, attempt = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Before the imports, which take seconds, so that the process can be killed in them.
+    (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+    import hashlib
+
+    import meshwright as mw
+
+    train = by_trainer if kind == "trainer" else by_loop
+    model = train(folder, steps, timeout)
+    weights = mw.full_state_dict(model)
+    if rank == "0":
+        digest = hashlib.sha256()
+        for name, tensor in sorted(weights.items()):
+            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        (folder / "result").write_text(digest.hexdigest())
+
+
+def note(folder: Path, step: int) -> None:
+    if os.environ["RANK"] == "0":
+        with (folder / "progress").open("a") as file:
+            file.write(f"{step}\n")
+
+
+def by_loop(folder: Path, steps: int, timeout: float):
+    """A plain loop, with one line that finds the checkpoint."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    import meshwright as mw
+    from support.models import build
+    from support.trainers import Rows
+
+    torch.manual_seed(0)
+    model = build("llama", attention_dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    loader = DataLoader(Rows(20), batch_size=4, shuffle=True)
+    config = mw.ToDistributedConfig(timeout_s=timeout)
+    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
+    saved = {"loader": loader, "scheduler": scheduler}
+    done = mw.load_checkpoint(folder / "saved", model, optimizer, missing_ok=True, **saved)
+    step = 0 if done is None else done.step
+    note(folder, step)
+    while step < steps:
+        for batch in loader:
+            model(**batch).loss.backward()
+            mw.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            mw.save_checkpoint(folder / "saved" / f"step-{step}", model, optimizer, step=step, keep=2, **saved)
+            note(folder, step)
+            if step == steps:
+                break
+    return model
+
+
+def by_trainer(folder: Path, steps: int, timeout: float):
+    """A program with the Trainer, which has no line for restarts."""
+    from transformers import TrainerCallback
+
+    import meshwright as mw
+    from meshwright_hf import MeshwrightTrainer
+    from support.models import build
+    from support.trainers import Rows, arguments
+
+    class Noting(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            note(folder, state.global_step)
+
+    args = arguments(
+        folder / "saved", dp=2, max_steps=steps, save_strategy="steps", save_steps=1, save_total_limit=2
+    )  # fmt: skip
+    trainer = MeshwrightTrainer(
+        build("llama", attention_dropout=0.2), args, train_dataset=Rows(20), callbacks=[Noting()],
+        meshwright=mw.ToDistributedConfig(timeout_s=timeout),
+    )  # fmt: skip
+    trainer.train()
+    return trainer.model
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
