@@ -20,7 +20,7 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest kills lint docs bench bench-data bench-planner bench-choice families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest kills random-kills lint docs bench bench-data bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
 	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
+	@echo 'make random-kills  runs whose ranks are really killed or stopped, with restarts; half an hour'
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
 	@echo 'make programs      500 random training programs and plans against one process'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
@@ -96,6 +97,9 @@ verify: $(INSTALLED)
 families: $(INSTALLED)
 	$(BIN)/python -m benchmarks.families.static
 	$(BIN)/python -m benchmarks.families
+
+random-kills: $(INSTALLED)
+	$(BIN)/python -m benchmarks.random_kills
 
 programs: $(INSTALLED)
 	$(BIN)/python -m benchmarks.random_programs

@@ -125,6 +125,15 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_planner_validation.py": ("test_eight_runs_are_enough[vTrain*",),
     "test_primitives_examples.py": ("test_torchrun_starts_a_program", "test_the_table_of_who_reads_what"),
+    "test_real_kills.py": (
+        "test_a_killed_save_leaves_the_old_or_the_new[*",
+        "!test_a_killed_save_leaves_the_old_or_the_new[in rank 0's files]",
+    ),
+    "test_restarts.py": (
+        "test_a_killed_run_ends_with_the_weights_of_one_that_was_not[*",
+        "!test_a_killed_run_ends_with_the_weights_of_one_that_was_not[loop, dp2+zero1]",
+        "test_a_stopped_rank_ends_the_job_and_is_named[*",
+    ),
     "test_resume.py": (
         "test_a_resumed_run_is_equal_to_the_bit[tp2+sp]",
         "test_a_resumed_run_is_equal_to_the_bit[dp2xtp2+zero1]",

@@ -11,22 +11,26 @@ from pathlib import Path
 
 
 def main(kind: str, folder: Path, steps: int, timeout: float) -> None:
-    """Train with dropout, shuffling and a schedule, with a checkpoint after each step; write the weights' digest."""
+    """Train with dropout, shuffling and a schedule, and a checkpoint after each step; write the weights' digest."""
     rank, attempt = os.environ["RANK"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Before the imports, which take seconds, so that the process can be killed in them.
     (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+    result = trained(kind, folder, steps, timeout)
+    if rank == "0":
+        (folder / "result").write_text(result)
+
+
+def trained(kind: str, folder: Path, steps: int, timeout: float) -> str:
+    """Train under the launcher's plan, on every rank; return the digest of the weights."""
     import hashlib
 
     import meshwright as mw
 
     train = by_trainer if kind == "trainer" else by_loop
-    model = train(folder, steps, timeout)
-    weights = mw.full_state_dict(model)
-    if rank == "0":
-        digest = hashlib.sha256()
-        for name, tensor in sorted(weights.items()):
-            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        (folder / "result").write_text(digest.hexdigest())
+    digest = hashlib.sha256()
+    for name, tensor in sorted(mw.full_state_dict(train(folder, steps, timeout)).items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def note(folder: Path, step: int) -> None:
