@@ -43,16 +43,19 @@ def by_loop(folder: Path, steps: int, timeout: float):
     """A plain loop, with one line that finds the checkpoint."""
     import torch
     from torch.utils.data import DataLoader
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     import meshwright as mw
-    from support.models import build
-    from support.trainers import Rows
 
+    # Not the models and rows of the other tests, whose imports take seconds of each start.
     torch.manual_seed(0)
-    model = build("llama", attention_dropout=0.2)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, attention_dropout=0.2, **sizes))
+    tokens = torch.randint(3, 97, (20, 12), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    loader = DataLoader(Rows(20), batch_size=4, shuffle=True)
+    loader = DataLoader(rows, batch_size=4, shuffle=True)
     config = mw.ToDistributedConfig(timeout_s=timeout)
     model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=config)
     saved = {"loader": loader, "scheduler": scheduler}
