@@ -88,7 +88,10 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_equals_one_process[qwen3, several files-dp2xtp2, zero1 later]",
         "!test_equals_one_process[llama, tied, one kv head-tp2]",
     ),
-    "test_launch_hosts.py": ("test_a_lost_host_ends_the_other_with_an_error_that_names_it[cut off]",),
+    "test_launch_hosts.py": (
+        "test_a_lost_host_ends_the_other_with_an_error_that_names_it[cut off]",
+        "test_a_job_goes_on_with_the_machine_that_is_left",
+    ),
     "test_model_saves_that_end_early.py": (
         "test_a_model_is_the_old_or_the_new[*",
         "!test_a_model_is_the_old_or_the_new[kill-files over one-some steps]",

@@ -24,6 +24,7 @@ from meshwright_hf.launch_job import RESTARTED_VARIABLE, Launch
 
 # Without it, the processes of all attempts would meet in one store, where they read addresses of ended processes.
 _FRESH_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+NOTICES_LOSS = 15  # seconds after which torch's rendezvous counts a machine as lost: 3 heartbeats, one every 5 s
 
 
 @contextlib.contextmanager
@@ -60,12 +61,12 @@ def meeting(config: Any, job: Launch) -> Any:
     if not job.max_restarts:
         return config
     assert job.main_process_ip is not None
+    last_call = min(30, job.start_timeout)  # seconds that the fewest machines wait for further ones
     options = {
         "is_host": str(job.machine_rank == 0),
-        "join_timeout": job.start_timeout,
+        "join_timeout": job.start_timeout + (NOTICES_LOSS + last_call if job.may_shrink else 0),
         "read_timeout": job.start_timeout,
-        # The time that the machines which are there wait for further ones, up to --num_machines.
-        "last_call_timeout": min(30, job.start_timeout),
+        "last_call_timeout": last_call,
     }
     return dataclasses.replace(
         config,

@@ -216,7 +216,7 @@ def _end_the_rest() -> None:
 
 def _why_not_met(job: Launch, error: Exception) -> str:
     meeting = f"{job.main_process_ip}:{job.main_process_port}"
-    summary = str(error).splitlines()[0]
+    summary = (str(error) or type(error).__name__).splitlines()[0]
     if job.machine_rank == 0:
         return (
             f"not all of the {job.min_machines or job.num_machines} machines joined at {meeting} within "
