@@ -21,7 +21,7 @@ def main(kind: str, folder: Path, steps: int, timeout: float) -> None:
 
 
 def trained(kind: str, folder: Path, steps: int, timeout: float) -> str:
-    """Train under the launcher's plan, on every rank; return the digest of the weights."""
+    """Train under the launcher's plan, on every rank; return the digest of the weights, which rank 0 has."""
     import hashlib
 
     import meshwright as mw
