@@ -24,7 +24,7 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 WORKERS ?= 0
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
 	@echo 'make kills         a save that is killed, or finds the disk full, at each of its steps; ten minutes'
 	@echo 'make resumes       runs of 20 steps under ten plans, loaded after each step and compared to the bit'
+	@echo 'make random-kills  runs whose ranks are really killed or stopped, with restarts; half an hour'
 	@echo 'make verify        meshwright verify on ten published configs, and on five models with a planted fault'
 	@echo 'make programs      500 random training programs and plans against one process'
 	@echo 'make setup         only create .venv and install what the others need, as pinned by constraints.txt'
@@ -108,6 +109,9 @@ verify: $(INSTALLED)
 families: $(INSTALLED)
 	$(BIN)/python -m benchmarks.families.static
 	$(BIN)/python -m benchmarks.families
+
+random-kills: $(INSTALLED)
+	$(BIN)/python -m benchmarks.random_kills
 
 programs: $(INSTALLED)
 	$(BIN)/python -m benchmarks.random_programs

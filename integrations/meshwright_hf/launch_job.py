@@ -13,6 +13,7 @@ from meshwright.choose.plan_file import PLAN_VARIABLE, launched_plan
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 
+RESTARTED_VARIABLE = "MESHWRIGHT_RESTARTED"  # set in a restart, to when the launch began, in ns since 1970
 START_TIMEOUT = 300  # seconds that machines wait for each other
 
 
@@ -27,6 +28,8 @@ class Launch:
         plan: the plan for ``to_distributed`` in the script; with None, ``to_distributed`` picks a plan.
         num_processes: the number of processes over all machines.
         num_machines: the number of machines; the command is run once on each machine.
+        min_machines: the number of machines with which a restart may go on, if others are lost; by default all.
+        max_restarts: how often the processes are started again after one of them has failed.
         machine_rank: this machine's number, from 0.
         main_process_ip: the address of machine 0; optional for one machine.
         main_process_port: the port on which machine 0 listens; by default any free port for one machine, else 29500.
@@ -49,6 +52,8 @@ class Launch:
     plan: ParallelPlan | None = None
     num_processes: int = 1
     num_machines: int = 1
+    min_machines: int | None = None
+    max_restarts: int = 0
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
@@ -61,6 +66,9 @@ class Launch:
         for name in ("num_processes", "num_machines", "start_timeout"):
             if getattr(self, name) < 1:
                 raise PlanError(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.max_restarts < 0:
+            raise PlanError(f"--max-restarts {self.max_restarts} must not be negative")
+        self._check_machines()
         if self.num_processes % self.num_machines:
             raise PlanError(
                 f"--num_processes {self.num_processes} cannot be spread evenly over --num_machines "
@@ -88,10 +96,47 @@ class Launch:
             hint = "; modules are started with -m" if not self.script.endswith(".py") else ""
             raise PlanError(f"there is no script {self.script}{hint}")
 
+    def _check_machines(self) -> None:
+        if self.min_machines is None:
+            return
+        given = f"--num_machines {self.min_machines}:{self.num_machines}"
+        if not 1 <= self.min_machines <= self.num_machines:
+            raise PlanError(f"{given} must be MIN:MAX with 1 <= MIN <= MAX")
+        if self.min_machines < self.num_machines and not self.max_restarts:
+            raise PlanError(
+                f"{given} lets the job go on with fewer machines after a restart, but there are no restarts; add "
+                "--max-restarts 3, or write one number of machines"
+            )
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether a restart may go on with fewer machines, and then with another plan."""
+        return self.min_machines is not None and self.min_machines < self.num_machines
+
     @property
     def local_processes(self) -> int:
         """The number of processes on this machine."""
         return self.num_processes // self.num_machines
+
+
+def parse_machines(text: str) -> tuple[int | None, int]:
+    """Return the smallest number of machines, if one is given, and the number of machines.
+
+    Args:
+        text: the value of ``--num_machines``: ``N`` or ``MIN:MAX``.
+
+    Raises:
+        PlanError: if it is neither.
+
+    Example:
+        >>> parse_machines("4"), parse_machines("2:4")
+        ((None, 4), (2, 4))
+    """
+    first, separator, second = text.partition(":")
+    try:
+        return (int(first), int(second)) if separator else (None, int(first))
+    except ValueError:
+        raise PlanError(f"--num_machines {text} must be a number of machines N, or MIN:MAX") from None
 
 
 def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int | None) -> ParallelPlan | None:

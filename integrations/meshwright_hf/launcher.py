@@ -6,19 +6,15 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
+from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright_hf import network
 from meshwright_hf.launch_job import Launch
 from meshwright_hf.versions import warn_outside_range
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 DEFAULT_PORT = 29500  # torch's and accelerate's
 TRIED_ON_CPU = 8  # number of processes that a machine may start however few cores it has
@@ -128,7 +124,7 @@ def _with_address(job: Launch) -> Launch:
     port = job.main_process_port
     if port is None:
         port = network.free_port() if job.num_machines == 1 else DEFAULT_PORT
-    if job.machine_rank == 0 and job.num_processes > 1:
+    if job.machine_rank == 0 and (job.num_processes > 1 or job.max_restarts):
         network.check_port(port)
     return dataclasses.replace(job, main_process_ip=job.main_process_ip or network.LOOPBACK, main_process_port=port)
 
@@ -140,6 +136,8 @@ def _environment(job: Launch, on_cpu: bool) -> dict[str, str]:
         environment["ACCELERATE_USE_CPU"] = "true"
     if job.plan is not None:
         environment[PLAN_VARIABLE] = plan_line(dataclasses.asdict(job.plan))
+    if job.may_shrink:
+        environment[REPLAN_VARIABLE] = "1"
     if job.num_processes > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         assert job.main_process_ip is not None
         # By default gloo announces the address of the host's name, which is often 127.0.1.1.
@@ -176,37 +174,33 @@ def _run(job: Launch, arguments: list[str]) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from meshwright_hf.elastic import elastic_agent, first_failure
 
     options = accelerate.launch_command_parser().parse_args(arguments)
-    if job.num_processes == 1:
+    if job.num_processes == 1 and not job.max_restarts:
         # accelerate would wait for the script, hide its exit code, and not pass our signals to it.
         command, environment = prepare_simple_launcher_cmd_env(accelerate._validate_launch_command(options)[0])
         os.execvpe(command[0], command, environment)
     try:
-        accelerate.launch_command(options)
+        with elastic_agent(job):
+            if job.num_processes == 1:  # accelerate would start it without torchrun, which restarts it
+                accelerate.multi_gpu_launcher(accelerate._validate_launch_command(options)[0])
+            else:
+                accelerate.launch_command(options)
     except ChildFailedError as error:
-        return _first_failure(error)
+        _, code, how = first_failure(error.failures)
+        after = f" after {job.max_restarts} restart(s)" if job.max_restarts else ""
+        print(f"meshwright launch: {how}{after}; all processes of this machine are ended", file=sys.stderr)
+        return code
     except SignalException as error:
         _end_the_rest()
         print(f"meshwright launch: {error.sigval.name}; all processes of this machine are ended", file=sys.stderr)
         return 128 + error.sigval
-    except DistError as error:
+    except (DistError, RendezvousError) as error:
         raise PlanError(_why_not_met(job, error)) from error
     return 0
-
-
-def _first_failure(error: ChildFailedError) -> int:
-    """Print which process failed first; return its exit code as a shell would."""
-
-    def order(item: tuple[int, Any]) -> tuple[bool, int, int]:
-        # The other processes were ended by SIGTERM because of this failure, within the same second.
-        return item[1].exitcode == -signal.SIGTERM, item[1].timestamp, item[0]
-
-    rank, failure = min(error.failures.items(), key=order)
-    code = failure.exitcode
-    how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-    print(f"meshwright launch: rank {rank} {how}; all processes of this machine are ended", file=sys.stderr)
-    return code if code > 0 else 128 - code
 
 
 def _end_the_rest() -> None:
@@ -222,11 +216,11 @@ def _end_the_rest() -> None:
 
 def _why_not_met(job: Launch, error: Exception) -> str:
     meeting = f"{job.main_process_ip}:{job.main_process_port}"
-    summary = str(error).splitlines()[0]
+    summary = (str(error) or type(error).__name__).splitlines()[0]
     if job.machine_rank == 0:
         return (
-            f"not all of the {job.num_machines} machines joined at {meeting} within {job.start_timeout} s ({summary}); "
-            "start this command on each, with its own --machine_rank"
+            f"not all of the {job.min_machines or job.num_machines} machines joined at {meeting} within "
+            f"{job.start_timeout} s ({summary}); start this command on each, with its own --machine_rank"
         )
     return (
         f"machine 0 was not reached at {meeting} within {job.start_timeout} s ({summary}); check that it is "

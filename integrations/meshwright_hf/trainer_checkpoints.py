@@ -162,7 +162,9 @@ class CheckpointMixin:
         """Train as the Trainer does, from a checkpoint that is whole.
 
         Args:
-            resume_from_checkpoint: a folder, or True for the newest whole checkpoint in ``output_dir``.
+            resume_from_checkpoint: a folder, or True for the newest whole checkpoint in ``output_dir``. After a restart
+                by ``meshwright launch --max-restarts``, the newest whole checkpoint that this launch has saved is used
+                instead; False prevents this.
             args, kwargs: the Trainer's other arguments.
 
         Raises:

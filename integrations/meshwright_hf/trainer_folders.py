@@ -15,7 +15,8 @@ from meshwright.checkpoint.staging import remove_folder, restore_replaced
 from meshwright.checkpoint.stock_optimizer import check_pickle
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import on_first_rank, succeed_together
+from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_state import ADAPTERS, OPTIMIZER, PROGRESS, SCHEDULER, STATE, STOCK_OPTIMIZER, random_files
 
 logger = logging.getLogger(__name__)
@@ -29,19 +30,42 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
     Args:
         output_dir: the Trainer's folder.
         wanted: the argument of ``train``: a folder, True for the newest whole checkpoint in ``output_dir``, or None.
+            After a restart by ``meshwright launch`` it is the newest whole checkpoint that the launch has saved, if
+            there is one, unless ``wanted`` is False.
 
     Raises:
         CheckpointError: if there is no whole checkpoint, or the folder is not one; it names what is wrong.
     """
+    if wanted is not False and (launched := _restarted_launch()) is not None:
+        folder, _ = _newest_whole(output_dir, since=launched)
+        if folder is not None:
+            on_first_rank(lambda: logger.warning("restarted by the launcher: the run goes on from %s", folder))
+            return folder
     if wanted is None or wanted is False:
         return None
     if wanted is not True:
-        folder = Path(wanted)
-        on_first_rank(lambda: restore_replaced(folder.parent))
-        _check(folder)
+        path = Path(wanted)
+        on_first_rank(lambda: restore_replaced(path.parent))
+        _check(path)
         return os.fspath(wanted)
-    skipped = []
-    for name in on_first_rank(lambda: _newest_first(Path(output_dir))):
+    folder, skipped = _newest_whole(output_dir)
+    if folder is not None:
+        return folder
+    found = "\n  ".join(["; these are not whole:", *skipped]) if skipped else ""
+    raise CheckpointError(f"there is no whole checkpoint in {output_dir} to resume from{found}")
+
+
+def _restarted_launch() -> int | None:
+    """Return when the launch began, in ns since 1970, if the launcher has restarted this job; else None."""
+    # A machine that has joined later was not restarted.
+    times = [int(text) for text in texts_of_all(os.environ.get(RESTARTED_VARIABLE, "")) if text]
+    return min(times, default=None)
+
+
+def _newest_whole(output_dir: str, since: int = 0) -> tuple[str | None, list[str]]:
+    """Return the newest whole checkpoint of a folder that was saved at ``since`` or later, and what was skipped."""
+    skipped: list[str] = []
+    for name in on_first_rank(lambda: _newest_first(Path(output_dir), since)):
         folder = Path(output_dir, name)
         try:
             _check(folder)
@@ -50,9 +74,8 @@ def checkpoint_to_resume(output_dir: str, wanted: bool | str | os.PathLike[str] 
             skipped.append(f"{folder}: {text}")
             on_first_rank(functools.partial(logger.warning, "%s is skipped: it is not whole: %s", folder, text))
             continue
-        return os.path.join(output_dir, name)
-    found = "\n  ".join(["; these are not whole:", *skipped]) if skipped else ""
-    raise CheckpointError(f"there is no whole checkpoint in {output_dir} to resume from{found}")
+        return os.path.join(output_dir, name), skipped
+    return None, skipped
 
 
 def is_sealed(folder: Path) -> bool:
@@ -119,12 +142,13 @@ def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
         WeightFiles.open(folder)
 
 
-def _newest_first(run_dir: Path) -> list[str]:
-    """Return the names of the checkpoints in a folder, that of the largest step first."""
+def _newest_first(run_dir: Path, since: int = 0) -> list[str]:
+    """Return the names of the checkpoints in a folder that were saved at ``since`` or later, the largest step first."""
     if not run_dir.is_dir():
         return []
     restore_replaced(run_dir)
     found = [path.name for path in run_dir.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    found = [name for name in found if not since or _age(run_dir / name)[1] >= since]
     return sorted(found, key=lambda name: -int(name.rpartition("-")[2]))
 
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import meshwright as mw
 from harness.launchers import run_command
 from meshwright.choose.given_plan import given_plan
-from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line, read_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line, read_plan
 from meshwright.cli import app
 from meshwright.mesh.process_group import node_count
 from meshwright_hf import launcher, network
@@ -97,6 +97,17 @@ def test_an_environment_without_a_plan_that_can_be_read(
         given_plan(mw.ToDistributedConfig())
 
 
+def test_a_plan_of_machines_that_are_lost_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if the user allowed it; to_distributed then asks the planner."""
+    monkeypatch.setenv(PLAN_VARIABLE, plan_line(dataclasses.asdict(PLAN)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert given_plan(mw.ToDistributedConfig()) == PLAN
+    monkeypatch.setenv(REPLAN_VARIABLE, "1")
+    assert given_plan(mw.ToDistributedConfig()) is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert given_plan(mw.ToDistributedConfig()) == PLAN
+
+
 def test_sizes_file_and_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert find_plan(None, {}, 4) is None
     assert find_plan(None, {"tp": 2}, 6) == mw.ParallelPlan(dp=3, tp=2)
@@ -137,6 +148,10 @@ def test_nodes_are_counted_as_they_were_launched(monkeypatch: pytest.MonkeyPatch
         ("--zero-stage 7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("--cpu", "--num_processes N, or a plan"),
         ("--cpu --dp 100000", r"100000 processes on this machine, which has \d+ CPU cores.*add --oversubscribe"),
+        ("--num_processes 2 --max-restarts -1", "--max-restarts -1 must not be negative"),
+        ("--num_machines 1:2 --num_processes 2 --main_process_ip 10.0.0.1", "1:2 lets .* add --max-restarts 3"),
+        ("--num_machines 3:2 --num_processes 2 --main_process_ip 10.0.0.1", "3:2 must be MIN:MAX"),
+        ("--num_machines two --num_processes 2", "--num_machines two must be a number of machines N, or MIN:MAX"),
         ("--plan dp2+sp", "'dp2\\+sp' is not a word of a plan"),
     ],
 )
@@ -253,7 +268,7 @@ def test_accelerates_own_configuration_says_what_is_left_open(script: Path, monk
 
 FAILING = """
 import os, signal, sys, time
-if os.environ.get("RANK", "1") == "1":
+if int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
     os.kill(os.getpid(), int(sys.argv[1])) if int(sys.argv[1]) > 1 and sys.argv[2:] else sys.exit(int(sys.argv[1]))
 time.sleep(100)
 """
@@ -264,7 +279,10 @@ time.sleep(100)
     [
         ("--num_processes 2", "7", 7, "rank 1 ended with exit code 7"),
         ("--num_processes 2", "9 signal", 137, "rank 1 was killed by SIGKILL"),
+        ("--num_processes 2", "15 signal", 143, "rank 1 was killed by SIGTERM"),
         ("--num_processes 1", "7", 7, ""),
+        ("--num_processes 2 --max-restarts 1", "7", 7, "rank 1 ended with exit code 7 after 1 restart(s)"),
+        ("--num_processes 1 --max-restarts 1", "7", 7, "rank 0 ended with exit code 7 after 1 restart(s)"),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed(
@@ -275,6 +293,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(
     done = run_command("launch", *options_and_script, folder=tmp_path)
     assert done.code == code, done.output
     assert message in done.output
+    assert done.output.count("start again (restart 1 of 1)") == ("restarts" in options)
 
 
 WAITING = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -105,6 +106,59 @@ def test_a_lost_host_ends_the_other_with_an_error_that_names_it(
     assert own["0"] == pytest.approx(own["1"], rel=1e-12) and own["2"] == pytest.approx(own["3"], rel=1e-12)
     means = [(first + second) / 2 for first, second in zip(own["0"], own["2"], strict=True)]
     assert means == pytest.approx(losses_of_one_device(), rel=1e-10)
+
+
+SHRINKING = f"""
+import os, sys, time, torch, meshwright as mw
+from pathlib import Path
+from torch.utils.data import DataLoader
+from support.models import build, tokens
+
+model = build("llama")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = [{{"input_ids": ids, "labels": ids}} for ids in tokens(12, 10)]
+model, optimizer, loader = mw.to_distributed(
+    model, optimizer, DataLoader(rows, batch_size=4), config=mw.ToDistributedConfig(timeout_s={TIMEOUT})
+)
+done = mw.load_checkpoint("saved", model, optimizer, loader=loader, missing_ok=True)
+world = os.environ["WORLD_SIZE"]
+for step in range(0 if done is None else done.step, 10 if world == "2" else 100_000):
+    batch = next(iter(loader))
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step < {STEPS}:
+        mw.save_checkpoint("saved", model, optimizer, loader=loader, step=step + 1)
+    sys.stdout.write(f"loss {{os.environ['RANK']}} {{step}} {{loss.item()}} of {{world}}\\n")
+    time.sleep(0.02)
+"""
+
+
+def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path) -> None:
+    """With a plan for two processes instead of four, from the checkpoint of the four."""
+    (tmp_path / "train.py").write_text(SHRINKING)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    environment.pop("GLOO_SOCKET_IFNAME", None)
+    command = f"{sys.executable} -m meshwright.cli launch --cpu --dp 2 --tp 2 --num_machines 1:2 --max-restarts 3"
+    with two_hosts() as hosts, contextlib.chdir(tmp_path):
+        options = ["--start_timeout", "20", "--main_process_ip", hosts[0].address]
+        logs = [tmp_path / f"{host.name}.log" for host in hosts]
+        launchers = [
+            host.start([*command.split(), *options, "--machine_rank", str(rank), "train.py"], logs[rank], environment)
+            for rank, host in enumerate(hosts)
+        ]
+        wait_until_trained(launchers, logs)
+        hosts[1].kill()
+        code = launchers[0].wait(150)
+        output = logs[0].read_text()
+        launchers[1].wait(END)
+    assert code == 0, output
+    assert "2 processes on 1 machine(s), instead of 4" in output
+    assert "of which 2 are left, so the planner picks another plan" in output
+    goes_on = [int(step) for step in re.findall(r"^loss 0 (\d+) .* of 2$", output, re.MULTILINE)]
+    assert goes_on == list(range(STEPS, 10)), output
 
 
 def wait_until_trained(launchers: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:

@@ -1,6 +1,8 @@
 """A rank that raises, is killed, is stopped or is interrupted ends all ranks, in time, with its name and the cause."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 import meshwright as mw
 from harness.programs import mark_fault, run_program
-from support.ending import DP2, TIMEOUT, TP2, check, trainer
+from support.ending import DP2, TIMEOUT, TP2, check, flat, trainer
 
 
 def failing(plan: mw.ParallelPlan) -> None:
@@ -51,6 +53,61 @@ def test_the_cause_survives_a_finally_that_destroys_the_group():
     check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full", within=8)
 
 
+def catches_and_exits() -> None:
+    """As other scripts do: the exception is caught, so that nothing prints it, and the program ends with a code."""
+    step = trainer(DP2)
+    step()
+    try:
+        if dist.get_rank() == 1:
+            mark_fault()
+            raise OSError("the disk is full")
+        step()
+    except Exception:
+        sys.exit(3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_cause_survives_a_program_that_catches_it_and_exits():
+    first, second = run_program(catches_and_exits, 2)
+    cause = r"rank 1 \(host .*=1.*\): step 1, its program ended by sys\.exit\(3\) while it handled OSError: the disk is"
+    assert second.code == first.code == 3, (first, second)
+    assert re.search(cause, flat(second.output)), second
+    assert first.after < 8 and second.after < 5, (first, second)
+
+
+def changes_its_mind() -> None:
+    """A correct program: it calls sys.exit, catches that, and trains on."""
+    step = trainer(DP2)
+    step()
+    if dist.get_rank() == 1:
+        with contextlib.suppress(SystemExit):
+            sys.exit(3)
+    step()
+    mark_fault()
+    if dist.get_rank() == 0:
+        time.sleep(3)
+        print("saved", flush=True)
+
+
+def test_a_program_that_catches_its_own_exit_is_left_in_peace():
+    outcomes = run_program(changes_its_mind, 2)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "saved" in outcomes[0].output
+
+
+def dies_before_the_set_up() -> None:
+    if dist_size() == 3 and os.environ["RANK"] in "12":
+        mark_fault()
+        os.kill(os.getpid(), signal.SIGKILL)
+    trainer(mw.ParallelPlan(dp=3))
+
+
+def test_ranks_that_never_come_to_the_set_up_are_named():
+    outcomes = run_program(dies_before_the_set_up, 3)
+    check(outcomes[0], r"PeerFailedError: rank 0 waited 4 s for ranks 1 and 2, which did not come", within=TIMEOUT + 5)
+
+
 def signalled(number: int, victim: int) -> None:
     """A rank is killed or stopped in the middle of training."""
     step = trainer(mw.ParallelPlan(dp=2, tp=2) if dist_size() == 4 else DP2)
@@ -83,7 +140,7 @@ def test_a_killed_rank_ends_all_of_a_larger_mesh():
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_ends_the_others_within_the_timeout_and_5_seconds(victim):
     outcomes = run_program(signalled, 2, signal.SIGSTOP, victim, may_remain=(victim,))
-    assert outcomes[victim].code is None
+    assert outcomes[victim].code == -signal.SIGKILL  # a launcher's SIGTERM would not have ended it
     check(outcomes[1 - victim], rf"rank {victim}\b.*(stopped|heartbeat|answer)", within=TIMEOUT + 5)
 
 

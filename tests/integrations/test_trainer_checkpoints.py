@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback
 import meshwright as mw
 from meshwright.checkpoint.seal import Seal
 from meshwright.checkpoint.sealed_folder import check_seal
+from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_folders import checkpoint_to_resume
 from support.kills import STRIDE, counted, fingerprint, try_faults
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
@@ -116,6 +117,28 @@ def test_the_newest_whole_one_is_taken(saved: Path, tmp_path: Path, caplog: pyte
         checkpoint_to_resume(str(tmp_path), True)
     with pytest.raises(mw.CheckpointError, match="there is no checkpoint at"):
         checkpoint_to_resume(str(tmp_path), str(tmp_path / "checkpoint-3"))
+
+
+def test_a_restart_goes_on_from_what_its_launch_has_saved(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the checkpoints of an earlier run in the same folder, and not if the program says so."""
+    older, newer = (Path(shutil.copytree(saved / name, tmp_path / name)) for name in ("checkpoint-3", "checkpoint-6"))
+    assert checkpoint_to_resume(str(tmp_path), None) is None
+    for launched, found in (
+        (Seal.read(older).written, newer),
+        (Seal.read(newer).written, newer),
+        (Seal.read(newer).written + 1, None),
+    ):
+        monkeypatch.setenv(RESTARTED_VARIABLE, str(launched))
+        assert checkpoint_to_resume(str(tmp_path), None) == (found and str(found))
+        assert checkpoint_to_resume(str(tmp_path), False) is None
+        assert checkpoint_to_resume(str(tmp_path), str(older)) == str(found or older)
+    monkeypatch.setenv(RESTARTED_VARIABLE, str(Seal.read(older).written))
+    (newer / "scheduler.pt").unlink()
+    assert checkpoint_to_resume(str(tmp_path), None) == str(older)
+    shutil.rmtree(older)
+    assert checkpoint_to_resume(str(tmp_path), None) is None
 
 
 class Notes(TrainerCallback):

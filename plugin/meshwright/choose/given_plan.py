@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from meshwright.choose.plan_file import PLAN_VARIABLE, fields_of_text, launched_plan, read_plan
+from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, fields_of_text, launched_plan, read_plan
 from meshwright.config import PLAN_FIELDS, ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.config_fields import unknown_field
 from meshwright.errors import PlanError
 from meshwright.foreign_names import PLAN_NAMES
 from meshwright.mesh.process_group import world_size
 from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
+
+logger = logging.getLogger(__name__)
 
 # Fields that only the planner has.
 _AHEAD = {"context", "replicate", "recomputed_layers"}
@@ -30,6 +33,12 @@ def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:
     """
     fields = launched_plan()
     launched = None if fields is None else plan_of_fields(fields, PLAN_VARIABLE)
+    if launched is not None and os.environ.get(REPLAN_VARIABLE) and launched.world_size != world_size():
+        logger.warning(
+            "launched with the plan %r for %d processes, of which %d are left, so the planner picks another plan",
+            launched.label, launched.world_size, world_size(),
+        )  # fmt: skip
+        launched = None
     plan = config.plan
     if plan is None or plan == "auto":
         return None if launched is None else with_sequence_parallel(launched, config)

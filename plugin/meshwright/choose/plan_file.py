@@ -18,6 +18,8 @@ PLAN_VERSION = 1
 PLAN_VARIABLE = (
     "MESHWRIGHT_PLAN"  # environment variable with the launcher's plan: words, a line of JSON or the path of a file
 )
+# If set, the launcher's plan only holds for the number of processes that it needs; for another number one is picked.
+REPLAN_VARIABLE = "MESHWRIGHT_REPLAN"
 
 _FORM = """a plan has one field per line, as in 'dp: 2', or is a dict in one line, as in '{"dp": 2, "tp": 2}'"""
 

@@ -69,8 +69,24 @@ def launch(
         ),
     ] = None,
     num_machines: Annotated[
-        int, typer.Option("--num_machines", "--num-machines", help="Number of machines, this one included.")
-    ] = 1,
+        str,
+        typer.Option(
+            "--num_machines",
+            "--num-machines",
+            metavar="N|MIN:MAX",
+            help="Number of machines, this one included (default: 1). With MIN:MAX, a restart goes on if at least MIN "
+            "machines are left, and the planner then picks another plan.",
+        ),
+    ] = "1",
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            "--max_restarts",
+            help="Number of times that the script is started again after a process has failed (default: 0). The "
+            "script must load its last checkpoint; MeshwrightTrainer does so by itself.",
+        ),
+    ] = 0,
     machine_rank: Annotated[
         int, typer.Option("--machine_rank", "--machine-rank", help="Number of this machine, from 0.")
     ] = 0,
@@ -117,13 +133,14 @@ def launch(
     --dp, --tp and the other sizes, or from the environment variable MESHWRIGHT_PLAN; otherwise it picks a plan. The
     script may use accelerate, the Trainer, or torch.distributed alone, and needs no plan of its own.
 
-    If a process fails, the launcher ends all processes and exits with the exit code of the failed one. Ctrl-C ends all
-    processes too.
+    If a process fails, the launcher ends all processes and exits with the exit code of the failed one. With
+    --max-restarts it starts all processes again instead. Ctrl-C ends all processes too.
 
     For example:
 
     \b
       meshwright launch --tp 2 --dp 2 -- train.py --lr 1e-4
+      meshwright launch --tp 2 --dp 2 --max-restarts 10 train.py
       meshwright plan --model config.json --gpus 8 --save plan.yaml && meshwright launch --plan plan.yaml train.py
       meshwright launch --cpu --num_processes 2 -m my_package.train
       meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
@@ -138,12 +155,13 @@ def launch(
         launch_job = importlib.import_module("meshwright_hf.launch_job")
         launcher = importlib.import_module("meshwright_hf.launcher")
         chosen = launch_job.find_plan(plan, sizes, num_processes)
+        fewest, machines = launch_job.parse_machines(num_machines)
         if num_processes is None:
-            num_processes = chosen.world_size if chosen else launcher.default_processes(num_machines, cpu)
+            num_processes = chosen.world_size if chosen else launcher.default_processes(machines, cpu)
         job = launch_job.Launch(
             script=script, arguments=arguments or [], module=module, plan=chosen, num_processes=num_processes,
-            num_machines=num_machines, machine_rank=machine_rank, main_process_ip=main_process_ip,
-            main_process_port=main_process_port, cpu=cpu, start_timeout=start_timeout,
+            num_machines=machines, min_machines=fewest, max_restarts=max_restarts, machine_rank=machine_rank,
+            main_process_ip=main_process_ip, main_process_port=main_process_port, cpu=cpu, start_timeout=start_timeout,
             mixed_precision=mixed_precision and mixed_precision.value, oversubscribe=oversubscribe,
         )  # fmt: skip
         code = launcher.run(job)

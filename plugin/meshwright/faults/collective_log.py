@@ -45,6 +45,7 @@ class Trace:
         self.logs: dict[tuple[int, ...], Log] = {}
         self.doing = "set-up"
         self.ranks: tuple[int, ...] = ()  # the ranks of the last collective
+        self.leaving = ""  # how the program is ending itself; it has changed its mind if it begins something
         self._since = time.monotonic()
 
     def of(self, ranks: tuple[int, ...]) -> Log:
@@ -58,6 +59,7 @@ class Trace:
 
     def begin(self, doing: str) -> None:
         self.doing, self._since = doing, time.monotonic()
+        self.leaving = ""
 
     def last(self) -> str:
         """Return the operation that the process began last, and when it began."""

@@ -6,7 +6,6 @@ tells the other ranks when this process fails or ends normally.
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import json
 import os
@@ -16,23 +15,23 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import weakref
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import DivergenceError, PeerFailedError
-from meshwright.faults import interpose
+from meshwright.faults import exit_hooks, interpose
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
+from meshwright.faults.siblings import end_sibling, this_process
 from meshwright.faults.statement import Statement, differences
 from meshwright.mesh.process_group import wire_device
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
+FOLLOWS = 0.5  # seconds by which the exit of such a rank is later, so that launchers see the first failure first
 ADDRESS_BYTES = 1024
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
@@ -56,6 +55,8 @@ class Guard:
         self._cause: str | None = None
         self._failed = threading.Event()  # set when another rank has failed
         self._is_failing = False  # set when this rank has raised an error, which it reports itself
+        self._follows = False  # set when the program ends because another rank has failed
+        self._silent: list[Any] = []  # the processes of ranks that do not answer
         self._is_closed = False
         host, token = _listening_address(), secrets.token_hex(16)
         self._hub = None
@@ -64,7 +65,7 @@ class Guard:
         port, token = _from_first_rank(self._hub.port if self._hub else 0, token)
         self._link = Link(
             (host[1], port),
-            {"token": token, "rank": self._rank, "name": name},
+            {"token": token, "rank": self._rank, "name": name, "process": this_process()},
             timeout=timeout,
             status=lambda: f"step {self.step}, {self.trace.last()}",
             on_notice=self._on_notice,
@@ -166,6 +167,7 @@ class Guard:
         cause, details = self._cause, []
         if cause is None and (report := self._link.ask({"kind": "report"}, patience=GRACE)) is not None:
             cause, details = report["cause"], [f"  {line}" for line in report["ranks"]]
+            self._silent += report["silent"]
             if cause is None and (difference := self._first_difference(self.trace.ranks)):
                 cause = f"the ranks did not issue the same collectives; {difference}"
         elif cause is None:
@@ -181,8 +183,23 @@ class Guard:
         if self._is_closed or self._is_failing or os.getpid() != self._process:
             return
         self._is_failing = self.is_current
-        if not isinstance(error, PeerFailedError):
-            self._link.tell({"kind": "fail", "how": f"step {self.step}, {_in_short(error)}"})
+        self._follows = isinstance(error, PeerFailedError)
+        if not self._follows:
+            self._link.tell({"kind": "fail", "how": f"step {self.step}, {exit_hooks.in_short(error)}"})
+            exit_hooks.tell_launcher(error)
+
+    def leave_by(self, how: str, error: BaseException | None) -> None:
+        """Remember that the program is ending itself because of an error, which it has caught."""
+        self._follows = isinstance(error, PeerFailedError)
+        if not self._is_closed and os.getpid() == self._process and not self._follows:
+            self.trace.leaving = how + ("" if error is None else f" while it handled {exit_hooks.in_short(error)}")
+
+    def end_silent(self) -> None:
+        """Kill those ranks of the same launcher that do not answer, as the launcher would after half a minute."""
+        if os.getpid() == self._process:
+            sys.stderr.flush()
+            for process in self._silent:
+                end_sibling(process)
 
     def close(self, why: str) -> None:
         """Tell the other ranks that this rank has ended normally, and stop watching."""
@@ -194,7 +211,15 @@ class Guard:
             return
         how = f"{why} after step {self.step}"
         self._is_closed = True
-        self._link.tell({"kind": "leave", "how": how})
+        if self.trace.leaving:
+            how = f"step {self.step}, its program ended by {self.trace.leaving}"
+            print(f"meshwright: {self.name}: {how}", file=sys.stderr, flush=True)
+            self._link.tell({"kind": "fail", "how": how})
+        else:
+            self._link.tell({"kind": "leave", "how": how})
+        self.end_silent()
+        if self._follows:
+            time.sleep(FOLLOWS)
         if self._hub is not None:
             self._hub.close(f"{self.name}: {how}")
         self._link.close()
@@ -248,10 +273,15 @@ class Guard:
         lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
         return DivergenceError("\n".join([*lines, *details]))
 
-    def _on_notice(self, cause: str) -> None:
+    def _on_notice(self, cause: str, silent: list[Any], *, from_hub: bool) -> None:
         """End this process after another rank failed, unless it ends by its own error. Runs in the listening thread."""
         self._cause = cause
+        self._silent += silent
         self._failed.set()
+        # A launcher may end this process before its program can print the cause. One rank says it at once: the hub's,
+        # and rank 1 if that is the one that has failed.
+        if not from_hub and self._rank == 1 and self.is_current:
+            print(f"meshwright: {cause}", file=sys.stderr, flush=True)
         time.sleep(GRACE)
         if self.is_current:
             what = f"{self.name} ends in step {self.step} ({self.trace.doing})"
@@ -259,7 +289,7 @@ class Guard:
         elif not self._is_failing:
             return  # the program has gone on to another process group
         sys.stdout.flush()
-        sys.stderr.flush()
+        self.end_silent()
         os._exit(1)
 
 
@@ -280,7 +310,7 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
         set_timeout(group, timeout)
     if active_guard() is None:
         if _guard is None:
-            _install_hooks()
+            exit_hooks.install(lambda: _guard)
         else:
             _guard.close("its process group ended")
         place = ", ".join(part for part in (f"host {socket.gethostname()}", coordinates) if part)
@@ -297,31 +327,6 @@ def active_guard() -> Guard | None:
 def set_timeout(group: Any, timeout: float) -> None:
     """Set the timeout of a process group, in seconds."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
-
-
-def _install_hooks() -> None:
-    """Install hooks, once per process, that tell the guard of uncaught exceptions, exits and forks."""
-    if getattr(sys.excepthook, "belongs_to_meshwright", False):
-        return
-    previous = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _guard is not None:
-            _guard.fail(error)
-        previous(kind, error, trace)
-
-    report.belongs_to_meshwright = True  # type: ignore[attr-defined]
-    sys.excepthook = report
-    atexit.register(lambda: _guard.close("its program ended") if _guard is not None else None)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: _guard.forget_in_child() if _guard is not None else None)
-
-
-def _in_short(error: BaseException) -> str:
-    """Return the type and message of an exception, and where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def _listening_address() -> tuple[str, str]:

@@ -7,9 +7,15 @@ import json
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 CONNECT_TIMEOUT = 30.0  # seconds; rank 0 listens before it publishes its address
+
+
+class OnNotice(Protocol):
+    """The type of a function that is called with the first notice."""
+
+    def __call__(self, cause: str, silent: list[Any], *, from_hub: bool) -> None: ...
 
 
 class Link:
@@ -20,7 +26,8 @@ class Link:
         hello: the first message to the hub: token, rank and name.
         timeout: the seconds without a heartbeat from the hub after which the hub counts as lost.
         status: a function that returns what this rank is doing; the hub asks every second.
-        on_notice: a function called once, in the listening thread, with the text of the first notice.
+        on_notice: a function called once, in the listening thread, with the text of the first notice, the processes of
+            ranks that do not answer, and whether the notice came from the hub.
     """
 
     def __init__(
@@ -30,7 +37,7 @@ class Link:
         *,
         timeout: float,
         status: Callable[[], str],
-        on_notice: Callable[[str], None],
+        on_notice: OnNotice,
     ) -> None:
         self._timeout, self._status, self._on_notice = timeout, status, on_notice
         self._lock = threading.Lock()  # for the ask connection; held until the answer arrives
@@ -43,7 +50,9 @@ class Link:
         self._notices = self._watch.makefile("rb")
         # The hub's first line confirms that it has registered this rank, which must precede the first question.
         greeting = self._notices.readline()
-        self.hub_name: str = json.loads(greeting)["name"] if greeting.endswith(b"\n") else "rank 0"
+        hub: dict[str, Any] = json.loads(greeting) if greeting.endswith(b"\n") else {"name": "rank 0", "process": None}
+        self.hub_name = str(hub["name"])
+        self._hub_process = hub["process"]
         self._thread = threading.Thread(target=self._listen, name="meshwright-watch", daemon=True)
         self._thread.start()
 
@@ -84,23 +93,23 @@ class Link:
 
     def _listen(self) -> None:
         self._watch.settimeout(self._timeout)
-        reason = "its process ended abruptly (killed, crashed, or os._exit)"
+        reason, silent = "its process ended abruptly (killed, crashed, or os._exit)", []
         try:
             while line := self._notices.readline():
                 notice = json.loads(line)
                 if "failed" in notice:
-                    self._on_notice(notice["failed"])
+                    self._on_notice(notice["failed"], notice["silent"], from_hub=True)
                     return
                 if "closed" in notice:
                     self.hub_left = notice["closed"]
                     return
                 self.tell({"kind": "beat", "status": self._status()})
         except TimeoutError:
-            reason = f"stopped, hung or cut off: no heartbeat for {self._timeout:g} s"
+            reason, silent = f"stopped, hung or cut off: no heartbeat for {self._timeout:g} s", [self._hub_process]
         except (OSError, ValueError):
             pass  # the connection broke, for the reason that is set above
         if not self._closed:
-            self._on_notice(f"{self.hub_name}: {reason}")
+            self._on_notice(f"{self.hub_name}: {reason}", silent, from_hub=False)
 
 
 def _connect(address: tuple[str, int], hello: dict[str, Any]) -> socket.socket:

@@ -7,7 +7,7 @@ and the time, and returns the messages to send to ranks.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,6 +53,7 @@ class Member:
     name: str
     heard: float
     status: str = "starting"
+    process: Any = None  # identifies the rank's process (see siblings.py)
     gone: str | None = None  # how the rank ended
     is_silent: bool = False
 
@@ -79,9 +80,9 @@ class Referee:
         self._waiting: dict[int, Question] = {}
         self._mail: defaultdict[tuple[int, int, str], Mailbox] = defaultdict(Mailbox)
 
-    def join(self, rank: int, name: str, now: float) -> None:
+    def join(self, rank: int, name: str, now: float, process: Any = None) -> None:
         """Record that a rank has connected. Messages call the rank ``name``."""
-        self._members[rank] = Member(name, now)
+        self._members[rank] = Member(name, now, process=process)
 
     def beat(self, rank: int, status: str, now: float) -> None:
         """Record that a rank is alive, and what it is doing."""
@@ -161,7 +162,8 @@ class Referee:
             for member in self._members.values()
             if member.gone is None and now - member.heard > HICCUP
         ]
-        return {"cause": self.first_cause or ("\n".join(quiet) or None), "ranks": lines}
+        silent = self._silent(lambda member: now - member.heard > HICCUP)
+        return {"cause": self.first_cause or ("\n".join(quiet) or None), "ranks": lines, "silent": silent}
 
     def _go(self, rank: int, how: str, *, notice: str | None) -> list[Post]:
         member = self._members[rank]
@@ -180,7 +182,15 @@ class Referee:
         text = f"{self._members[rank].name}: {how}"
         self.first_cause = self.first_cause or text
         others = [r for r, member in self._members.items() if r != rank and member.gone is None]
-        return [Post(r, "notice", {"failed": self.first_cause}) for r in others]
+        return [self._notice(r) for r in others]
+
+    def _notice(self, rank: int) -> Post:
+        silent = self._silent(lambda member: member.is_silent)
+        return Post(rank, "notice", {"failed": self.first_cause, "silent": silent})
+
+    def _silent(self, is_silent: Callable[[Member], bool]) -> list[Any]:
+        """Return the processes of the ranks that do not answer."""
+        return [member.process for member in self._members.values() if member.gone is None and is_silent(member)]
 
     def _differ(self, said: dict[int, str], *, together: bool) -> list[Post]:
         """Return the answers to ranks that differ. ``together`` says whether they wait at the same meeting."""
@@ -208,7 +218,7 @@ class Referee:
             posts += [post for post in self._differ(said, together=True) if waits and post.rank == to]
             lines = "".join(f"\n  {self._members[r].name}: {what}" for r, what in said.items())
             self.first_cause = self.first_cause or f"a send and its receive differ:{lines}"
-            posts += [Post(r, "notice", {"failed": self.first_cause}) for r in said if r != to or not waits]
+            posts += [self._notice(r) for r in said if r != to or not waits]
         return posts
 
     def _is_gone(self, rank: int) -> bool:

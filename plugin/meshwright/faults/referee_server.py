@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+import sys
 import threading
 import time
 from typing import Any
 
 from meshwright.faults.referee import Post, Referee
+from meshwright.faults.siblings import this_process
 
 BEAT = 1.0  # seconds between heartbeats, in both directions
+LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
 LONGEST_LINE = 2**24  # bytes; a rank's last collectives, with all their shapes, are sent as one line
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ class Hub:
         self._token = token
         self._writers: dict[tuple[int, str], asyncio.StreamWriter] = {}
         self._closing = ""
+        self._has_said = False
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
         serving = asyncio.start_server(self._serve, host, 0, backlog=2 * world_size, limit=LONGEST_LINE)
@@ -75,9 +80,11 @@ class Hub:
         self._loop.close()
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT)
-            self._deliver(self._referee.tick(time.monotonic()))
+        for look in itertools.count(1):
+            await asyncio.sleep(BEAT / LOOKS)
+            self._deliver(self._referee.tick(time.monotonic()), says_so=True)
+            if look % LOOKS:
+                continue
             for (_, channel), writer in list(self._writers.items()):
                 if channel == "watch":
                     _write(writer, {})
@@ -90,13 +97,13 @@ class Hub:
         rank, channel = hello["rank"], hello["channel"]
         self._writers[rank, channel] = writer
         if channel == "watch":
-            self._referee.join(rank, hello["name"], time.monotonic())
-            _write(writer, {"name": self._name})
+            self._referee.join(rank, hello["name"], time.monotonic(), hello["process"])
+            _write(writer, {"name": self._name, "process": this_process()})
         while (message := await _read(reader)) is not None:
             self._deliver(self._handle(rank, message))
         self._writers.pop((rank, channel), None)
         if channel == "watch":
-            self._deliver(self._referee.lose(rank))
+            self._deliver(self._referee.lose(rank), says_so=True)
         writer.transport.close()
 
     def _handle(self, rank: int, message: dict[str, Any]) -> list[Post]:
@@ -119,7 +126,12 @@ class Hub:
                 return self._referee.fail(rank, **message)
         raise AssertionError(f"a message of unknown kind {kind!r}")
 
-    def _deliver(self, posts: list[Post]) -> None:
+    def _deliver(self, posts: list[Post], *, says_so: bool = False) -> None:
+        """Send messages. With ``says_so``, also print the first cause: a rank that was lost cannot print its own."""
+        if says_so and not self._has_said and any(post.channel == "notice" for post in posts):
+            # At once, since a launcher ends this process as soon as it knows of the other one's end.
+            print(f"meshwright: {self._referee.first_cause}", file=sys.stderr, flush=True)
+            self._has_said = True
         for post in posts:
             writer = self._writers.get((post.rank, "ask" if post.channel == "answer" else "watch"))
             if writer is not None:

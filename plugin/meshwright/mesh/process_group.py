@@ -9,6 +9,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from meshwright.errors import PeerFailedError
+
 
 def world_size() -> int:
     """Return the number of processes, from the process group or else from the launcher's environment."""
@@ -51,13 +53,50 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     """Join the launcher's process group, unless the script has done so.
 
     The process leaves the group at exit; otherwise gloo's threads abort the interpreter.
+
+    Raises:
+        PeerFailedError: if other ranks do not come within the timeout. The message names them.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     if dist.is_initialized() or world_size() == 1:
         return
     device_id = device if device.type == "cuda" else None
-    dist.init_process_group(backend_for(device), device_id=device_id, timeout=timeout)
+    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    store = dist.PrefixStore(f"meshwright{_attempt()}", store)
+    store.set(f"rank {rank}", "here")
+    try:
+        dist.init_process_group(
+            backend_for(device), store=store, rank=rank, world_size=world, device_id=device_id, timeout=timeout
+        )
+    except RuntimeError as error:
+        if absent := _absent(store, world):
+            raise PeerFailedError(
+                f"rank {rank} waited {timeout_s:g} s for {absent}, which did not come to the set-up: killed before it, "
+                "or still busy. If they need longer, set a larger ToDistributedConfig(timeout_s=...)"
+            ) from error
+        raise
     atexit.register(leave_process_group)
+
+
+def _attempt() -> str:
+    """Return the number of a restart, if all ranks have the same.
+
+    torchrun's store keeps the addresses of the processes before a restart, which nobody may read. With several nodes,
+    their launchers may count restarts differently.
+    """
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_one_node else ""
+
+
+def _absent(store: dist.Store, world: int) -> str:
+    """Return the names of the ranks that have not come; an empty text if all have, or rank 0's store is gone."""
+    try:
+        absent = [str(rank) for rank in range(world) if not store.check([f"rank {rank}"])]
+    except RuntimeError:
+        return ""
+    names = " and ".join(filter(None, [", ".join(absent[:-1]), *absent[-1:]]))
+    return f"rank{'s' * (len(absent) > 1)} {names}" if absent else ""
 
 
 def leave_process_group() -> None:
