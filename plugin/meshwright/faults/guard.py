@@ -21,7 +21,6 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from meshwright.errors import DivergenceError, PeerFailedError
@@ -30,10 +29,10 @@ from meshwright.faults.collective_log import Trace, describe, describe_tensors, 
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.statement import Statement, differences
-from meshwright.mesh.process_group import wire_device
+from meshwright.faults.together import on_first_rank
+from meshwright.mesh.listening import listening_address
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
-ADDRESS_BYTES = 1024
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
 # Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
@@ -57,18 +56,22 @@ class Guard:
         self._failed = threading.Event()  # set when another rank has failed
         self._is_failing = False  # set when this rank has raised an error, which it reports itself
         self._is_closed = False
-        host, token = _listening_address(), secrets.token_hex(16)
-        self._hub = None
-        if self._rank == 0:
-            self._hub = Hub(host[0], name=name, world_size=dist.get_world_size(), token=token, timeout=timeout)
-        port, token = _from_first_rank(self._hub.port if self._hub else 0, token)
+        self._hub: Hub | None = None
+        host, port, token = on_first_rank(self._open_hub)
         self._link = Link(
-            (host[1], port),
+            (host, port),
             {"token": token, "rank": self._rank, "name": name},
             timeout=timeout,
             status=lambda: f"step {self.step}, {self.trace.last()}",
             on_notice=self._on_notice,
         )
+
+    def _open_hub(self) -> tuple[str, int, str]:
+        """Start the hub; return the address by which the ranks reach it, and its token."""
+        host, token = listening_address(), secrets.token_hex(16)
+        world_size = dist.get_world_size()
+        self._hub = Hub(host, name=self.name, world_size=world_size, token=token, timeout=self.timeout)
+        return os.environ["MASTER_ADDR"] if host in ("::", "0.0.0.0") else host, self._hub.port, token
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
         return self  # a process has only one guard
@@ -322,21 +325,3 @@ def _in_short(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
-
-
-def _listening_address() -> tuple[str, str]:
-    """Return the address on which rank 0 listens, and the address by which the other ranks reach rank 0."""
-    reached = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if reached in ("localhost", "::1") or reached.startswith("127."):
-        return "127.0.0.1", "127.0.0.1"
-    return "::" if ":" in reached else "0.0.0.0", reached
-
-
-def _from_first_rank(port: int, token: str) -> tuple[int, str]:
-    """Return the hub's port and token on every rank."""
-    device = wire_device()
-    text = json.dumps([port, token]).encode().ljust(ADDRESS_BYTES)
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    dist.broadcast(message, src=0)
-    port, token = json.loads(bytes(message.cpu().tolist()))
-    return port, token
