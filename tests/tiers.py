@@ -75,7 +75,8 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_equals_one_process_with[stage 3, everything offloaded*",
     ),
     "test_demo.py": (
-        "test_the_planner_picks_the_demo_s_plan", "test_a_plan_that_does_not_fit_is_one_clear_message",
+        "test_the_planner_picks_the_demo_s_plan",
+        "test_a_plan_that_does_not_fit_is_one_clear_message",
         "test_the_demo_trains_and_proves_itself",
     ),
     "test_docs.py": (  # pages that run whole programs which other tests run too
@@ -99,9 +100,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_torchrun_ends_with_the_cause",
     ),
     "test_examples.py": ("test_adapters_are_tuned_over_two_processes", "test_a_plain_loop_goes_on_under_another_plan"),
-    "test_export.py": (
-        "test_from_pretrained_gives_the_weights_bitwise[gemma2-bf16]",
-    ),
+    "test_export.py": ("test_from_pretrained_gives_the_weights_bitwise[gemma2-bf16]",),
     "test_families.py": (
         "test_equals_one_device_as_the_page_says[*",
         "!test_equals_one_device_as_the_page_says[apertus and so on]",
@@ -304,7 +303,8 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_weights_from_a_checkpoint[directory-meta]",
     ),
     "test_zero.py": (
-        "test_losses_and_norms_over_20_steps[*", "!test_losses_and_norms_over_20_steps[3]",
+        "test_losses_and_norms_over_20_steps[*",
+        "!test_losses_and_norms_over_20_steps[3]",
         "test_in_and_out[{'dp': 2, 'zero*",
     ),
 }

@@ -12,7 +12,8 @@ import torch
 
 from meshwright.checkpoint.digested_json import read_digested, write_digested
 from meshwright.checkpoint.part_files import FileRecord, file_names
-from meshwright.checkpoint.safetensors_file import DTYPES
+from meshwright.checkpoint.safetensors_file import DTYPES, MAX_DIMS
+from meshwright.checkpoint.untrusted_json import LARGEST
 from meshwright.errors import CheckpointError
 
 NAME = "checkpoint.json"
@@ -90,7 +91,7 @@ def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_size(value: Any) -> bool:
@@ -104,8 +105,9 @@ def _is_tensor(value: Any) -> bool:
         and isinstance(value[0], str)
         and value[0] in DTYPES
         and isinstance(value[1], list)
+        and len(value[1]) <= MAX_DIMS
         and all(map(_is_count, value[1]))
-        and math.prod(value[1]) < 2**60
+        and math.prod(max(size, 1) for size in value[1]) < LARGEST
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from meshwright.checkpoint import disk
 from meshwright.checkpoint.regions import Block, numel, packed
 from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.checkpoint.shares import copies
+from meshwright.checkpoint.untrusted_json import LARGEST, MAX_BYTES, parse_json
 from meshwright.errors import CheckpointError
 
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
@@ -221,15 +223,17 @@ class PartIndex:
             CheckpointError: if the index is missing or damaged; it names the file.
         """
         name, index_name = file_names(place)
-        content = _checked(folder / index_name, files[index_name], files[index_name].bytes)
+        path, record = folder / index_name, files[index_name]
+        if record.bytes > MAX_BYTES:
+            raise CheckpointError(f"{path} is damaged: it has {record.bytes} bytes, which no index has")
+        index = parse_json(_checked(path, record, record.bytes), path)
         try:
-            index = json.loads(content)
             pieces = {key: _piece(value) for key, value in index["tensors"].items()}
             is_sound = index["place"] == place and index.keys() == {"place", "random", "tensors"}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{folder / index_name} is not an index of a checkpoint: {error!r}") from error
+            raise CheckpointError(f"{path} is not an index of a checkpoint: {error!r}") from error
         if not is_sound:
-            raise CheckpointError(f"{folder / index_name} is the index of another part")
+            raise CheckpointError(f"{path} is the index of another part")
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
     def chunks(self, key: str, dtype: torch.dtype, wanted: list[Block]) -> Iterator[tuple[Tensor, list[Block]]]:
@@ -302,7 +306,7 @@ def read_elements(
 
 def _piece(value: Any) -> Piece:
     numbers = [value["start"], *(number for block in value["blocks"] for number in block)]
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(type(number) is int and 0 <= number < LARGEST for number in numbers):
         raise ValueError("a position is not a number")
     if not all(isinstance(text, str) for text in value["digests"]):
         raise ValueError("a digest is not a text")
@@ -352,6 +356,21 @@ def reading(path: Path) -> Iterator[int]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     finally:
         os.close(descriptor)
+
+
+def read_json(path: Path, *, has_nan: bool = False) -> Any:
+    """Read a file of JSON, which must be an ordinary file.
+
+    Raises:
+        CheckpointError: if it cannot be read, is too large, or is not JSON (see ``parse_json``).
+    """
+    with reading(path) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path} is not an ordinary file")
+        if (size := os.fstat(descriptor).st_size) > MAX_BYTES:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
+        content = read_exactly(descriptor, path, 0, size)
+    return parse_json(content, path, has_nan=has_nan)
 
 
 def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytes:
