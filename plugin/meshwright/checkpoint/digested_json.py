@@ -41,8 +41,8 @@ def read_digested(path: Path, name: str) -> Any:
         claimed = start[len(_PREFIX) : len(_PREFIX) + 32]
         # A file of another form is not read, however large it is.
         is_ours = start == _PREFIX + claimed + middle and length < size <= MAX_BYTES
-        body = bytearray(read_exactly(descriptor, path, length, size - length)) if is_ours else bytearray()
-    if not is_ours or digest(memoryview(body)).encode() != claimed or not body.endswith(b"}\n"):
+        body = read_exactly(descriptor, path, length, size - length) if is_ours else bytearray()
+    if not is_ours or digest(body).encode() != claimed or not body.endswith(b"}\n"):
         raise CheckpointError(f"{path} is damaged: it is not what was saved; load another checkpoint")
     del body[-2:]
     return parse_json(body, path, has_nan=True)

@@ -82,7 +82,7 @@ class FileRecord:
     digest: str
 
 
-def digest(memory: memoryview | bytes) -> str:
+def digest(memory: memoryview | bytes | bytearray) -> str:
     """Return the digest of some memory: 128 bits of XXH3, which is faster than a disk and detects accidents."""
     return xxhash.xxh3_128_hexdigest(memory)
 
@@ -331,7 +331,7 @@ def check_header(path: Path, record: FileRecord) -> None:
     _checked(path, record, 8 + length)
 
 
-def _checked(path: Path, record: FileRecord, length: int) -> bytes:
+def _checked(path: Path, record: FileRecord, length: int) -> bytes | bytearray:
     """The first bytes of a file, which must have the recorded size, and these bytes the recorded digest."""
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -373,7 +373,7 @@ def read_json(path: Path, *, has_nan: bool = False) -> Any:
     return parse_json(content, path, has_nan=has_nan)
 
 
-def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytes:
+def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:
     """Read ``length`` bytes from ``offset`` on.
 
     Raises:
@@ -381,7 +381,7 @@ def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytes
     """
     content = bytearray(length)
     read_into(descriptor, path, offset, memoryview(content))
-    return bytes(content)
+    return content
 
 
 def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:

@@ -76,10 +76,11 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise CheckpointError(_not_safetensors(path, prefix, size))
-            text = file.read(length)
+            # What begins otherwise is not read, however long its header claims to be.
+            text = file.read(length) if file.peek(1)[:1] == b"{" else b""
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if not text.startswith(b"{"):
+    if text[:1] != b"{":
         raise CheckpointError(_not_safetensors(path, prefix, size))
     header = parse_json(text, path)
     if not isinstance(header, dict):
