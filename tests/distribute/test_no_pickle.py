@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright.checkpoint.export_checkpoint import export_checkpoint
+from meshwright.data.stream import ShardedStream
+from meshwright.parallel.collectives import Axis
 from support.models import build
 
 # Who may pickle, and why; docs/checkpoints.md lists the same.
@@ -96,6 +98,24 @@ def test_a_whole_program_runs_without_pickle(workers: int, pool2: Any, tmp_path:
     leader, peer = pool2.run(whole_program, tmp_path, workers, timeout=120)
     assert peer == []
     assert leader == [] if not workers else set(leader) <= ALLOWED.keys()
+
+
+class Custom:
+    """A sample that only pickle could send."""
+
+
+def streamed(samples: list[Any]) -> int:
+    dp = Axis("dp", 2, torch.distributed.get_rank(), torch.distributed.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        without_pickle(patch)
+        stream = ShardedStream([samples] * 3, batch_size=4, dp=dp, lanes=3, num_workers=1)
+        return sum(len(rows.samples) for rows in stream if not rows.is_blank)
+
+
+def test_samples_move_between_ranks_without_pickle_or_are_refused_at_once(pool2: Any) -> None:
+    assert sum(pool2.run(streamed, [{"text": "x", "ids": torch.ones(3)}] * 5)) == 15
+    errors = pool2.run_expecting_error(streamed, [Custom()] * 5)
+    assert all("a sample is a " in message and "Custom" in message for _, message in errors)
 
 
 def gathered_pickle() -> None:
