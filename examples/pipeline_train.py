@@ -79,6 +79,8 @@ def main(steps: int, schedule: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train over pipeline stages; see the text at the top of this file.")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="zb-h1", help="order of the operations (default: zb-h1)")
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, default="zb-h1", help="order of the operations (default: zb-h1)"
+    )
     arguments = parser.parse_args()
     main(arguments.steps, arguments.schedule)

@@ -9,6 +9,7 @@ The model is a Llama of 70,000 parameters that learns the bytes of this very fil
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -41,12 +42,12 @@ def main(steps: int, folder: Path) -> None:
     tp = 2 if world % 2 == 0 else 1
     plan = mw.ParallelPlan(tp=tp, dp=world // tp, sequence_parallel=tp > 1, zero_stage=1)
     model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan))
-    state_file = folder / "loader.pt"
+    state_file = folder / "loader.json"
     step = 0
     if state_file.exists():
         mw.load_weights(model, folder)
         mw.load_optimizer(model, optimizer, folder / "optimizer")
-        state = torch.load(state_file)
+        state = json.loads(state_file.read_text())
         step = state.pop("step")
         loader.load_state_dict(state["loader"])
 
@@ -67,7 +68,7 @@ def main(steps: int, folder: Path) -> None:
     model.save_pretrained(folder)  # one-device files: from_pretrained reads them, and any plan does
     mw.save_optimizer(model, optimizer, folder / "optimizer")
     if is_first:
-        torch.save({"step": step, "loader": loader.state_dict()}, state_file)
+        state_file.write_text(json.dumps({"step": step, "loader": loader.state_dict()}))
 
 
 if __name__ == "__main__":

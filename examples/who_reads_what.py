@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import meshwright as mw
 from examples.primitives.runs import launch
+from meshwright.faults.together import values_of_all
 
 SIZES = (1, 2, 3)
 
@@ -81,8 +82,7 @@ def main() -> None:
     for size in SIZES:
         for drop_last in (False, True):
             for name, make in loaders.items():
-                ranks: list[Any] = [None] * len(names)
-                dist.all_gather_object(ranks, read(make(Numbers(size), drop_last)))
+                ranks = values_of_all(read(make(Numbers(size), drop_last)))
                 # In brackets: a repeated sample that counts in no loss, so that all ranks make the same steps.
                 cells = [" ".join(str(s) if counts else f"({s})" for s, counts in samples) for samples in ranks]
                 table.add_row(str(size), str(drop_last), name, *cells, verdict(ranks, size, drop_last))

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from benchmarks.random_programs.draw import Program
+from meshwright.faults.together import on_first_rank
 from support.exact import Float64
 from support.logs import logged
 from support.models import FAMILIES, SIZES
@@ -218,9 +219,7 @@ class _Run:
         if not self.distributed:
             return
         with tempfile.TemporaryDirectory() as folder:
-            paths = [folder]
-            dist.broadcast_object_list(paths, src=0)
-            place = Path(paths[0])
+            place = Path(on_first_rank(lambda: folder))
             mw.save_weights(self.model, place / "weights")
             mw.save_optimizer(self.model, self.optimizer, place / "optimizer")
             with torch.no_grad():

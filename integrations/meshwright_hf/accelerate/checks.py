@@ -15,8 +15,8 @@ from torch import nn
 
 from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, PlanError
-from meshwright.pipeline.refusals import refuse_pipeline
 from meshwright.mesh.process_group import world_size
+from meshwright.pipeline.refusals import refuse_pipeline
 from meshwright_hf.accelerate.loader import PlannedLoader
 
 logger = logging.getLogger(__name__)

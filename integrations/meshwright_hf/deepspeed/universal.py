@@ -16,14 +16,20 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION, AffinePiece, ParamAffineMap
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor, nn
 
+from meshwright.checkpoint.stock_optimizer import read_pickle
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import ShardRecord, record_of
 
 # The parameter attribute that DeepSpeed's stage 1 and 2 loader reads; without it the loader assumes an even split.
 RESTORE = keys.DS_AUTOTP_UC_META
+
+# The classes of DeepSpeed that its stage 3 stores beside tensors and numbers.
+_STORED = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 
 
 def describe_for_universal(model: nn.Module, tp: Axis) -> None:
@@ -121,7 +127,7 @@ def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
     load_states = optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
     def load_shard(self: Any, folder: str, key: str, param: nn.Parameter) -> Tensor:
-        loaded = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
+        loaded = read_pickle(os.path.join(folder, f"{key}.pt"))
         full = loaded[keys.PARAM] if isinstance(loaded, dict) else loaded
         record = record_of(param)
         local = record.layout.take(full.view(record.global_shape), record.rank).flatten()
@@ -132,7 +138,7 @@ def adapt_universal_loading(optimizer: Any, runtime: Runtime) -> None:
 
     def load_with_groups(self: Any, folder: str) -> None:
         load_states(folder)
-        common = torch.load(os.path.join(folder, "zero", "optimizer_state.pt"), weights_only=False)
+        common = read_pickle(os.path.join(folder, "zero", "optimizer_state.pt"), classes=_STORED)
         saved_groups = common[keys.OPTIMIZER_STATE_DICT]["param_groups"]
         for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})

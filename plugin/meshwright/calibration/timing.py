@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from meshwright.faults.together import texts_of_all
 from meshwright.planner.hardware import Measurement
 
 Run = Callable[[], object]
@@ -117,6 +119,5 @@ def _meet() -> None:
 def _pooled(samples: list[list[float]]) -> list[list[float]]:
     if not dist.is_initialized():
         return samples
-    gathered: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, samples)
+    gathered: list[list[list[float]]] = [json.loads(text) for text in texts_of_all(json.dumps(samples))]
     return [list(itertools.chain(*columns)) for columns in zip(*gathered, strict=True)]

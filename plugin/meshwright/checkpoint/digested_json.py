@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import disk
-from meshwright.checkpoint.part_files import digest, reading
+from meshwright.checkpoint.part_files import digest, read_exactly, reading
+from meshwright.checkpoint.untrusted_json import MAX_BYTES, parse_json
 from meshwright.errors import CheckpointError
 
 _PREFIX = b'{"digest":"'
-_MAX_BYTES = 2**30  # of a file: beyond it, a hostile file would fill the memory
 
 
 def write_digested(path: Path, name: str, content: dict[str, Any]) -> None:
@@ -33,25 +33,20 @@ def read_digested(path: Path, name: str) -> Any:
     Raises:
         CheckpointError: if the file is missing or damaged.
     """
+    middle = _middle(name)
+    length = len(_PREFIX) + 32 + len(middle)
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
-        content = _all_of(descriptor) if size <= _MAX_BYTES else b""
-    claimed, rest = content[len(_PREFIX) : len(_PREFIX) + 32], content[len(_PREFIX) + 32 :]
-    body = rest.removeprefix(_middle(name))
-    if not content.startswith(_PREFIX) or len(body) == len(rest) or digest(body).encode() != claimed:
+        start = os.pread(descriptor, length, 0)
+        claimed = start[len(_PREFIX) : len(_PREFIX) + 32]
+        # A file of another form is not read, however large it is.
+        is_ours = start == _PREFIX + claimed + middle and length < size <= MAX_BYTES
+        body = read_exactly(descriptor, path, length, size - length) if is_ours else bytearray()
+    if not is_ours or digest(body).encode() != claimed or not body.endswith(b"}\n"):
         raise CheckpointError(f"{path} is damaged: it is not what was saved; load another checkpoint")
-    try:
-        return json.loads(body.removesuffix(b"}\n"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    del body[-2:]
+    return parse_json(body, path, has_nan=True)
 
 
 def _middle(name: str) -> bytes:
     return f'","{name}":'.encode()
-
-
-def _all_of(descriptor: int) -> bytes:
-    parts = []
-    while part := os.read(descriptor, 2**20):
-        parts.append(part)
-    return b"".join(parts)

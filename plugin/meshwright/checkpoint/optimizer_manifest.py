@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.part_files import read_json
 from meshwright.errors import CheckpointError
 
 NAME = "optimizer.json"
@@ -65,14 +66,15 @@ class OptimizerManifest:
         """
         path = folder / NAME
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            path.lstat()
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"there is no optimizer state in {folder}: it has no {NAME}; name a folder that "
                 "meshwright.save_optimizer wrote"
             ) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        fields = read_json(path, has_nan=True)
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise CheckpointError(f"{path} is damaged, or not of the format {_FORMAT}")
         return OptimizerManifest.of(fields, str(path))
@@ -87,7 +89,11 @@ class OptimizerManifest:
         if fields.keys() != _FIELDS.keys():
             wrong = ", ".join(sorted(fields.keys() ^ _FIELDS.keys()))
             raise CheckpointError(f"{where} is damaged: fields that are missing, or unknown: {wrong}")
-        if wrong_fields := [name for name, is_right in _FIELDS.items() if not is_right(fields[name])]:
+        try:
+            wrong_fields = [name for name, is_right in _FIELDS.items() if not is_right(fields[name])]
+        except RecursionError as error:
+            raise CheckpointError(f"{where} is damaged: its values are nested too deeply") from error
+        if wrong_fields:
             raise CheckpointError(f"{where} is damaged: {wrong_fields[0]!r} has values of a wrong type")
         return OptimizerManifest(**fields)
 
@@ -111,7 +117,13 @@ def is_encoded(value: Any) -> bool:
     if "tensor" in value:
         dtype = getattr(torch, value["dtype"], None) if isinstance(value.get("dtype"), str) else None
         is_number = type(value["tensor"]) in (bool, int, float)
-        return is_number and isinstance(dtype, torch.dtype) and value.get("shape") in ([], [1], [1, 1])
+        if not (is_number and isinstance(dtype, torch.dtype) and value.get("shape") in ([], [1], [1, 1])):
+            return False
+        try:
+            torch.tensor(value["tensor"], dtype=dtype)
+        except (RuntimeError, TypeError, ValueError, OverflowError):  # a number that the dtype does not hold
+            return False
+        return True
     return len(value) == 1 and all(
         (kind in ("tuple", "list") and isinstance(items, list) and all(map(is_encoded, items)))
         or (kind == "dict" and isinstance(items, dict) and all(map(is_encoded, items.values())))

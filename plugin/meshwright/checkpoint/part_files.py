@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from meshwright.checkpoint import disk
 from meshwright.checkpoint.regions import Block, numel, packed
 from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.checkpoint.shares import copies
+from meshwright.checkpoint.untrusted_json import LARGEST, MAX_BYTES, parse_json
 from meshwright.errors import CheckpointError
 
 # Bytes under one digest: a rank that needs some of them reads them all. It is a part of the format: another size needs
@@ -83,7 +85,7 @@ class FileRecord:
     digest: str
 
 
-def digest(memory: memoryview | bytes) -> str:
+def digest(memory: memoryview | bytes | bytearray) -> str:
     """Return the digest of some memory: 128 bits of XXH3, which is faster than a disk and detects accidents."""
     return xxhash.xxh3_128_hexdigest(memory)
 
@@ -224,15 +226,17 @@ class PartIndex:
             CheckpointError: if the index is missing or damaged; it names the file.
         """
         name, index_name = file_names(place)
-        content = _checked(folder / index_name, files[index_name], files[index_name].bytes)
+        path, record = folder / index_name, files[index_name]
+        if record.bytes > MAX_BYTES:
+            raise CheckpointError(f"{path} is damaged: it has {record.bytes} bytes, which no index has")
+        index = parse_json(_checked(path, record, record.bytes), path)
         try:
-            index = json.loads(content)
             pieces = {key: _piece(value) for key, value in index["tensors"].items()}
             is_sound = index["place"] == place and index.keys() == {"place", "random", "tensors"}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{folder / index_name} is not an index of a checkpoint: {error!r}") from error
+            raise CheckpointError(f"{path} is not an index of a checkpoint: {error!r}") from error
         if not is_sound:
-            raise CheckpointError(f"{folder / index_name} is the index of another part")
+            raise CheckpointError(f"{path} is the index of another part")
         return PartIndex(path=folder / name, random=index["random"], pieces=pieces)
 
     def read_into(self, key: str, dtype: torch.dtype, target: Tensor, wanted: list[Block]) -> Iterator[tuple[int, int]]:
@@ -315,7 +319,7 @@ def read_elements(
 
 def _piece(value: Any) -> Piece:
     numbers = [value["start"], *(number for block in value["blocks"] for number in block)]
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(type(number) is int and 0 <= number < LARGEST for number in numbers):
         raise ValueError("a position is not a number")
     if not all(isinstance(text, str) for text in value["digests"]):
         raise ValueError("a digest is not a text")
@@ -340,7 +344,7 @@ def check_header(path: Path, record: FileRecord) -> None:
     _checked(path, record, 8 + length)
 
 
-def _checked(path: Path, record: FileRecord, length: int) -> bytes:
+def _checked(path: Path, record: FileRecord, length: int) -> bytes | bytearray:
     """The first bytes of a file, which must have the recorded size, and these bytes the recorded digest."""
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -367,7 +371,22 @@ def reading(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytes:
+def read_json(path: Path, *, has_nan: bool = False) -> Any:
+    """Read a file of JSON, which must be an ordinary file.
+
+    Raises:
+        CheckpointError: if it cannot be read, is too large, or is not JSON (see ``parse_json``).
+    """
+    with reading(path) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path} is not an ordinary file")
+        if (size := os.fstat(descriptor).st_size) > MAX_BYTES:
+            raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
+        content = read_exactly(descriptor, path, 0, size)
+    return parse_json(content, path, has_nan=has_nan)
+
+
+def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:
     """Read ``length`` bytes from ``offset`` on.
 
     Raises:
@@ -375,7 +394,7 @@ def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytes
     """
     content = bytearray(length)
     read_into(descriptor, path, offset, memoryview(content))
-    return bytes(content)
+    return content
 
 
 def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:

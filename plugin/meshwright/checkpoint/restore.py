@@ -19,7 +19,7 @@ from meshwright.checkpoint.optimizer_state import shared_parts
 from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import succeed_together
+from meshwright.faults.together import succeed_together, texts_of_all
 from meshwright.optim.runtime import find_runtime
 from meshwright.optim.state_parts import OptimizerParts, Part
 from meshwright.parallel.row_layout import is_held, record_of
@@ -227,8 +227,7 @@ def _check_same_everywhere(folder: Path) -> None:
     if not dist.is_initialized():
         return
     digest = succeed_together(lambda: hashlib.sha256((folder / NAME).read_bytes()).hexdigest())
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = texts_of_all(digest)
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise CheckpointError(
             f"rank(s) {', '.join(map(str, others))} find another save in {folder} than rank 0; copy one to every host"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.untrusted_json import LARGEST, parse_json
 from meshwright.errors import CheckpointError
 from meshwright.parallel.row_layout import RowLayout, Span
 
@@ -35,6 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_DIMS = 64  # of a tensor; torch itself has the same limit for most operations
 MAX_HEADER = 100_000_000  # bytes; the limit of the format
 _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 _STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
@@ -62,17 +66,23 @@ def read_header(path: Path) -> dict[str, Entry]:
         CheckpointError: if the file is truncated, inconsistent, or of another format.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        # Without waiting for a pipe's other end, which may never come.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not an ordinary file")
+            size = status.st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise CheckpointError(_not_safetensors(path, prefix, size))
-            header = json.loads(file.read(length))
+            # What begins otherwise is not read, however long its header claims to be.
+            text = file.read(length) if file.peek(1)[:1] == b"{" else b""
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(_not_safetensors(path, prefix, size)) from error
+    if text[:1] != b"{":
+        raise CheckpointError(_not_safetensors(path, prefix, size))
+    header = parse_json(text, path)
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is not a safetensors file: its header is not a table of tensors")
     header.pop("__metadata__", None)
@@ -84,6 +94,13 @@ def read_header(path: Path) -> dict[str, Entry]:
             f"{path} has {size} bytes, but its header describes {max(expected, end)}: it was truncated or damaged; "
             "copy or save it again"
         )
+    place = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if entry.start != place:
+            raise CheckpointError(
+                f"{path} is damaged: {name!r} begins at byte {entry.start}, but the tensor before it ends at {place}"
+            )
+        place += entry.num_bytes
     return entries
 
 
@@ -99,11 +116,17 @@ def _not_safetensors(path: Path, prefix: bytes, size: int) -> str:
 def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
     try:
         dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        is_sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+        is_sound = (
+            isinstance(dtype, str)
+            and isinstance(value["shape"], list)
+            and len(shape) <= MAX_DIMS
+            and all(type(n) is int and 0 <= n < LARGEST for n in (*shape, start, stop))
+            and math.prod(max(size, 1) for size in shape) < LARGEST
+        )
     except (KeyError, TypeError, ValueError):
         is_sound = False
     if not is_sound:
-        raise CheckpointError(f"{path} is damaged: its header describes {name!r} as {value!r}")
+        raise CheckpointError(f"{path} is damaged: its header describes {name[:200]!r} as {repr(value)[:200]}")
     if dtype not in DTYPES:
         raise CheckpointError(
             f"{path}: {name!r} has the dtype {dtype}; the dtypes that can be read are {', '.join(DTYPES)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,20 @@ def load_stock_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.
     restore_optimizer(found, *succeed_together(read))
 
 
-def read_pickle(path: str | os.PathLike[str], *, mmap: bool = False) -> Any:
+def read_pickle(path: str | os.PathLike[str], *, mmap: bool = False, classes: Sequence[type] = ()) -> Any:
     """Read what ``torch.save`` wrote, as tensors, numbers, texts and containers of them only.
 
     Args:
         path: the file.
         mmap: whether tensors stay on the disk until they are used.
+        classes: further classes that the file may have instances of; building one must be harmless.
 
     Raises:
         CheckpointError: if the file cannot be read, or holds anything else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with torch.serialization.safe_globals(list(classes)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
 

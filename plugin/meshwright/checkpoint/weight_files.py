@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from meshwright.checkpoint.part_files import read_json
 from meshwright.checkpoint.safetensors_file import Entry, ShardSlice, read_header, read_rows
 from meshwright.errors import CheckpointError
 from meshwright.parallel.row_layout import global_shape
@@ -56,6 +56,7 @@ class WeightFiles:
         path = Path(source)
         if path.is_dir():
             path = _in_directory(path)
+            _check_inside(path.parent, path.name)
         if path.suffix in _PICKLES:
             raise CheckpointError(
                 f"{path} is a pickle file, which is not read because loading it could run code. Load it where you "
@@ -158,18 +159,34 @@ def _in_directory(directory: Path) -> Path:
 
 def _indexed(index: Path) -> dict[str, tuple[Path, Entry]]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index.resolve())["weight_map"]
         files = {name: str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files: it has no valid 'weight_map'") from error
-    if outside := sorted({file for file in files.values() if Path(file).name != file}):
+    if outside := sorted({file for file in files.values() if Path(file).name != file or "\0" in file}):
         raise CheckpointError(f"{index} lists files outside its own folder: {_some(outside, ', ')}")
     if absent := sorted({file for file in files.values() if not (index.parent / file).is_file()}):
         raise CheckpointError(f"{index} lists files that do not exist: {_some(absent, ', ')}")
+    for file in sorted(set(files.values())):
+        _check_inside(index.parent, file)
     headers = {file: read_header(index.parent / file) for file in sorted(set(files.values()))}
     if lost := [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]:
         raise CheckpointError(f"{index} lists tensors that their files do not hold:\n  {_some(lost)}")
     return {name: (index.parent / file, headers[file][name]) for name, file in files.items()}
+
+
+def _check_inside(folder: Path, file: str) -> None:
+    """Check that a file is in its folder, and no link to a file elsewhere.
+
+    The cache of the Hugging Face hub links a snapshot's files to the ``blobs`` folder beside the snapshots.
+    """
+    place, real = folder.resolve(), (folder / file).resolve()
+    homes = [place, place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [place]
+    if not any(real.is_relative_to(home) for home in homes):
+        raise CheckpointError(
+            f"{folder / file} is a link to {real}, outside its folder; name that file itself, or a list of files, if "
+            "you trust the link"
+        )
 
 
 def _some(names: list[str], separator: str = "\n  ") -> str:

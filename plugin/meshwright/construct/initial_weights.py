@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.checkpoint.checkpoint_weights import open_weights
@@ -19,7 +19,7 @@ from meshwright.construct.init_recording import Tape
 from meshwright.construct.rebuild_from_config import build_twin, meta_tensors
 from meshwright.errors import PlanError, UninitialisedParameterError
 from meshwright.faults.memory_digest import memory_digest
-from meshwright.faults.together import take_from_first
+from meshwright.faults.together import take_from_first, texts_of_all
 from meshwright.parallel.collectives import Axes, Axis, all_gather
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, Shards, attach_shards, make_shards
@@ -180,8 +180,8 @@ class InitialWeights:
         """
         tapes = list({id(recipe.tape): recipe.tape for recipe in self.recipes.values()}.values())
         form = [len(self.recipes), len(self.values), sorted(self.names.values()), *(tape.form() for tape in tapes)]
-        digests: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, (form, _digest(tapes)))
+        texts = texts_of_all(json.dumps([hashlib.sha256(repr(form).encode()).hexdigest(), _digest(tapes)]))
+        digests = [json.loads(text) for text in texts]
         if others := [rank for rank, (other, _) in enumerate(digests) if other != digests[0][0]]:
             raise PlanError(
                 f"rank(s) {', '.join(map(str, others))} built another model than rank 0, or passed another "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data.nested import fill, map_tensors
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults.interpose import own_collectives
-from meshwright.faults.memory_digest import is_plain
+from meshwright.mesh.packed_values import pack, unpack
 from meshwright.mesh.process_group import wire_device
 from meshwright.parallel.collectives import Axis, all_gather
-
-ALIGNMENT = 8  # in bytes, so that every tensor can be a view of one buffer
 
 
 class Peers:
@@ -62,9 +58,9 @@ class Peers:
         payload = None
         if self.is_leader:
             try:
-                payload = _pack(value)
+                payload = _packed(value)
             except Exception as error:  # the value cannot be sent, and the others must not wait for it
-                value, payload = error, _pack(error)
+                value, payload = error, _packed(error)
         for number, axis in enumerate(self.axes):
             # Only ranks that are first on all later axes have the value, or receive it in this iteration.
             if all(later.rank == 0 for later in self.axes[number + 1 :]):
@@ -72,9 +68,9 @@ class Peers:
         if self.is_leader:
             return _raised(value)
         assert payload is not None
-        received = _unpack(payload)
-        if isinstance(received, _Failure):
-            raise PeerFailedError(f"the rank that reads for this one failed: {received.text}")
+        received, failure = unpack(payload)
+        if failure is not None:
+            raise PeerFailedError(f"the rank that reads for this one failed: {failure}")
         return received
 
 
@@ -136,56 +132,10 @@ def _raised(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class _Failure:
-    text: str
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A tensor's place in the buffer."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _pack(value: Any) -> Tensor:
-    """Return a buffer with the bytes of the value's tensors, the pickled rest, and the length of the pickled rest."""
-    parts: list[Tensor] = []
-    filled = 0
-
-    def put(x: Tensor) -> Any:
-        nonlocal filled
-        if not is_plain(x):
-            return x  # sparse tensors and the like are pickled with the rest
-        raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        slot = _Slot(filled, tuple(x.shape), x.dtype)
-        parts.append(raw)
-        if padding := -len(raw) % ALIGNMENT:
-            parts.append(torch.zeros(padding, dtype=torch.uint8))
-        filled += len(raw) + padding
-        return slot
-
+def _packed(value: Any) -> Tensor:
     if isinstance(value, Exception):
-        value = _Failure(f"{type(value).__name__}: {value}")
-    rest = pickle.dumps(map_tensors(value, put))
-    parts.append(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
-    parts.append(torch.tensor([len(rest)], dtype=torch.int64).view(torch.uint8))
-    return torch.cat(parts)
-
-
-def _unpack(payload: Tensor) -> Any:
-    length = int.from_bytes(bytes(payload[-8:].tolist()), "little")
-    skeleton = pickle.loads(bytes(payload[-8 - length : -8].numpy()))
-
-    def get(slot: Any) -> Any:
-        if not isinstance(slot, _Slot):
-            return slot
-        size = slot.dtype.itemsize * math.prod(slot.shape)
-        return payload[slot.offset : slot.offset + size].clone().view(slot.dtype).reshape(slot.shape)
-
-    return fill(skeleton, get)
+        return pack((None, f"{type(value).__name__}: {value}"))
+    return pack((value, None), "the batch")
 
 
 @own_collectives()

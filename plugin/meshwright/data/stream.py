@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from meshwright.config import LANES
 from meshwright.data.readers.read_ahead import ReadAhead
 from meshwright.data.shards import LaneReader, as_source, window_start
 from meshwright.data.stream_order import Lane, deal, next_batches
 from meshwright.errors import PeerFailedError
 from meshwright.faults.interpose import own_collectives
+from meshwright.faults.together import values_of_all
+from meshwright.mesh.packed_values import UnsupportedValue, pack
 from meshwright.parallel.collectives import Axis
 
 VERSION = 1
@@ -160,6 +160,7 @@ class ShardedStream:
         ahead = ReadAhead(readers, math.ceil(self.batch_size / self._num_lanes), self._loader_options)
         try:
             steps = 1
+            self._check_first(ahead)
             while batches := self._plan(ahead, steps):
                 for number, (batch, rows) in enumerate(self._hand_over(batches, ahead), 1):
                     for lane in batch:
@@ -173,6 +174,15 @@ class ShardedStream:
         finally:
             ahead.close()
         self._lanes, self.samples, self.epoch = self._new_lanes(), 0, self.epoch + 1
+
+    def _check_first(self, ahead: ReadAhead) -> None:
+        """Find out in the first step whether samples can be sent to other ranks, which the last steps have to do."""
+        ahead.fill(1)
+        if self.dp.size > 1 and ahead.error is None:
+            try:
+                pack(ahead.first_sample(), "a sample")
+            except UnsupportedValue as error:
+                ahead.error = error
 
     def _plan(self, ahead: ReadAhead, steps: int) -> list[list[int]]:
         """Return the lanes of the rows of the next batches, the same on all ranks; an empty list at the end."""
@@ -268,9 +278,11 @@ class ShardedStream:
 
 @own_collectives()
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return the value of every rank of the axis, in order of rank."""
+    """Return the value of every rank of the axis, in order of rank.
+
+    Raises:
+        ValueError: on every rank, if a rank's value cannot be sent (see ``pack``).
+    """
     if axis.size == 1:
         return [value]
-    values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
-    return values
+    return values_of_all(value, axis.group)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
+from meshwright.faults.together import texts_of_all
 from meshwright.mesh.process_group import node_count, world_size
 from meshwright.parallel.collectives import Axes, Axis
 
@@ -67,8 +67,7 @@ def check_agreement(plan: ParallelPlan) -> None:
     """
     if not dist.is_initialized() or world_size() == 1:
         return
-    plans: list[Any] = [None] * world_size()
-    dist.all_gather_object(plans, plan)
+    plans = texts_of_all(repr(plan))
     for rank, other in enumerate(plans):
         if other != plans[0]:
             raise PlanError(

@@ -18,7 +18,6 @@ import time
 import weakref
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from meshwright.errors import DivergenceError, PeerFailedError
@@ -28,11 +27,11 @@ from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.siblings import end_sibling, this_process
 from meshwright.faults.statement import Statement, differences
-from meshwright.mesh.process_group import wire_device
+from meshwright.faults.together import on_first_rank
+from meshwright.mesh.listening import listening_address
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
 FOLLOWS = 0.5  # seconds by which the exit of such a rank is later, so that launchers see the first failure first
-ADDRESS_BYTES = 1024
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
 # Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
@@ -58,18 +57,22 @@ class Guard:
         self._follows = False  # set when the program ends because another rank has failed
         self._silent: list[Any] = []  # the processes of ranks that do not answer
         self._is_closed = False
-        host, token = _listening_address(), secrets.token_hex(16)
-        self._hub = None
-        if self._rank == 0:
-            self._hub = Hub(host[0], name=name, world_size=dist.get_world_size(), token=token, timeout=timeout)
-        port, token = _from_first_rank(self._hub.port if self._hub else 0, token)
+        self._hub: Hub | None = None
+        host, port, token = on_first_rank(self._open_hub)
         self._link = Link(
-            (host[1], port),
+            (host, port),
             {"token": token, "rank": self._rank, "name": name, "process": this_process()},
             timeout=timeout,
             status=lambda: f"step {self.step}, {self.trace.last()}",
             on_notice=self._on_notice,
         )
+
+    def _open_hub(self) -> tuple[str, int, str]:
+        """Start the hub; return the address by which the ranks reach it, and its token."""
+        host, token = listening_address(), secrets.token_hex(16)
+        world_size = dist.get_world_size()
+        self._hub = Hub(host, name=self.name, world_size=world_size, token=token, timeout=self.timeout)
+        return os.environ["MASTER_ADDR"] if host in ("::", "0.0.0.0") else host, self._hub.port, token
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
         return self  # a process has only one guard
@@ -327,21 +330,3 @@ def active_guard() -> Guard | None:
 def set_timeout(group: Any, timeout: float) -> None:
     """Set the timeout of a process group, in seconds."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
-
-
-def _listening_address() -> tuple[str, str]:
-    """Return the address on which rank 0 listens, and the address by which the other ranks reach rank 0."""
-    reached = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if reached in ("localhost", "::1") or reached.startswith("127."):
-        return "127.0.0.1", "127.0.0.1"
-    return "::" if ":" in reached else "0.0.0.0", reached
-
-
-def _from_first_rank(port: int, token: str) -> tuple[int, str]:
-    """Return the hub's port and token on every rank."""
-    device = wire_device()
-    text = json.dumps([port, token]).encode().ljust(ADDRESS_BYTES)
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    dist.broadcast(message, src=0)
-    port, token = json.loads(bytes(message.cpu().tolist()))
-    return port, token

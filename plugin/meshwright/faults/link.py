@@ -6,10 +6,12 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 CONNECT_TIMEOUT = 30.0  # seconds; rank 0 listens before it publishes its address
+RETRY = 0.2  # seconds until the next try, if strangers have filled the hub
 
 
 class OnNotice(Protocol):
@@ -44,13 +46,8 @@ class Link:
         self._telling = threading.Lock()  # for the watch connection, to which the listener and the program write
         self._closed = False
         self.hub_left: str | None = None
-        self._ask = _connect(address, {**hello, "channel": "ask"})
-        self._answers = self._ask.makefile("rb")
-        self._watch = _connect(address, {**hello, "channel": "watch"})
-        self._notices = self._watch.makefile("rb")
-        # The hub's first line confirms that it has registered this rank, which must precede the first question.
-        greeting = self._notices.readline()
-        hub: dict[str, Any] = json.loads(greeting) if greeting.endswith(b"\n") else {"name": "rank 0", "process": None}
+        self._ask, self._answers, _ = _connect(address, {**hello, "channel": "ask"})
+        self._watch, self._notices, hub = _connect(address, {**hello, "channel": "watch"})
         self.hub_name = str(hub["name"])
         self._hub_process = hub["process"]
         self._thread = threading.Thread(target=self._listen, name="meshwright-watch", daemon=True)
@@ -112,11 +109,26 @@ class Link:
             self._on_notice(f"{self.hub_name}: {reason}", silent, from_hub=False)
 
 
-def _connect(address: tuple[str, int], hello: dict[str, Any]) -> socket.socket:
-    connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_line(hello))
-    return connection
+def _connect(address: tuple[str, int], hello: dict[str, Any]) -> tuple[socket.socket, BinaryIO, dict[str, Any]]:
+    """Connect to the hub; return the connection, a file of what the hub sends, and the hub's greeting.
+
+    The hub's first line says that it knows this rank, which must precede the first question.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT
+    while True:
+        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        lines = connection.makefile("rb")
+        greeting = b""
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(_line(hello))
+            greeting = lines.readline()
+        if greeting.endswith(b"\n"):
+            return connection, lines, json.loads(greeting)
+        connection.close()
+        if time.monotonic() > deadline:
+            return connection, lines, {"name": "rank 0", "process": None}  # whose end the first question finds
+        time.sleep(RETRY)
 
 
 def _line(message: dict[str, Any]) -> bytes:

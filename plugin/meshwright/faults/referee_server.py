@@ -3,6 +3,9 @@
 Each message is one line of JSON. The ``ask`` connection carries questions and their answers. The ``watch`` connection
 carries heartbeats in both directions, notices to the rank, and the rank's report of its end. When the connection
 closes, the process has ended, since the kernel closes connections at once, however the process died.
+
+Anybody who reaches the port can connect. Until a connection has sent the token, it may send a short line only, for a
+few seconds, and only so many connections wait at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import itertools
 import json
 import logging
+import secrets
 import sys
 import threading
 import time
@@ -23,6 +27,9 @@ from meshwright.faults.siblings import this_process
 BEAT = 1.0  # seconds between heartbeats, in both directions
 LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
 LONGEST_LINE = 2**24  # bytes; a rank's last collectives, with all their shapes, are sent as one line
+LONGEST_HELLO = 2**12  # bytes before the token is known; names of hosts and axes are short
+HELLO_TIME = 10.0  # seconds for these bytes
+STRANGERS = 64  # the number of connections that may wait to be known, besides two per rank
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +49,14 @@ class Hub:
         self._referee = Referee(timeout)
         self._name = name
         self._token = token
+        self._world_size = world_size
+        self._strangers = 0  # connections that have not sent the token
         self._writers: dict[tuple[int, str], asyncio.StreamWriter] = {}
         self._closing = ""
         self._has_said = False
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
-        serving = asyncio.start_server(self._serve, host, 0, backlog=2 * world_size, limit=LONGEST_LINE)
+        serving = asyncio.start_server(self._serve, host, 0, backlog=STRANGERS + 2 * world_size, limit=LONGEST_HELLO)
         self._server = self._loop.run_until_complete(serving)
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="meshwright-hub", daemon=True)
@@ -90,21 +99,49 @@ class Hub:
                     _write(writer, {})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await _read(reader)
-        if hello is None or hello.get("token") != self._token:
+        lines = _Lines(reader)
+        hello = await self._hello(lines)
+        if hello is None:
             writer.transport.abort()
             return
         rank, channel = hello["rank"], hello["channel"]
+        lines.longest = LONGEST_LINE
         self._writers[rank, channel] = writer
         if channel == "watch":
             self._referee.join(rank, hello["name"], time.monotonic(), hello["process"])
-            _write(writer, {"name": self._name, "process": this_process()})
-        while (message := await _read(reader)) is not None:
+        _write(writer, {"name": self._name, "process": this_process()})
+        while (message := await lines.read()) is not None:
             self._deliver(self._handle(rank, message))
         self._writers.pop((rank, channel), None)
         if channel == "watch":
             self._deliver(self._referee.lose(rank), says_so=True)
         writer.transport.close()
+
+    async def _hello(self, lines: _Lines) -> dict[str, Any] | None:
+        """Return the first message of a connection; None if it is not that of a rank."""
+        if self._strangers >= STRANGERS + 2 * self._world_size:
+            return None
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(HELLO_TIME):
+                hello = await lines.read()
+        except TimeoutError:
+            return None
+        finally:
+            self._strangers -= 1
+        return hello if self._is_hello(hello) else None
+
+    def _is_hello(self, hello: dict[str, Any] | None) -> bool:
+        return (
+            hello is not None
+            and hello.keys() == {"token", "rank", "name", "process", "channel"}
+            and isinstance(hello["token"], str)
+            and secrets.compare_digest(hello["token"].encode(errors="replace"), self._token.encode())
+            and type(hello["rank"]) is int
+            and 0 <= hello["rank"] < self._world_size
+            and isinstance(hello["name"], str)
+            and hello["channel"] in ("ask", "watch")
+        )
 
     def _handle(self, rank: int, message: dict[str, Any]) -> list[Post]:
         now, kind = time.monotonic(), message.pop("kind")
@@ -138,12 +175,33 @@ class Hub:
                 _write(writer, post.body)
 
 
-async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return the next message, or None if the connection has ended."""
-    with contextlib.suppress(OSError, ValueError):
-        line = await reader.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
-    return None
+class _Lines:
+    """The messages of a connection. asyncio's own limit of a line could not be raised once the token is known."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self.longest = LONGEST_HELLO
+        self._reader = reader
+        self._held = bytearray()
+
+    async def read(self) -> dict[str, Any] | None:
+        """Return the next message; None if the connection has ended, or what comes is none."""
+        searched = 0
+        while (end := self._held.find(b"\n", searched)) < 0:
+            searched = len(self._held)
+            try:
+                part = await self._reader.read(2**16) if searched <= self.longest else b""
+            except OSError:
+                part = b""
+            if not part:
+                return None
+            self._held += part
+        line = bytes(self._held[:end])
+        del self._held[: end + 1]
+        try:
+            message = json.loads(line) if len(line) <= self.longest else None
+        except (ValueError, RecursionError):
+            return None
+        return message if isinstance(message, dict) else None
 
 
 def _write(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:

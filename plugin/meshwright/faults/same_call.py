@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from meshwright.faults.together import texts_of_all
 from meshwright.mesh.process_group import wire_device
 
 Result = TypeVar("Result")
@@ -62,9 +64,8 @@ def agreed(check: Callable[[], Claim[Result]]) -> tuple[Result, int]:
         same, known, number = {"error": f"{type(error).__name__}: {error}"}, {}, None
     equal, shared = _compare(same, number)
     if not equal:
-        descriptions: list[Mapping[str, str]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(descriptions, {**same, **known})
-        raise ValueError(disagreement(descriptions)) from failure
+        texts = texts_of_all(json.dumps({**same, **known}))
+        raise ValueError(disagreement([json.loads(text) for text in texts])) from failure
     if failure is not None:
         raise failure
     return claim.result, shared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright import errors
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.packed_values import UnsupportedValue, pack, unpack
 from meshwright.mesh.process_group import wire_device
 
 T = TypeVar("T")
@@ -71,23 +72,55 @@ def on_first_rank(step: Callable[[], T], meeting: Meeting | None = None) -> T:
     return json.loads(received)  # type: ignore[no-any-return]
 
 
-def texts_of_all(text: str) -> list[str]:
-    """Return the text of every rank, in their order; every rank must make the call."""
+def texts_of_all(text: str, group: Any = None) -> list[str]:
+    """Return the text of every rank of a group, in their order; every rank of the group must make the call."""
     if not dist.is_initialized():
         return [text]
-    device, own = wire_device(), text.encode()
+    # Without a text on any rank, only the lengths are exchanged.
+    written = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+    own = written if text else written[:0]
+    return [json.loads(bytes(other.numpy()) or '""') for other in _bytes_of_all(own, group)]
+
+
+def values_of_all(value: Any, group: Any = None) -> list[Any]:
+    """Return the value of every rank of a group, in their order; every rank of the group must make the call.
+
+    Args:
+        value: a value that ``pack`` can pack.
+        group: the process group; None for all ranks.
+
+    Raises:
+        ValueError: on every rank, if the value of a rank cannot be packed. The message names the rank and the part.
+    """
+    error: UnsupportedValue | None = None
+    try:
+        own = pack((value, None))
+    except UnsupportedValue as raised:
+        error, own = raised, pack((None, str(raised)))
+    received = [unpack(other) for other in _bytes_of_all(own, group)]
+    if error is not None:
+        raise error
+    for rank, (_, problem) in enumerate(received):
+        if problem is not None:
+            raise ValueError(f"rank {rank} of {len(received)} cannot send its values: {problem}")
+    return [other for other, _ in received]
+
+
+def _bytes_of_all(own: Tensor, group: Any) -> list[Tensor]:
+    """Return the bytes of every rank of a group, on the CPU."""
+    device = wire_device()
     size = torch.tensor([len(own)], device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
     lengths = [int(other) for other in sizes]
     if not any(lengths):
-        return [""] * len(lengths)
+        return [own[:0]] * len(lengths)
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else padded[:0]
+    padded[: len(own)] = own
     padded = padded.to(device)
-    texts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(texts, padded)
-    return [bytes(t[:length].cpu().numpy()).decode() for t, length in zip(texts, lengths, strict=True)]
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=group)
+    return [other[:length].cpu() for other, length in zip(received, lengths, strict=True)]
 
 
 def _text_of_first(text: str) -> str:

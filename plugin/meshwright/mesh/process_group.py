@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import PeerFailedError
+from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
 
 
 def world_size() -> int:
@@ -61,7 +62,10 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     if dist.is_initialized() or world_size() == 1:
         return
     device_id = device if device.type == "cuda" else None
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    if (store := _launchers_store(timeout)) is not None:
+        rank, world = int(os.environ["RANK"]), world_size()
+    else:
+        store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
     store = dist.PrefixStore(f"meshwright{_attempt()}", store)
     store.set(f"rank {rank}", "here")
@@ -97,6 +101,25 @@ def _absent(store: dist.Store, world: int) -> str:
         return ""
     names = " and ".join(filter(None, [", ".join(absent[:-1]), *absent[-1:]]))
     return f"rank{'s' * (len(absent) > 1)} {names}" if absent else ""
+
+
+def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
+    """Return the store of the ranks, which rank 0 serves on the ranks' interface only; None to leave it to torch.
+
+    Torch's own store listens on all interfaces. Torchrun starts it in its own process, which cannot be changed.
+    """
+    is_launched = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if not is_launched or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    host, port, ranks = listening_address(), int(os.environ["MASTER_PORT"]), world_size()
+    reached = host if host == LOOPBACK else os.environ["MASTER_ADDR"]
+    if os.environ["RANK"] != "0":
+        return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout)
+    try:
+        listener = bound_socket(host, port)
+    except OSError:  # torch may have served a store at this port before, which it uses again
+        return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, multi_tenant=True)
+    return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 
 
 def leave_process_group() -> None:

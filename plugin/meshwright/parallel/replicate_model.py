@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.faults.together import texts_of_all
 from meshwright.parallel.collectives import Axis
 
 BROADCAST_BYTES = 128 * 2**20
-T = TypeVar("T")
 
 
 def describe_tensors(model: nn.Module) -> list[str]:
@@ -37,10 +37,10 @@ def check_agreement(problem: str | None, lines: list[str], axis: Axis) -> None:
             raise ValueError(problem)
         return
     digest = hashlib.sha256(repr((problem, lines)).encode()).hexdigest()
-    digests = _gather(digest, axis)
+    digests = texts_of_all(digest, axis.group)
     if problem is None and len(set(digests)) == 1:
         return
-    everyone = _gather((problem, lines), axis)
+    everyone = [json.loads(text) for text in texts_of_all(json.dumps([problem, lines]), axis.group)]
     problems = [text for text, _ in everyone]
     if any(problems):
         raise ValueError(problems[0] if len(set(problems)) == 1 else _by_rank(problems, axis))
@@ -84,12 +84,6 @@ def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _broadcast(flat: Tensor, axis: Axis) -> None:
     dist.broadcast(flat.view(torch.uint8), group=axis.group, group_src=0)
-
-
-def _gather(value: T, axis: Axis) -> list[T]:
-    values: list[T | None] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
-    return values  # type: ignore[return-value]
 
 
 def _by_rank(values: Iterable[str | None], axis: Axis) -> str:

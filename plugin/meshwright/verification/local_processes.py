@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import PeerFailedError, PlanError, VerificationError
+from meshwright.mesh.listening import LOOPBACK, bound_socket
 
 Tell = Callable[[str], None]
 
@@ -83,7 +84,9 @@ def run_together(
     """
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = bound_socket(LOOPBACK, 0)  # torch would listen on all interfaces
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         group = _Processes([Path(folder) / f"rank{rank}.log" for rank in range(world_size)])
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from meshwright.checkpoint.whole_tensors import full_gradients, full_state_dict
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
+from meshwright.faults.together import values_of_all
+from meshwright.mesh.packed_values import pack, unpack
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.parallel.head_losses import find_loss
 from meshwright.roles.adapters import without_wrappers
@@ -306,8 +309,7 @@ def _evaluation(program: Program, training: Distributed, start: Start, tell: Tel
     outputs, logits = training.evaluate()
     ranks: list[Any] = [outputs]
     if dist.is_initialized():
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, outputs)
+        ranks = values_of_all(outputs)
     if _is_first():
         yield from output_differences(start.outputs, ranks, program.plan.tp)
     if start.logits is not None:
@@ -349,8 +351,8 @@ def _is_first() -> bool:
 
 
 def _save(program: Program, name: str, value: Any) -> None:
-    torch.save(value, program.folder / f"{name}.pt")
+    pack(value).numpy().tofile(program.folder / f"{name}.packed")
 
 
 def _load(program: Program, name: str) -> Any:
-    return torch.load(program.folder / f"{name}.pt", weights_only=False)
+    return unpack(torch.from_numpy(np.fromfile(program.folder / f"{name}.packed", dtype=np.uint8)))

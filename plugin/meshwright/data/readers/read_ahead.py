@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from meshwright.data.shards import Chunk, LaneReader
+from meshwright.mesh.packed_values import UnsupportedValue, pack, unpack
 
 
 class ReadAhead:
@@ -29,9 +31,8 @@ class ReadAhead:
         workers = min(loader_options.get("num_workers", 0), len(readers))
         rounds = _Rounds(readers, chunk_size)
         if workers:
-            options = {**loader_options, "num_workers": workers, "batch_size": None, "collate_fn": pickle.dumps}
-            # Workers send bytes, since each tensor in a worker's queue would use a file descriptor.
-            self._rounds: Iterator[list[Chunk]] = map(pickle.loads, DataLoader(rounds, **options))
+            options = {**loader_options, "num_workers": workers, "batch_size": None, "collate_fn": _packed}
+            self._rounds: Iterator[list[Chunk]] = map(_unpacked, DataLoader(rounds, **options))
         else:
             self._rounds = iter(rounds)
 
@@ -43,6 +44,10 @@ class ReadAhead:
                     self._add(chunk)
         except Exception as error:
             self.error = error
+
+    def first_sample(self) -> Any:
+        """Return one of the samples that the buffer holds; None if it holds none."""
+        return next((held[0] for held in self._samples.values() if held), None)
 
     def take(self, lane: int) -> Any:
         """Remove and return the next sample of a lane."""
@@ -62,6 +67,25 @@ class ReadAhead:
         self._starts[chunk.lane].extend(chunk.starts)
         if chunk.ended:
             self._live.discard(chunk.lane)
+
+
+def _packed(chunks: list[Chunk]) -> bytes | list[Chunk]:
+    """Return the chunks as bytes, since each tensor in a worker's queue would use a file descriptor.
+
+    Samples of a class that cannot be packed are left to the DataLoader, which pickles all that its workers send.
+    """
+    try:
+        return pack(chunks).numpy().tobytes()
+    except UnsupportedValue:
+        return chunks
+
+
+def _unpacked(received: bytes | list[Chunk]) -> list[Chunk]:
+    if isinstance(received, bytes):
+        found: list[Chunk] = unpack(torch.from_numpy(np.frombuffer(bytearray(received), dtype=np.uint8)))
+        return found
+    assert isinstance(received, list)
+    return received
 
 
 class _Rounds(IterableDataset[Any]):
