@@ -163,5 +163,6 @@ def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int
     if num_processes is None or "dp" in sizes:
         return sized
     if num_processes % sized.world_size:
-        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {sized.tp}")
+        stages = f" x --pp {sized.pp}" if sized.pp > 1 else ""
+        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {sized.tp}{stages}")
     return dataclasses.replace(sized, dp=num_processes // sized.world_size)

@@ -81,7 +81,7 @@ def test_a_whole_checkpoint_is_described(folder: Path) -> None:
     assert "WHOLE: all 14,483 bytes" in result.stdout and "AdamW (exp_avg, exp_avg_sq, step)" in result.stdout
     code, found = report(folder)
     assert (code, found["is_whole"], found["damages"]) == (0, True, [])
-    assert (found["step"], found["mesh"], found["plan"]) == (10, {"dp": 1, "tp": 1}, None)
+    assert (found["step"], found["mesh"], found["plan"]) == (10, {"pp": 1, "dp": 1, "tp": 1}, None)
     assert found["versions"]["torch"] == torch.__version__
     weights = found["components"]["weights"]
     assert weights == {

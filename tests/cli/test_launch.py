@@ -26,7 +26,9 @@ from harness.launchers import run_command
 from meshwright.choose.given_plan import given_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line, read_plan
 from meshwright.cli import app
+from meshwright.cli.launch import Schedule
 from meshwright.mesh.process_group import node_count
+from meshwright.pipeline.schedule import SCHEDULES
 from meshwright_hf import launcher, network
 from meshwright_hf.launch_job import Launch, find_plan
 from meshwright_hf.launcher import accelerate_arguments
@@ -112,6 +114,8 @@ def test_sizes_file_and_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert find_plan(None, {}, 4) is None
     assert find_plan(None, {"tp": 2}, 6) == mw.ParallelPlan(dp=3, tp=2)
     assert find_plan(None, {"tp": 2}, None) == mw.ParallelPlan(tp=2)
+    assert find_plan(None, {"pp": 2, "schedule": "zbv"}, 4) == mw.ParallelPlan(pp=2, dp=2, schedule="zbv")
+    assert tuple(schedule.value for schedule in Schedule) == SCHEDULES
     monkeypatch.setenv(PLAN_VARIABLE, plan_line({"dp": 2}))
     assert find_plan(None, {}, None) == mw.ParallelPlan(dp=2)
     assert find_plan(None, {"tp": 4}, None) == mw.ParallelPlan(tp=4)

@@ -17,6 +17,16 @@ class Recompute(StrEnum):
     full = "full"
 
 
+class Schedule(StrEnum):
+    """The schedules of a pipeline, which are those of ``meshwright.pipeline.schedule``."""
+
+    gpipe = "gpipe"
+    one_forward_one_backward = "1f1b"
+    interleaved = "interleaved"
+    zero_bubble_h1 = "zb-h1"
+    zero_bubble_v = "zbv"
+
+
 class MixedPrecision(StrEnum):
     """The precision of accelerate's autocast."""
 
@@ -41,6 +51,10 @@ def launch(
         typer.Option(help="Data-parallel size (default: --num_processes / --tp, or 1 without --num_processes)."),
     ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel size, for a plain loop (default: 1).")] = None,
+    schedule: Annotated[
+        Schedule | None, typer.Option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
+    ] = None,
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -146,7 +160,8 @@ def launch(
       meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """
     sizes: dict[str, Any] = {
-        "dp": dp, "tp": tp, "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
+        "dp": dp, "tp": tp, "pp": pp, "schedule": schedule and schedule.value,
+        "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
         "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
     }  # fmt: skip
     sizes = {name: value for name, value in sizes.items() if value is not None}
