@@ -141,8 +141,11 @@ def test_a_saved_plan(tmp_path: Path, pool2: Any) -> None:
     plan, losses = pool2.run(picked, {"plan": str(path)})[0]
     assert (plan["tp"], plan["sequence_parallel"], plan["micro_batch_size"]) == (2, True, 4)
     assert losses == pytest.approx(picked({})[1], rel=1e-5)
-    save_plan(Candidate(pp=2, schedule="interleaved", chunks=2), path)
-    with pytest.raises(mw.PlanError, match="chunks, schedule is not available"):
+    save_plan(Candidate(pp=2, schedule="zbv", chunks=2, accumulation=4), path)
+    fields = {"pp": 2, "schedule": "zbv", "micro_batch_size": 1}
+    assert given_plan(mw.ToDistributedConfig(plan=path)) == mw.ParallelPlan(**fields)
+    save_plan(Candidate(shard=2, replicate=2, zero_stage=1), path)
+    with pytest.raises(mw.PlanError, match="replicate is not available"):
         given_plan(mw.ToDistributedConfig(plan=path))
     with pytest.raises(mw.PlanError, match="no such plan; write one with meshwright plan --save"):
         given_plan(mw.ToDistributedConfig(plan=tmp_path / "none.yaml"))

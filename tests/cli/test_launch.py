@@ -87,7 +87,7 @@ def test_another_plan_in_the_config_is_an_error_that_names_both(monkeypatch: pyt
         ('{"version": 1, "dp": ', "MESHWRIGHT_PLAN: line 1: .*a plan has one field per line"),
         ('{"version": 2, "dp": 2}', "MESHWRIGHT_PLAN: the plan has version 2"),
         ('{"version": 1, "tpp": 2}', "MESHWRIGHT_PLAN: a plan has no field 'tpp'; write tp"),
-        ('{"version": 1, "chunks": 2}', "MESHWRIGHT_PLAN: chunks is not available"),
+        ('{"version": 1, "context": "ring"}', "MESHWRIGHT_PLAN: context is not available"),
         ("nowhere.yaml", "nowhere.yaml: no such plan"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from harness.pool import WorkerError
@@ -128,6 +130,7 @@ def refusals() -> dict[str, str]:
     engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(pp=2), engine="DeepSpeed")
     record("deepspeed", lambda: mw.to_distributed(build("llama", num_hidden_layers=4), config=engine))
     model = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 2})
+    model(**batch()).loss.backward()
     ids = batch()["input_ids"]
     record("own loss", lambda: model(input_ids=ids))
     record("hidden states", lambda: model(**batch(), output_hidden_states=True))
@@ -136,11 +139,13 @@ def refusals() -> dict[str, str]:
     record("copy", lambda: copy.deepcopy(model))
     record("base model", lambda: model.model(input_ids=ids))
     record("logits", lambda: model(**batch()).logits.sum())
+    record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))
     record("read of another stage", lambda: next(p for p in model.parameters() if not record_of(p).is_held).norm())
-    loss = model(**batch()).loss
-    loss.backward()
+    split = distributed({**PLAN, "schedule": "zb-h1"})
+    split.gradient_checkpointing_enable()
+    record("checkpointing", lambda: split(**batch()))
     three = distributed({"pp": 2, "schedule": "interleaved", "gradient_accumulation_steps": 3})
     record("three micro-batches", lambda: three(**batch(rows=6)))
     return said
@@ -158,6 +163,8 @@ WORDS = {
     "base model": "Call the model that to_distributed returned",
     "logits": "gather_logits=True",
     "float16": "bfloat16",
+    "torch's clipping": "meshwright.clip_grad_norm_",
+    "checkpointing": "gradient_checkpointing_disable",
     "read of another stage": "full_state_dict",
     "three micro-batches": "a multiple of 2",
 }
@@ -183,6 +190,18 @@ def test_what_a_pipeline_cannot_run_is_an_error_on_every_rank(pool2: Any) -> Non
 def test_plans_that_no_pipeline_can_run(fields: dict[str, Any], word: str) -> None:
     with pytest.raises(mw.PlanError, match=word.replace("(", r"\(")):
         mw.ParallelPlan(**fields)
+
+
+def save(folder: str) -> dict[str, torch.Tensor]:
+    model = distributed({**PLAN, "schedule": "zbv"}, "gemma2")
+    model.save_pretrained(folder)
+    return mw.full_state_dict(model)
+
+
+def test_save_pretrained_writes_the_model_of_one_device(pool2: Any, tmp_path: Path) -> None:
+    expected = pool2.run(save, str(tmp_path))[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in loaded)
 
 
 def other_batch_on_one_stage() -> None:

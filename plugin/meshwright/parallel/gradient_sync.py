@@ -326,5 +326,5 @@ class AllReduce:
 
 def _guard(parameter: nn.Parameter) -> None:
     record = getattr(parameter, "meshwright", None)
-    if parameter.grad is not None and record is not None and record.is_sharded:
+    if parameter.grad is not None and record is not None and (record.is_sharded or record.is_staged):
         parameter.grad = LocalGradient.of(parameter.grad, record)

@@ -144,6 +144,8 @@ class ShardRecord:
         is_held: whether a pipeline stage of this rank holds the parameter. If not, the parameter has zeros in its place
             that take no memory, and no gradient.
         holders: the ranks of pp that hold the parameter.
+        is_staged: whether the model's parameters are spread over pipeline stages, so that this rank has no gradients
+            of the others.
     """
 
     name: str
@@ -153,6 +155,7 @@ class ShardRecord:
     is_grad_partial: bool
     is_held: bool = True
     holders: tuple[int, ...] = (0,)
+    is_staged: bool = False
 
     @property
     def is_sharded(self) -> bool:

@@ -65,12 +65,14 @@ class ParameterLayout:
         is_grad_partial: whether the ranks that hold a row get partial gradients.
         is_held: whether this rank's pipeline stages hold the parameter.
         holders: the ranks of pp that hold the parameter; several for an embedding tied to a head on another rank.
+        is_staged: whether the parameters are spread over pipeline stages.
     """
 
     rows: RowLayout
     is_grad_partial: bool
     is_held: bool = True
     holders: tuple[int, ...] = (0,)
+    is_staged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ def make_shards(
                 is_grad_partial=layout.is_grad_partial,
                 is_held=layout.is_held,
                 holders=layout.holders,
+                is_staged=layout.is_staged,
             )
             if not layout.is_held:
                 # Zeros without memory: modules before the layers run on every stage, and their result is not used.

@@ -7,7 +7,8 @@ be known which modules with weights run before and after the layers, and in whic
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,23 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with recorder.watching(), fake, _fake_values(model):
         tokens = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64)
-        with torch.enable_grad():
-            output = model(input_ids=tokens, labels=tokens, use_cache=False)
+        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        known = inspect.signature(model.forward).parameters
+        try:
+            with torch.enable_grad():
+                output = model(**{name: value for name, value in inputs.items() if name in known})
+        except PlanError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
+                f"after its layers ({type(error).__name__}: {error}). Use ParallelPlan(pp=1)"
+            ) from error
+    if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= output.keys():
+        raise PlanError(
+            f"{type(model).__name__} returns a {type(output).__name__}, and under ParallelPlan.pp > 1 a model must "
+            "return an output with loss and logits, as transformers' models do. Use pp=1"
+        )
     return recorder.order(type(output))
 
 

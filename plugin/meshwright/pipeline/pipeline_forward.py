@@ -114,6 +114,7 @@ class PipelineForward(MethodOverride):
         named = decoder.named_parameters(remove_duplicate=False)
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
+    @torch.compiler.disable  # a compiled model runs its stages uncompiled, since they send and receive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = arguments(self.signature, args, kwargs)
         targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
@@ -135,7 +136,7 @@ class PipelineForward(MethodOverride):
             )
         for name in ("output_hidden_states", "output_attentions"):
             wanted = batch.get(name)
-            if getattr(self.decoder.config, name, False) if wanted is None else wanted:
+            if getattr(getattr(self.decoder, "config", None), name, False) if wanted is None else wanted:
                 raise PlanError(
                     f"{name}=True is not available under ParallelPlan.pp={self.pipeline.axes.pp.size}, since each rank "
                     "has only the layers of its stage. Turn the option off, or use pp=1"
@@ -149,6 +150,12 @@ class PipelineForward(MethodOverride):
         if not trains:
             return
         check_inputs(batch)
+        if self.pipeline.cut.schedule in SPLIT_BACKWARD and self.stages.is_checkpointed:
+            raise PlanError(
+                f"gradient checkpointing is on, and schedule={self.pipeline.cut.schedule!r} computes the gradients of "
+                "weights after a layer that was recomputed is freed. Call model.gradient_checkpointing_disable(), or "
+                "use ParallelPlan(schedule='1f1b')"
+            )
         if self._key(batch) is torch.float16 or next(self.decoder.parameters()).dtype is torch.float16:
             raise PlanError(
                 "training in float16 under ParallelPlan.pp > 1: the gradients are computed inside the model's forward, "

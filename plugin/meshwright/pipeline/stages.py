@@ -48,6 +48,11 @@ class Stages:
         for index, layer in enumerate(cut.layers):
             layer.forward = _LayerForward(layer.forward, index, self)
 
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether a layer of this rank is recomputed in backward."""
+        return any(m.gradient_checkpointing for i in self.cut.own_layers for m in self._checkpointed[i])
+
     def run(self, stage: int, batch: dict[str, Any], received: Tensor | None) -> Any:
         """Run a stage on one micro-batch.
 
