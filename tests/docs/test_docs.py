@@ -25,7 +25,6 @@ PARSED_ONLY = {
     "benchmarks": "takes minutes, and a quiet machine",
     "benchmarks.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
     "benchmarks.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of these programs",
-    "benchmarks.random_kills": "takes half an hour; tests/cli/test_restarts.py runs some of it",
     "--num_machines": "needs two machines; tests/cli/test_launch_hosts.py makes two and launches over them",
 }
 ADDED = {
