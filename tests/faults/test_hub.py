@@ -37,8 +37,8 @@ def stranger(hub: Hub) -> socket.socket:
 
 
 def link(hub: Hub, rank: int) -> Link:
-    hello = {"token": TOKEN, "rank": rank, "name": f"rank {rank}"}
-    return Link(("127.0.0.1", hub.port), hello, timeout=60, status=lambda: "idle", on_notice=print)
+    hello = {"token": TOKEN, "rank": rank, "name": f"rank {rank}", "process": None}
+    return Link(("127.0.0.1", hub.port), hello, timeout=60, status=lambda: "idle", on_notice=lambda *_, **__: None)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -70,7 +70,10 @@ def agrees(hub: Hub) -> bool:
 
 
 def hello(**changes: Any) -> bytes:
-    return json.dumps({"token": TOKEN, "rank": 1, "name": "x", "channel": "ask", **changes}).encode() + b"\n"
+    return (
+        json.dumps({"token": TOKEN, "rank": 1, "name": "x", "process": None, "channel": "ask", **changes}).encode()
+        + b"\n"
+    )
 
 
 JUNK: dict[str, bytes] = {

@@ -140,6 +140,7 @@ class Hub:
             and type(hello["rank"]) is int
             and 0 <= hello["rank"] < self._world_size
             and isinstance(hello["name"], str)
+            and isinstance(hello["process"], dict | None)
             and hello["channel"] in ("ask", "watch")
         )
 
