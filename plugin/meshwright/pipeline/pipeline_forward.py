@@ -114,7 +114,8 @@ class PipelineForward(MethodOverride):
         named = decoder.named_parameters(remove_duplicate=False)
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
-    @torch.compiler.disable  # a compiled model runs its stages uncompiled, since they send and receive
+    # A compiled model runs its stages uncompiled, since they send and receive.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = arguments(self.signature, args, kwargs)
         targets = next((x for name in TARGETS if isinstance(x := batch.get(name), Tensor)), None)
