@@ -111,6 +111,8 @@ def kills_in_saves(folder: Path, count: int) -> Row:
         held += problem is None
         if problem is not None:
             print(f"rank {victim} of {saving.ranks} at step {step}: {problem}", flush=True)
+        if (number + 1) % 10 == 0:
+            print(f"{time.strftime('%H:%M:%S')} {held} of {number + 1} kills in saves held", flush=True)
     return Row("SIGKILL at a write, sync, rename or removal of a save: a load finds the old or the new, bitwise",
                held, len(chosen), f"{len(every)} such steps on 2, 3 and 4 ranks")  # fmt: skip
 
