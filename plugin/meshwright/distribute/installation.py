@@ -17,6 +17,7 @@ from meshwright.distribute.check_arguments import explained
 from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
+from meshwright.faults.guard import set_timeouts
 from meshwright.faults.together import succeed_together
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.runtime import Runtime, attach
@@ -225,6 +226,8 @@ class Installation:
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime
         pipeline = Pipeline.open(cut, self.plan, runtime.axes, self.device)
+        if runtime.guard is not None:
+            set_timeouts(self.config.timeout_s)  # of the groups just made, too
         outputs = StageOutputs(
             kind=cut.order.output_kind,
             pp=runtime.pp,

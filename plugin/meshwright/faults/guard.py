@@ -309,8 +309,7 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
     global _guard
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    for group in list(dist.distributed_c10d._world.pg_map):
-        set_timeout(group, timeout)
+    set_timeouts(timeout)
     if active_guard() is None:
         if _guard is None:
             exit_hooks.install(lambda: _guard)
@@ -325,6 +324,12 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
 def active_guard() -> Guard | None:
     """Return the guard of the process group in use; None if it has none."""
     return _guard if _guard is not None and _guard.is_current else None
+
+
+def set_timeouts(timeout: float) -> None:
+    """Set the timeout of every process group of this process, in seconds."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_timeout(group, timeout)
 
 
 def set_timeout(group: Any, timeout: float) -> None:
