@@ -123,7 +123,8 @@ def refusals() -> dict[str, str]:
             said[name] = "no error"
 
     def plan(**fields: Any) -> Any:
-        return mw.to_distributed(build("llama", num_hidden_layers=4), plan=mw.ParallelPlan(**fields))
+        model = build("llama", num_hidden_layers=4)
+        return mw.to_distributed(model, torch.optim.AdamW(model.parameters()), plan=mw.ParallelPlan(**fields))
 
     record("more stages than layers", lambda: plan(pp=2, schedule="interleaved", chunks=3))
     record("stages that do not add up", lambda: plan(pp=2, stages=(1, 2)))
@@ -139,6 +140,8 @@ def refusals() -> dict[str, str]:
     record("copy", lambda: copy.deepcopy(model))
     record("base model", lambda: model.model(input_ids=ids))
     record("logits", lambda: model(**batch()).logits.sum())
+    record("state dict", model.state_dict)
+    record("optimizer's state dict", plan(pp=2)[1].state_dict)
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))
@@ -165,7 +168,9 @@ WORDS = {
     "float16": "bfloat16",
     "torch's clipping": "meshwright.clip_grad_norm_",
     "checkpointing": "gradient_checkpointing_disable",
-    "read of another stage": "full_state_dict",
+    "state dict": "another pipeline stage holds model.",
+    "optimizer's state dict": "the state of its own stages",
+    "read of another stage": "another pipeline stage holds model.",
     "three micro-batches": "a multiple of 2",
 }
 
