@@ -22,6 +22,7 @@ from meshwright.checkpoint.optimizer_state import (
 from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.checkpoint.shares import Held, Place, Sizes
 from meshwright.errors import CheckpointError
+from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.optim.state_parts import OptimizerParts
 from meshwright.parallel.collectives import Axis
@@ -58,10 +59,11 @@ def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
     """Return the runtime of a model, or one of a single rank, and this rank's place.
 
     Raises:
-        CheckpointError: if several processes hold the model, and it is not distributed over them.
+        CheckpointError: if an engine holds the model's state, or several processes the model, and it is not
+            distributed over them.
     """
+    check_no_engine(model)
     runtime = find_runtime(model) or Runtime(tp=Axis("tp"), dp=Axis("dp"), parameters=[])
-    runtime.check_own("a checkpoint", "use the engine's own save_checkpoint and load_checkpoint")
     sizes = _sizes(runtime)
     ranks = sizes.ranks
     # If the process group is gone, compare_before_save says so.
