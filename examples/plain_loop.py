@@ -1,4 +1,4 @@
-"""A plain training loop, made parallel by one call; run it again, with any number of processes, and it goes on.
+"""A plain training loop, made parallel by one call; kill it, run it with any number of processes, and it goes on.
 
 torchrun --nproc-per-node 2 -m examples.plain_loop
 python -m examples.plain_loop --steps 40
@@ -9,7 +9,6 @@ The model is a Llama of 70,000 parameters that learns the bytes of this very fil
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -42,14 +41,8 @@ def main(steps: int, folder: Path) -> None:
     tp = 2 if world % 2 == 0 else 1
     plan = mw.ParallelPlan(tp=tp, dp=world // tp, sequence_parallel=tp > 1, zero_stage=1)
     model, optimizer, loader = mw.to_distributed(model, optimizer, loader, config=mw.ToDistributedConfig(plan=plan))
-    state_file = folder / "loader.json"
-    step = 0
-    if state_file.exists():
-        mw.load_weights(model, folder)
-        mw.load_optimizer(model, optimizer, folder / "optimizer")
-        state = json.loads(state_file.read_text())
-        step = state.pop("step")
-        loader.load_state_dict(state["loader"])
+    saved = mw.load_checkpoint(folder, model, optimizer, loader=loader, missing_ok=True)  # the newest whole one
+    step = 0 if saved is None else saved.step
 
     is_first = int(os.environ.get("RANK", "0")) == 0
     while step < steps:
@@ -60,19 +53,20 @@ def main(steps: int, folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            if is_first and (step % 10 == 0 or step == steps):
-                print(f"step {step}: loss {loss.item():.4f}", flush=True)
+            if step % 10 == 0 or step == steps:
+                mw.save_checkpoint(folder / f"step-{step}", model, optimizer, loader=loader, step=step, keep=2)
+                if is_first:
+                    print(f"step {step}: loss {loss.item():.4f}", flush=True)
             if step == steps:
                 break
 
-    model.save_pretrained(folder)  # one-device files: from_pretrained reads them, and any plan does
-    mw.save_optimizer(model, optimizer, folder / "optimizer")
-    if is_first:
-        state_file.write_text(json.dumps({"step": step, "loader": loader.state_dict()}))
+    model.save_pretrained(folder / "model")  # one-device files, for from_pretrained
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="train until this step")
-    parser.add_argument("--folder", type=Path, default=Path("runs/plain_loop"), help="what is saved, and resumed")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/plain_loop"), help="the checkpoints, and the model at the end"
+    )
     main(**vars(parser.parse_args()))

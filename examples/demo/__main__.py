@@ -40,7 +40,9 @@ def main(
     seq_length: Annotated[
         int | None, typer.Option(min=8, help="Tokens per row (default: 256, or 64 with --quick).")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of summary.json, loss.png and the corpus.")] = Path("runs/demo"),
+    output: Annotated[
+        Path, typer.Option(help="Folder of summary.json, loss.png, the checkpoint and the corpus.")
+    ] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Train a tiny model for a few steps, in seconds.")] = False,
 ) -> None:
     """Train a Llama with several processes and prove that one process gets the same result.
@@ -77,6 +79,7 @@ def run(settings: Settings) -> None:
     # A run that fails must not leave the results of an earlier run.
     for name in ("summary.json", "loss.png"):
         (settings.output / name).unlink(missing_ok=True)
+    shutil.rmtree(settings.checkpoint, ignore_errors=True)
     try:
         is_proven = _run_stages(settings, console)
     except ChildFailedError as error:
@@ -116,7 +119,8 @@ def _run_stages(settings: Settings, console: Console) -> bool:
     from examples.demo.report import write_report
 
     console.print(write_report(settings, result, proof))
-    console.print(f"{settings.output}/summary.json\n{settings.output}/loss.png", highlight=False, soft_wrap=True)
+    paths = (settings.output / "summary.json", settings.output / "loss.png", settings.checkpoint)
+    console.print("\n".join(map(str, paths)), highlight=False, soft_wrap=True)
     return proof.holds
 
 

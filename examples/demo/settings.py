@@ -70,6 +70,11 @@ class Settings:
         return self.output / "settings.json"
 
     @property
+    def checkpoint(self) -> Path:
+        """Folder of the checkpoint at the end of the distributed run."""
+        return self.output / "checkpoint"
+
+    @property
     def gradients(self) -> Path:
         """Folder of the distributed run's whole gradients, which is deleted after the proof."""
         return self.output / "gradients"

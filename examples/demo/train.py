@@ -1,6 +1,6 @@
 """One process of the distributed run, started as torchrun starts it.
 
-Except for ``to_distributed`` and ``mw.clip_grad_norm_``, this is a one-device training script.
+Except for ``to_distributed``, ``mw.clip_grad_norm_`` and ``mw.save_checkpoint``, this is a one-device training script.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from examples.demo.settings import Settings
 
 
 def train(settings: Settings) -> None:
-    """Train, save the whole gradients of the first steps for the proof, and save the result."""
+    """Train, save the whole gradients of the first steps for the proof, a checkpoint and the result."""
     rank, device = int(os.environ["RANK"]), local_device(settings)
     plan = None if settings.plan is None else mw.ParallelPlan(**settings.plan)
     model, optimizer, scheduler, loader = build(settings, device)
@@ -56,6 +56,7 @@ def train(settings: Settings) -> None:
                 memory=every_rank(memory_in_use(device)),
             )
 
+    mw.save_checkpoint(settings.checkpoint, model, optimizer, loader=loader, scheduler=scheduler, step=settings.steps)
     # The first steps also save gradients, so their times are left out.
     step_time = statistics.median(seconds[settings.proof_steps :] or seconds)
     result = TrainResult(

@@ -17,6 +17,7 @@ import meshwright as mw
 from meshwright.checkpoint.opened import Opened
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.regions import Block
+from meshwright.errors import CheckpointError
 from support.exact import Float64
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -122,3 +123,17 @@ def test_a_vector_with_gaps_in_memory(tmp_path: Path) -> None:
     model.weight.data.zero_()
     mw.load_checkpoint(tmp_path / "a", model, None)
     assert model.weight.tolist() == [0, 2, 4, 6, 8]
+
+
+def test_a_model_that_deepspeed_has_partitioned_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_id = 0  # ZeRO-3's mark; the weight itself is then empty
+    optimizer = torch.optim.SGD(model.parameters())
+    for call in (
+        lambda: mw.save_checkpoint(tmp_path / "a", model, optimizer),
+        lambda: mw.load_checkpoint(tmp_path, model, optimizer, missing_ok=True),
+        lambda: mw.save_optimizer(model, optimizer, tmp_path / "b"),
+    ):
+        with pytest.raises(CheckpointError, match=r"engine\.save_checkpoint"):
+            call()
+    assert not list(tmp_path.iterdir())

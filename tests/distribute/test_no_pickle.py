@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +15,13 @@ from meshwright.checkpoint.export_checkpoint import export_checkpoint
 from meshwright.data.stream import ShardedStream
 from meshwright.parallel.collectives import Axis
 from support.models import build
+from support.no_pickle import NoPickle
 
-# Who may pickle, and why; docs/checkpoints.md lists the same.
+# Who may pickle, and why; SECURITY.md lists the same.
 ALLOWED = {
     "multiprocessing": "Python's queue between a DataLoader and its own worker processes",
     "torch.utils.data": "an error or a batch of a DataLoader's own worker",
 }
-
-
-def guarded(name: str, real: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
-    """Return a function that raises unless it is called by one of ``ALLOWED``."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        allowed = [prefix for prefix in ALLOWED if caller.startswith(prefix)]
-        if not allowed:
-            raise AssertionError(f"{caller} calls {name}")
-        found.update(allowed)
-        return real(*args, **kwargs)
-
-    return call
-
-
-def without_pickle(patch: pytest.MonkeyPatch) -> set[str]:
-    """Make pickle raise in this process and the workers it forks; return who has used it nevertheless."""
-    found: set[str] = set()
-    for name in ("loads", "load", "dumps", "dump", "Unpickler", "Pickler", "_Unpickler", "_Pickler"):
-        patch.setattr(pickle, name, guarded(f"pickle.{name}", getattr(pickle, name), found))
-    patch.setattr(torch, "load", guarded("torch.load", torch.load, found))
-    patch.setattr(torch, "save", guarded("torch.save", torch.save, found))
-    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
-        patch.setattr(torch.distributed, name, guarded(name, getattr(torch.distributed, name), found))
-    # torch's own collectives of objects have imported these names.
-    for name in ("_pickler", "_unpickler"):
-        patch.setattr(torch.distributed.distributed_c10d, name, guarded(name, pickle.Pickler, found))
-    return found
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -67,7 +36,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 def whole_program(folder: Path, workers: int) -> list[str]:
     """Distribute, read for the peers, train, save, load and export; return who pickled."""
     with pytest.MonkeyPatch.context() as patch:
-        found = without_pickle(patch)
+        found = NoPickle(patch, ALLOWED).found
         plan = mw.ParallelPlan(tp=2, sequence_parallel=True)
         config = mw.ToDistributedConfig(plan=plan, loader=mw.LoaderOptions(source="leader"))
         model = build("llama")
@@ -107,7 +76,7 @@ class Custom:
 def streamed(samples: list[Any]) -> int:
     dp = Axis("dp", 2, torch.distributed.get_rank(), torch.distributed.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        without_pickle(patch)
+        NoPickle(patch, ALLOWED)
         stream = ShardedStream([samples] * 3, batch_size=4, dp=dp, lanes=3, num_workers=1)
         return sum(len(rows.samples) for rows in stream if not rows.is_blank)
 
@@ -120,7 +89,7 @@ def test_samples_move_between_ranks_without_pickle_or_are_refused_at_once(pool2:
 
 def gathered_pickle() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        without_pickle(patch)
+        NoPickle(patch, ALLOWED)
         torch.distributed.all_gather_object([None, None], "x")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples.demo.prove import gradient_differences
+from meshwright.checkpoint.inspect_checkpoint import inspect_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 240  # seconds; about 20 on a free machine
@@ -50,6 +51,8 @@ def test_the_demo_trains_and_proves_itself(tmp_path: Path) -> None:
     assert summary["optimizer_bytes_per_rank"] == pytest.approx(summary["param_bytes_per_rank"], rel=0.02)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "gradients").exists()
+    held = inspect_checkpoint(tmp_path / "checkpoint")
+    assert not held.damages and held.manifest is not None and held.manifest.step == summary["steps"]
 
 
 def test_the_planner_picks_the_demo_s_plan(tmp_path: Path) -> None:

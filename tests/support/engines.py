@@ -159,6 +159,12 @@ def run_refusals(folder: str) -> list[str]:
         lambda: mw.no_sync(engine.module),
         lambda: mw.full_gradients(engine.module),
         lambda: mw.load_weights(engine.module, folder),
+        lambda: mw.save_checkpoint(folder, engine.module, engine.optimizer),
+        lambda: mw.save_checkpoint(folder, engine, None),
+        lambda: mw.load_checkpoint(folder, engine.module, None, missing_ok=True),
+        # Under stage 3 DeepSpeed's groups are empty, and so would the state be.
+        lambda: mw.save_optimizer(engine.module, engine.optimizer, folder),
+        lambda: mw.load_optimizer(engine, engine.optimizer, folder),
         lambda: engine.save_16bit_model(folder),
         lambda: initialize(model=engine.module, config=config_for(3, 2), plan=mw.ParallelPlan(dp=2, tp=2)),
     ):

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.checkpoint.host_memory import HostMemory
 from meshwright.faults.together import Meeting
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self.memory = HostMemory()  # of the save in progress
 
     @staticmethod
     def of(model: nn.Module) -> Background:

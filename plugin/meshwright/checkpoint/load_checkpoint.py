@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.background import Background
 from meshwright.checkpoint.folders import find_checkpoint
 from meshwright.checkpoint.manifest import NAME, Manifest
-from meshwright.checkpoint.opened import Opened, check_same_everywhere
-from meshwright.checkpoint.optimizer_manifest import decode, is_encoded
+from meshwright.checkpoint.opened import Opened, open_together
+from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, decode, is_encoded, master_key, state_key
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
 from meshwright.checkpoint.regions import numel
-from meshwright.checkpoint.restore import check_fits, restore_optimizer
+from meshwright.checkpoint.restore import ReadState, check_fits, read_state, set_state
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
 from meshwright.checkpoint.shares import Held
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, device_of
-from meshwright.optim.state_parts import Part, parts_of
+from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
 
@@ -82,7 +82,8 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: if there is no whole checkpoint, a file is damaged, or it does not fit the objects. Before the
-            first tensor is read, the objects are unchanged. If reading fails part-way, some weights are overwritten.
+            first tensor is read, the objects are unchanged. If reading fails part-way, some weights and some of the
+            optimizer's state are overwritten.
 
     Example::
 
@@ -96,26 +97,34 @@ def load_checkpoint(
     path = on_first_rank(lambda: _find(Path(os.path.abspath(folder)), missing_ok))
     if path is None:
         return None
-    opened = succeed_together(lambda: Opened.read(Path(path)))
-    check_same_everywhere(opened.folder)
-    manifest, device = opened.manifest, device_of(model)
-    used = succeed_together(lambda: _components(opened, given, ignore))
-    tensors, ties, objects = succeed_together(lambda: model_tensors(model, runtime))
-    names = succeed_together(lambda: _names(opened, tensors, ties))
-    random = _random_of(opened, mesh)
-    if "random" in used:
-        succeed_together(lambda: check_random_state(random, device, str(opened.folder)))
-
+    opened = open_together(Path(path))
+    manifest, device, random = opened.manifest, device_of(model), _random_of(opened, mesh)
     with Progress(f"reading {opened.folder.name}") as progress, reading_shards():
         saved = _SavedState(opened, mesh, progress)
-        restore = None
-        if optimizer is not None and "optimizer" in used:
-            restore = succeed_together(lambda: _checked_optimizer(model, optimizer, opened, saved))
-        progress.start(sum(_own_bytes(tensor, mesh) for tensor in tensors.values()))
-        succeed_together(lambda: _read_weights(runtime, tensors, objects, names, saved))
+
+        def check() -> tuple[set[str], _Weights, _Optimizer | None]:
+            used = _components(opened, given, ignore)
+            tensors, ties, objects = model_tensors(model, runtime)
+            weights = _Weights(tensors=tensors, objects=objects, names=_names(opened, tensors, ties))
+            if "random" in used:
+                check_random_state(random, device, str(opened.folder))
+            if optimizer is None or "optimizer" not in used:
+                return used, weights, None
+            return used, weights, _checked_optimizer(model, optimizer, opened, saved)
+
+        def read() -> ReadState:
+            _read_weights(runtime, weights, saved)
+            if state is None:
+                return {}
+            saved.read_over(state[0])
+            return read_state(*state, saved)
+
+        used, weights, state = succeed_together(check)
+        progress.start(sum(_own_bytes(tensor, mesh) for tensor in weights.tensors.values()))
+        loaded = succeed_together(read)
         _take_over_weights(runtime)
-        if restore is not None:
-            restore()
+        if state is not None:
+            set_state(*state, loaded)
     succeed_together(lambda: _load_states(manifest, given, used))
     if runtime.streams is not None and manifest.streams is not None:
         runtime.streams.load_state_dict(manifest.streams)
@@ -191,14 +200,24 @@ def _names(opened: Opened, tensors: dict[str, RunTensor], ties: dict[str, str]) 
     return names
 
 
-def _checked_optimizer(
-    model: nn.Module, optimizer: Optimizer, opened: Opened, saved: _SavedState
-) -> Callable[[], None]:
-    """Check that the checkpoint's optimizer is this one; return the function that restores it."""
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """The tensors of a model, the model's own tensor objects, and the checkpoint's keys, each by the model's key."""
+
+    tensors: dict[str, RunTensor]
+    objects: dict[str, Tensor]
+    names: dict[str, str]
+
+
+_Optimizer = tuple[OptimizerParts, OptimizerManifest]
+
+
+def _checked_optimizer(model: nn.Module, optimizer: Optimizer, opened: Opened, saved: _SavedState) -> _Optimizer:
+    """Check that the checkpoint's optimizer is this one."""
     found = parts_of(model, optimizer)
     described = optimizer_manifest(opened.manifest.optimizer or {}, str(opened.folder / NAME))
     check_fits(opened.folder, described, saved, found)
-    return lambda: restore_optimizer(found, described, saved)
+    return found, described
 
 
 def _own_bytes(tensor: RunTensor, mesh: Mesh) -> int:
@@ -210,18 +229,31 @@ class _SavedState:
 
     def __init__(self, opened: Opened, mesh: Mesh, progress: Progress):
         self._opened, self._mesh, self._progress = opened, mesh, progress
+        self._present: dict[str, Tensor] = {}  # of the optimizer, by the keys of the checkpoint
 
     def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
         return self._opened.manifest.tensors.get(tensor)
 
+    def read_over(self, found: OptimizerParts) -> None:
+        """From now on, read into the memory of an optimizer's state where it has the right form."""
+        for name, part in found.parts.items():
+            if part.key is not None:
+                self._present[master_key(name)] = part.key.detach()
+                state = found.optimizer.state.get(part.key, {})
+                self._present |= {state_key(name, key): x for key, x in state.items() if isinstance(x, Tensor)}
+
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
         saved_dtype, shape = self._opened.manifest.tensors[tensor]
-        if shape != tuple(part.record.global_shape):
-            return self.elements(tensor, Held.whole(saved_dtype, shape, self._mesh.sizes), dtype, torch.Size(shape))
-        assert part.key is not None
-        return self.elements(
-            tensor, Held.shard(saved_dtype, part.record, part.cut, self._mesh.sizes.tp), dtype, part.key.shape
-        )
+        if shape == tuple(part.record.global_shape):
+            assert part.key is not None
+            held, own = Held.shard(saved_dtype, part.record, part.cut, self._mesh.sizes.tp), part.key.shape
+        else:
+            held, own = Held.whole(saved_dtype, shape, self._mesh.sizes), torch.Size(shape)
+        present = self._present.get(tensor)
+        if present is None or present.device.type != "cpu" or (present.dtype, present.shape) != (dtype, own):
+            return self.elements(tensor, held, dtype, own)
+        self.overwrite(present, tensor, held)
+        return present
 
     def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Read this rank's elements of a tensor, on the CPU; padding is zero."""
@@ -246,22 +278,16 @@ class _SavedState:
         read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
 
 
-def _read_weights(
-    runtime: Runtime,
-    tensors: dict[str, RunTensor],
-    objects: dict[str, Tensor],
-    names: dict[str, str],
-    saved: _SavedState,
-) -> None:
-    for key, tensor in tensors.items():
-        target = objects[key]
+def _read_weights(runtime: Runtime, weights: _Weights, saved: _SavedState) -> None:
+    for key, tensor in weights.tensors.items():
+        target, name = weights.objects[key], weights.names[key]
         if runtime.pp.rank not in tensor.held.stages:
             continue
         if runtime.weights is not None and isinstance(target, nn.Parameter):
             shape = runtime.weights.part(target)[0].shape
-            runtime.weights.set_part(target, saved.elements(names[key], tensor.held, target.dtype, shape))
+            runtime.weights.set_part(target, saved.elements(name, tensor.held, target.dtype, shape))
         else:
-            saved.overwrite(target.data, names[key], tensor.held)
+            saved.overwrite(target.data, name, tensor.held)
 
 
 def _take_over_weights(runtime: Runtime) -> None:

@@ -13,7 +13,7 @@ from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.part_files import PartIndex, digest
 from meshwright.checkpoint.regions import Block, numel
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import succeed_together, texts_of_all
+from meshwright.faults.together import exchange_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,28 @@ def miscovered(blocks: list[Block], total: int) -> str | None:
     return f"element {low} is in no file" if low < high else f"element {high} is in more than one place"
 
 
+def open_together(folder: Path) -> Opened:
+    """Open the same checkpoint on all ranks; every rank must make the call.
+
+    Raises:
+        CheckpointError: on every rank, if it is damaged, or hosts without a shared disk have different ones.
+    """
+    opened, digests = exchange_together(lambda: (Opened.read(folder), digest((folder / NAME).read_bytes())))
+    _check_same(folder, digests)
+    return opened
+
+
 def check_same_everywhere(folder: Path) -> None:
     """Check that all ranks see the same checkpoint in a folder; every rank must make the call.
 
     Raises:
         CheckpointError: on every rank, if hosts without a shared disk have different files at one path.
     """
-    digests = texts_of_all(succeed_together(lambda: digest((folder / NAME).read_bytes())))
+    _, digests = exchange_together(lambda: (None, digest((folder / NAME).read_bytes())))
+    _check_same(folder, digests)
+
+
+def _check_same(folder: Path, digests: list[str]) -> None:
     if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
         raise CheckpointError(
             f"rank(s) {', '.join(map(str, others))} see another checkpoint in {folder} than rank 0; copy one to every "

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from meshwright.checkpoint.gather_tensor import assemble, is_first
 from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, master_key, state_key, sync_folder
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
 from meshwright.errors import CheckpointError, PlanError
-from meshwright.faults.together import on_first_rank, succeed_together, texts_of_all
+from meshwright.faults.together import exchange_together, on_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 
@@ -60,9 +61,9 @@ def save_optimizer(
         model.save_pretrained("checkpoint")
         mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
     """
-    found = shared_parts(model, optimizer)
-    succeed_together(lambda: _check_writer(found))
-    state = merged(succeed_together(lambda: own_state(found)))
+    own, texts = exchange_together(lambda: with_own_text(model, optimizer))
+    succeed_together(lambda: _check_writer(own))
+    found, state = of_all(own, texts)
     forms = tensor_forms(found, state)
     most = succeed_together(lambda: parse_bytes(max_shard_size))
     folder = Path(directory)
@@ -88,8 +89,15 @@ def shared_parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
     found = succeed_together(lambda: parts_of(model, optimizer))
     if found.runtime.pp.size == 1:
         return found
-    own = [name for name, part in found.parts.items() if part.has_master]
-    masters = {name for text in texts_of_all(json.dumps(own)) for name in json.loads(text)}
+    return _with_masters(found, [json.loads(text) for text in texts_of_all(json.dumps(_own_masters(found)))])
+
+
+def _own_masters(found: OptimizerParts) -> list[str]:
+    return [name for name, part in found.parts.items() if part.has_master]
+
+
+def _with_masters(found: OptimizerParts, of_ranks: list[list[str]]) -> OptimizerParts:
+    masters = {name for names in of_ranks for name in names}
     parts = {name: dataclasses.replace(part, has_master=name in masters) for name, part in found.parts.items()}
     return dataclasses.replace(found, parts=parts)
 
@@ -102,8 +110,42 @@ def _check_writer(found: OptimizerParts) -> None:
         )
 
 
-def own_state(found: OptimizerParts) -> State:
-    """Return a description of this rank's part of the state, without tensors."""
+def with_own_text(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerParts, str]:
+    """Return this rank's parts of an optimizer's parameters, and what :func:`of_all` needs of each rank.
+
+    Raises:
+        OptimizerMismatchError: if the optimizer belongs to another model.
+        CheckpointError: if state is neither a tensor nor a number.
+    """
+    found = parts_of(model, optimizer)
+    return found, json.dumps({"masters": _own_masters(found), "state": _own_state(found)}, default=str)
+
+
+def of_all(found: OptimizerParts, texts: list[str]) -> tuple[OptimizerParts, State]:
+    """Return this rank's parts, on all of whose masters the ranks agree, and a description of the state of all ranks.
+
+    Under ZeRO each rank has the state of its slices only, and under pp of the parameters of its stage.
+
+    Args:
+        found: this rank's parts.
+        texts: the texts of all ranks.
+    """
+    of_ranks = [json.loads(text) for text in texts]
+    return _with_masters(found, [each["masters"] for each in of_ranks]), _merged(each["state"] for each in of_ranks)
+
+
+def _merged(states: Iterable[State]) -> State:
+    result: State = {}
+    for state in states:
+        for name, values in state.items():
+            known = result.setdefault(name, {})
+            for key, value in values.items():
+                # The largest step count is right: a slice without a gradient in early steps counts too few.
+                known[key] = max(known.get(key, value), value, key=_count)
+    return {name: {key: _form(value) for key, value in values.items()} for name, values in result.items()}
+
+
+def _own_state(found: OptimizerParts) -> State:
     return {
         name: {key: _described(name, key, value, part) for key, value in found.optimizer.state[part.key].items()}
         for name, part in found.parts.items()
@@ -125,18 +167,6 @@ def _described(name: str, key: str, value: Any, part: Part) -> Any:
         f"{what} has the shape {list(value.shape)}, not that of the parameter, so the shards of "
         f"{list(part.key.shape)} cannot be joined; save it under a plan with tp=1 and zero_stage=0"
     )
-
-
-def merged(own: State) -> State:
-    """Merge the states of all ranks, since under ZeRO each rank has the state of its slices only."""
-    result: State = {}
-    for text in texts_of_all(json.dumps(own, default=str)):
-        for name, values in json.loads(text).items():
-            known = result.setdefault(name, {})
-            for key, value in values.items():
-                # The largest step count is right: a slice without a gradient in early steps counts too few.
-                known[key] = max(known.get(key, value), value, key=_count)
-    return {name: {key: _form(value) for key, value in values.items()} for name, values in result.items()}
 
 
 def _form(value: Any) -> Any:

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from meshwright.checkpoint import disk
+from meshwright.checkpoint.host_memory import HostMemory
 from meshwright.checkpoint.regions import Block, numel, packed
 from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.checkpoint.shares import copies
@@ -58,15 +59,17 @@ class Source:
             _copy(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
             yield staging[: stop - start].cpu()
 
-    def snapshot(self) -> Source:
-        """Return a source of the same elements, copied to the CPU; on CUDA, the copy may still be running."""
-        values, total = self._flat(), numel(self.share)
-        packed_values = torch.empty(total, dtype=self.dtype, device=values.device)
-        _copy(packed_values, values, [b.swapped() for b in copies(self.held, self.share, 0, total)])
+    def snapshot(self, target: Tensor) -> Source:
+        """Return a source of the same elements, copied to ``target``; on CUDA, the copy may still be running."""
+        values = self._flat()
+        blocks = [b.swapped() for b in copies(self.held, self.share, 0, len(target))]
         if values.is_cuda:
-            on_host = torch.empty(total, dtype=self.dtype, pin_memory=True)
-            packed_values = on_host.copy_(packed_values, non_blocking=True)
-        return Source(dtype=self.dtype, values=lambda: packed_values, held=self.share, share=self.share)
+            on_device = torch.empty_like(target, device=values.device)
+            _copy(on_device, values, blocks)
+            target.copy_(on_device, non_blocking=True)
+        else:
+            _copy(target, values, blocks)
+        return Source(dtype=self.dtype, values=lambda: target, held=self.share, share=self.share)
 
     def _flat(self) -> Tensor:
         return self.values().contiguous().view(-1)
@@ -114,9 +117,14 @@ class RankPart:
         """The number of bytes of tensors."""
         return sum(numel(source.share) * source.dtype.itemsize for source in self.sources.values())
 
-    def snapshot(self) -> RankPart:
-        """Return a part of the same elements, copied to the CPU."""
-        sources = {key: source.snapshot() for key, source in self.sources.items()}
+    def snapshot(self, memory: HostMemory) -> RankPart:
+        """Return a part of the same elements, copied to some memory."""
+        rest, sources = memory.take(self.num_bytes), {}
+        for key in self._in_order():
+            source = self.sources[key]
+            size = numel(source.share) * source.dtype.itemsize
+            sources[key] = source.snapshot(rest[:size].view(source.dtype))
+            rest = rest[size:]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies are asynchronous
         return RankPart(place=self.place, sources=sources, random=self.random)
@@ -132,8 +140,7 @@ class RankPart:
             The records of the files by name.
         """
         name, index_name = file_names(self.place)
-        # Wide dtypes first, so that every tensor is aligned in its file.
-        ordered = sorted(self.sources, key=lambda key: -self.sources[key].dtype.itemsize)
+        ordered = self._in_order()
         forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
         header, starts = file_header(forms)
         tensors: dict[str, Any] = {}
@@ -164,6 +171,10 @@ class RankPart:
             name: FileRecord(bytes=size, digest=digest(header)),
             index_name: FileRecord(bytes=len(index), digest=digest(index)),
         }
+
+    def _in_order(self) -> list[str]:
+        """The keys in the order of the file: wide dtypes first, so that every tensor is aligned."""
+        return sorted(self.sources, key=lambda key: -self.sources[key].dtype.itemsize)
 
 
 def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:

@@ -138,9 +138,24 @@ def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_
     Raises:
         CheckpointError: if a tensor cannot be read; the optimizer is then unchanged.
     """
-    loaded = succeed_together(
-        lambda: {name: _read_part(name, part, manifest, saved_state) for name, part in found.parts.items()}
-    )
+    set_state(found, manifest, succeed_together(lambda: read_state(found, manifest, saved_state)))
+
+
+# By parameter: the state of this rank's part, and its master weight, if any.
+ReadState = dict[str, tuple[dict[str, Any], Tensor | None]]
+
+
+def read_state(found: OptimizerParts, manifest: OptimizerManifest, saved_state: SavedState) -> ReadState:
+    """Read this rank's part of a saved state, without changing the optimizer.
+
+    Raises:
+        CheckpointError: if a tensor cannot be read.
+    """
+    return {name: _read_part(name, part, manifest, saved_state) for name, part in found.parts.items()}
+
+
+def set_state(found: OptimizerParts, manifest: OptimizerManifest, loaded: ReadState) -> None:
+    """Give an optimizer the state that was read."""
     options = [group["options"] for group in manifest.groups]
     for group, saved in zip(found.optimizer.param_groups, options, strict=True):
         _set_options(group, saved)

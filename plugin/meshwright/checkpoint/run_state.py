@@ -10,23 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from meshwright.checkpoint.optimizer_manifest import OptimizerManifest
 from meshwright.checkpoint.optimizer_state import (
+    State,
     describe_optimizer,
     local_values,
-    merged,
-    own_state,
     saved_tensors,
-    shared_parts,
     tensor_forms,
 )
 from meshwright.checkpoint.safetensors_file import DTYPES
 from meshwright.checkpoint.shares import Held, Place, Sizes
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import succeed_together
-from meshwright.optim.runtime import Runtime, device_of, find_runtime
+from meshwright.optim.engine_state import check_no_engine
+from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.optim.state_parts import OptimizerParts
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
@@ -61,10 +59,11 @@ def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
     """Return the runtime of a model, or one of a single rank, and this rank's place.
 
     Raises:
-        CheckpointError: if several processes hold the model, and it is not distributed over them.
+        CheckpointError: if an engine holds the model's state, or several processes the model, and it is not
+            distributed over them.
     """
+    check_no_engine(model)
     runtime = find_runtime(model) or Runtime(tp=Axis("tp"), dp=Axis("dp"), parameters=[])
-    runtime.check_own("a checkpoint", "use the engine's own save_checkpoint and load_checkpoint")
     sizes = _sizes(runtime)
     ranks = sizes.ranks
     # If the process group is gone, compare_before_save says so.
@@ -134,17 +133,20 @@ def _flattened(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor.detach().reshape(-1)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, RunTensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state, and the rest of it as JSON; every rank must make the call.
+def optimizer_tensors(
+    found: OptimizerParts, state: State, device: torch.device
+) -> tuple[dict[str, RunTensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state, and the rest of it as JSON.
+
+    Args:
+        found: the optimizer, on whose masters all ranks agree.
+        state: the description of the state of all ranks.
+        device: the device of elements that have no state yet.
 
     Raises:
-        OptimizerMismatchError: if the optimizer belongs to another model.
-        CheckpointError: if state is neither a tensor nor a number.
+        CheckpointError: if an option is neither a number nor a text.
     """
-    found = shared_parts(model, optimizer)
-    state = merged(succeed_together(lambda: own_state(found)))
-    described = succeed_together(lambda: describe_optimizer(found, state, {}))
-    sizes, device = _sizes(found.runtime), device_of(model)
+    described, sizes = describe_optimizer(found, state, {}), _sizes(found.runtime)
     sources = saved_tensors(found, state)
     tensors: dict[str, RunTensor] = {}
     for key, form in tensor_forms(found, state).items():

@@ -22,14 +22,17 @@ from meshwright.checkpoint.folders import commit, keep_newest, stage
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
+from meshwright.checkpoint.optimizer_state import of_all, with_own_text
 from meshwright.checkpoint.part_files import FileRecord, RankPart, Source
 from meshwright.checkpoint.random_state import random_state
+from meshwright.checkpoint.regions import Block
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
-from meshwright.checkpoint.shares import shares
+from meshwright.checkpoint.shares import Held, Sizes, shares
 from meshwright.checkpoint.staging import Staging
 from meshwright.errors import CheckpointError
-from meshwright.faults.together import Meeting, on_first_rank, succeed_together, texts_of_all
-from meshwright.optim.runtime import device_of
+from meshwright.faults.together import Meeting, exchange_together, on_first_rank, succeed_together
+from meshwright.optim.runtime import Runtime, device_of
+from meshwright.optim.state_parts import OptimizerParts
 from meshwright.parallel.shard_reads import reading_shards
 from meshwright.progress import Progress
 
@@ -89,41 +92,52 @@ def save_checkpoint(
     background = Background.of(model)
     background.wait()
     target = Path(os.path.abspath(folder))
-    runtime, mesh = succeed_together(lambda: mesh_of(model))
-    runtime.compare_before_save()
     objects = Objects(loader=loader, scheduler=scheduler, scaler=scaler, extra=extra)
-    states = succeed_together(lambda: _checked(objects, step, keep))
-    tensors, ties, _ = succeed_together(lambda: model_tensors(model, runtime))
-    described = None
-    if optimizer is not None:
-        of_optimizer, described = optimizer_tensors(model, optimizer)
-        tensors |= of_optimizer
-    manifest = Manifest(
-        step=step,
-        written=time.time_ns(),
-        versions=dict(_versions()),
-        plan=None if runtime.plan is None else asdict(runtime.plan),
-        pp=mesh.sizes.pp,
-        dp=mesh.sizes.dp,
-        tp=mesh.sizes.tp,
-        tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
-        ties=ties,
-        optimizer=described,
-        streams=None if runtime.streams is None else runtime.streams.state_dict(),
-        model_config=model_config(model),
-        files={},
-        **states,
-    )
-    part = RankPart(place=mesh.index, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
-    save = Save(target=target, part=part, manifest=manifest, keep=keep)
-    if asynchronous:
-        with reading_shards():
-            snapshot = dataclasses.replace(save, part=succeed_together(part.snapshot))
-        background.start(snapshot)
-    else:
-        with reading_shards(), Progress(f"writing {target.name}") as progress:
-            progress.start(part.num_bytes)
-            save.run(None, progress.add)
+
+    def begin() -> tuple[tuple[Runtime, Mesh, dict[str, Any], OptimizerParts | None], str]:
+        runtime, mesh = mesh_of(model)
+        found, text = (None, "") if optimizer is None else with_own_text(model, optimizer)
+        return (runtime, mesh, _checked(objects, step, keep), found), text
+
+    # The training waits for each exchange of the ranks, so there are few.
+    (runtime, mesh, states, found), texts = exchange_together(begin)
+    runtime.compare_before_save()
+
+    def prepare() -> Save:
+        tensors, ties, _ = model_tensors(model, runtime)
+        described = None
+        if found is not None:
+            of_optimizer, described = optimizer_tensors(*of_all(found, texts), device_of(model))
+            tensors |= of_optimizer
+        manifest = Manifest(
+            step=step,
+            written=time.time_ns(),
+            versions=dict(_versions()),
+            plan=None if runtime.plan is None else asdict(runtime.plan),
+            pp=mesh.sizes.pp,
+            dp=mesh.sizes.dp,
+            tp=mesh.sizes.tp,
+            tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
+            ties=ties,
+            optimizer=described,
+            streams=None if runtime.streams is None else runtime.streams.state_dict(),
+            model_config=model_config(model),
+            files={},
+            **states,
+        )
+        part = RankPart(place=mesh.index, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
+        if asynchronous:
+            part = part.snapshot(background.memory)
+        return Save(target=target, part=part, manifest=manifest, keep=keep)
+
+    with reading_shards():
+        save = succeed_together(prepare)
+        if asynchronous:
+            background.start(save)
+        else:
+            with Progress(f"writing {target.name}") as progress:
+                progress.start(save.part.num_bytes)
+                save.run(None, progress.add)
     return target
 
 
@@ -157,6 +171,9 @@ class Save:
             staging = stage(self.target)
             return str(staging.path)
 
+        def write(path: Path) -> str:
+            return json.dumps({name: asdict(record) for name, record in self.part.write(path, on_write).items()})
+
         def finish() -> None:
             assert staging is not None
             commit(staging, dataclasses.replace(self.manifest, files=files))
@@ -165,9 +182,7 @@ class Save:
 
         try:
             path = Path(on_first_rank(start, meeting))
-            records = succeed_together(lambda: self.part.write(path, on_write), meeting)
-            text = json.dumps({name: asdict(record) for name, record in records.items()})
-            texts = texts_of_all(text) if meeting is None else meeting.texts_of_all(text)
+            _, texts = exchange_together(lambda: (None, write(path)), meeting)
             files = {name: FileRecord(**record) for text in texts for name, record in json.loads(text).items()}
             on_first_rank(finish, meeting)
         finally:
@@ -217,7 +232,7 @@ def _state_of(value: Any, name: str) -> Any:
 
 def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
     """What this rank writes."""
-    own = shares({key: tensor.held for key, tensor in tensors.items()}, mesh.sizes)[mesh.index]
+    own = _shares(tuple((key, tensor.held) for key, tensor in tensors.items()), mesh.sizes)[mesh.index]
     return {
         key: Source(
             dtype=tensors[key].held.dtype,
@@ -227,6 +242,11 @@ def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
         )
         for key, share in own.items()
     }
+
+
+@functools.lru_cache(maxsize=1)  # the same at each save of a run, and as long in the making as half of the copying
+def _shares(tensors: tuple[tuple[str, Held], ...], sizes: Sizes) -> list[dict[str, list[Block]]]:
+    return shares(dict(tensors), sizes)
 
 
 @functools.cache  # reading them takes longer than any other preparation of a save

@@ -52,6 +52,27 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
     return result  # type: ignore[return-value]
 
 
+def exchange_together(step: Callable[[], tuple[T, str]], meeting: Meeting | None = None) -> tuple[T, list[str]]:
+    """Run a step without communication on every rank, and tell all ranks a text.
+
+    Args:
+        step: the step, which returns its result and its text.
+        meeting: as for :func:`succeed_together`.
+
+    Returns:
+        The step's result on this rank, and the texts of all ranks in their order.
+
+    Raises:
+        Exception: if the step fails on any rank, as :func:`succeed_together` does.
+    """
+    exchange = texts_of_all if meeting is None else meeting.texts_of_all
+    done, error = _attempt(step)
+    received = [json.loads(other) for other in exchange(json.dumps([done and done[1], _describe(error)]))]
+    _raise_first([failure for _, failure in received], error)
+    assert done is not None
+    return done[0], [other for other, _ in received]
+
+
 def on_first_rank(step: Callable[[], T], meeting: Meeting | None = None) -> T:
     """Run a step on rank 0 alone, and return its result on every rank; if it fails, all ranks raise.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.errors import OptimizerMismatchError
+from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
@@ -64,7 +65,9 @@ def parts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
 
     Raises:
         OptimizerMismatchError: if the optimizer belongs to another model.
+        CheckpointError: if an engine holds the model's state.
     """
+    check_no_engine(model)
     optimizer = unwrapped(optimizer)
     runtime = _common_runtime(model, optimizer)
     zero = runtime.zero
