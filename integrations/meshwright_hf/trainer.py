@@ -175,7 +175,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             return super().get_tp_size()  # type: ignore[misc]
         if self._items.is_active and not self._items.settle(self, runtime):
             return self.accelerator.num_processes  # a factor of 1
-        return runtime.tp.size
+        return runtime.axes.row_copies
 
     # ---- data
 

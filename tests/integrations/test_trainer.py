@@ -39,7 +39,7 @@ FULL = {"max_steps": STEPS, "rows": 37, "evaluated": 11, "predicted": 7}
 
 
 def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
+    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import meshwright as mw
 from harness.pool import WorkerError
+from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 from support.exact import Float64
@@ -139,6 +140,8 @@ def refusals() -> dict[str, str]:
     record("copy", lambda: copy.deepcopy(model))
     record("base model", lambda: model.model(input_ids=ids))
     record("logits", lambda: model(**batch()).logits.sum())
+    with runtime_of(model).gathering_logits():
+        record("loss on logits", lambda: model(**batch()).logits.sum().backward())
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))
@@ -162,6 +165,7 @@ WORDS = {
     "copy": "pp=1",
     "base model": "Call the model that to_distributed returned",
     "logits": "gather_logits=True",
+    "loss on logits": "pp=1",
     "float16": "bfloat16",
     "torch's clipping": "meshwright.clip_grad_norm_",
     "checkpointing": "gradient_checkpointing_disable",

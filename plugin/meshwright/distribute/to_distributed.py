@@ -169,7 +169,7 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], axes: Axes, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    mesh = LoaderMesh(dp=axes.dp, peers=Peers((axes.pp, axes.tp)), device=device)
+    mesh = LoaderMesh(dp=axes.dp, peers=Peers(axes.of_same_rows), device=device)
     return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
 
 

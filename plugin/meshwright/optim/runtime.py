@@ -170,6 +170,15 @@ class Runtime:
         finally:
             self.names_only = before
 
+    @contextlib.contextmanager
+    def gathering_logits(self) -> Iterator[None]:
+        """Send the logits of a pipeline's last stage to every rank inside this context, which every rank enters."""
+        before, self.gathers_logits = self.gathers_logits, True
+        try:
+            yield
+        finally:
+            self.gathers_logits = before
+
     def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
         """Return this rank's gradients, each with the number of ranks that hold each of its elements."""
         counted: list[tuple[Tensor, Tensor | float]] = []

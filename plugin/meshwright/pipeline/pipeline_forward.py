@@ -221,18 +221,21 @@ class PipelineForward(MethodOverride):
 
     @own_collectives()
     def _share_loss(self, step: Step) -> Tensor | None:
-        """Return the loss of the last stage on every rank."""
+        """Return the loss of the last stage on every rank, and make it known whether it used num_items_in_batch."""
         key, pp, last = self._key(step.batches[0]), self.pipeline.axes.pp, self.pipeline.cut.last_rank
         if step.hidden_dtype is not None:
             self._hidden_dtypes[key] = step.hidden_dtype
         device = tokens_of(step.batches[0]).device
-        own = torch.zeros(2, dtype=torch.float64, device=device)
+        mean = self.runtime.loss.mean
+        own = torch.zeros(3, dtype=torch.float64, device=device)
         if pp.rank == last:
             assert step.total is not None
             own[0] = step.total
             own[1] = DTYPES.index(step.total.dtype)
+            own[2] = mean.used_items is True
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
+        mean.used_items = bool(own[2])
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         return own[0].to(device, self._loss_dtypes[key])
