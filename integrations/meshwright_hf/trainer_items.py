@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.collectives import maximum
+from meshwright_hf.trainer_checks import has_own_loss
 
 
 class ItemsUse:
@@ -91,7 +92,7 @@ class ItemsUse:
 
 def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None or runtime.loss is None:
+    if has_own_loss(trainer) or runtime.loss is None:
         return False
     return runtime.loss.mean.used_items is True
 
