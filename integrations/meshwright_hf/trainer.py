@@ -122,6 +122,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         self._evaluation_loss = EvaluationLoss(self, runtime)
         check_run(self, runtime)
         check_trl(self, runtime)
+        runtime.gathers_evaluated_logits = False  # prediction_step asks for them where it returns them
         if runtime.loss is not None:
             runtime.loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
         self.model.no_sync = runtime.no_sync  # accelerate looks for it while gradients accumulate
@@ -153,6 +154,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         if _reads_logits(type(self)) and not config.gather_logits:
             logger.info("%s has a compute_loss of its own, so training gathers whole logits", type(self).__name__)
             config = dataclasses.replace(config, gather_logits=True)
+        if _reads_logits(type(self)) or has_own_loss(self):
+            config = dataclasses.replace(config, picks_stages=False)
         return config
 
     def _meaning_of_items(self) -> NumItems:

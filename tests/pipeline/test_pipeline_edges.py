@@ -140,8 +140,9 @@ def refusals() -> dict[str, str]:
     record("copy", lambda: copy.deepcopy(model))
     record("base model", lambda: model.model(input_ids=ids))
     record("logits", lambda: model(**batch()).logits.sum())
-    with runtime_of(model).gathering_logits():
-        record("loss on logits", lambda: model(**batch()).logits.sum().backward())
+    runtime_of(model).gathers_logits = True
+    record("loss on logits", lambda: model(**batch()).logits.sum().backward())
+    runtime_of(model).gathers_logits = False
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))

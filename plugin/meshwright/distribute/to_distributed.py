@@ -99,6 +99,7 @@ def to_distributed(
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
     plan = given_plan(config) or plan_in_model(model, config)
+    is_picked = plan is None
     if plan is None:
         start_process_group(device, config.timeout_s)
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
@@ -130,6 +131,7 @@ def to_distributed(
         plan=plan,
         engine=config.engine,
         gathers_logits=config.gather_logits,
+        gathers_evaluated_logits=is_picked,  # a program that knows of no pipeline reads them
     )
     installation = Installation(
         model=model,

@@ -173,6 +173,7 @@ class PipelineForward(MethodOverride):
         _check_schedule(cut, count)
         parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
+        self.outputs.start(gathers_logits=runtime.gathers_logits)
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss)
         step.operations = rank_operations(cut.schedule, cut.size, len(cut.spans) // cut.size, count)[cut.rank]
@@ -186,7 +187,8 @@ class PipelineForward(MethodOverride):
         return self.outputs.of_training(sums.attach(torch.zeros_like(total), total), row_counts)
 
     def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> Any:
-        loss = self.runtime.loss
+        runtime, loss = self.runtime, self.runtime.loss
+        self.outputs.start(gathers_logits=runtime.gathers_logits or runtime.gathers_evaluated_logits)
         step = self._step([batch], loss if has_targets else None)
         with torch.no_grad():
             run_evaluation(step)
@@ -195,7 +197,6 @@ class PipelineForward(MethodOverride):
 
     def _step(self, batches: list[dict[str, Any]], loss: BatchLoss | None) -> Step:
         key = self._key(batches[0])
-        self.outputs.clear()
         return Step(
             stages=self.stages,
             links=self.pipeline.links,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,24 +25,23 @@ class StageOutputs:
         kind: the class of the decoder's output, a mapping with ``loss`` and ``logits``.
         pp: the pipeline's axis.
         last: the rank of the pipeline that holds the last stage.
-        gathers_logits: returns whether the logits are sent to every rank.
         device: the device of the logits.
     """
 
     kind: type
     pp: Axis
     last: int
-    gathers_logits: Callable[[], bool]
     device: torch.device
+    _gathers: bool = False
     _logits: list[Tensor] = field(default_factory=list)
 
-    def clear(self) -> None:
-        """Forget the logits of an earlier batch."""
-        self._logits = []
+    def start(self, *, gathers_logits: bool) -> None:
+        """Start a batch, whose logits are sent to every rank or to none, and forget the logits of an earlier batch."""
+        self._gathers, self._logits = gathers_logits, []
 
     def keep(self, output: Any) -> None:
         """Take the output of a micro-batch on the last stage."""
-        if self.gathers_logits():
+        if self._gathers:
             logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
             self._logits.append(logits.detach())
 
@@ -51,7 +50,7 @@ class StageOutputs:
         if self._logits:  # a micro-batch without rows ran one row that nobody asked for
             self._logits = [x[:count] for x, count in zip(self._logits, rows, strict=True)]
         output = self._output(loss)
-        if self.gathers_logits():
+        if self._gathers:
             output["logits"] = read_only(output["logits"])
         return output
 
@@ -60,8 +59,8 @@ class StageOutputs:
         return self._output(loss)
 
     def _output(self, loss: Tensor | None) -> Any:
-        logits: Tensor = self._shared() if self.gathers_logits() else torch.empty(()).as_subclass(_Elsewhere)
-        self.clear()
+        logits: Tensor = self._shared() if self._gathers else torch.empty(()).as_subclass(_Elsewhere)
+        self._logits = []
         return self.kind(loss=loss, logits=logits)
 
     @own_collectives()
