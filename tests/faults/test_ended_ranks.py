@@ -33,6 +33,31 @@ def test_an_exception_on_one_rank_ends_all(plan):
     check(first, r"rank 1 \(host .*=1.*\): step 1, OSError: the disk is full \(.*test_ended_ranks.py:\d+\)", within=5)
 
 
+def failing_child(victim: int, exits: bool) -> None:
+    """A rank raises in a process of multiprocessing, or exits by an error code as in one of torch.multiprocessing."""
+    step = trainer(DP2)
+    step()
+    try:
+        if dist.get_rank() == victim:
+            mark_fault()
+            raise OSError("the disk is full")
+        step()
+    except OSError:
+        if exits:
+            sys.exit(1)
+        raise
+
+
+@pytest.mark.parametrize(("victim", "exits"), [(0, False), (1, True)], ids=["raises", "exits"])
+def test_the_cause_is_that_of_a_process_of_multiprocessing(victim, exits):
+    outcomes = run_program(failing_child, 2, victim, exits, is_child=True)
+    how = r"its program ended by sys\.exit\(1\) while it handled " if exits else ""
+    check(
+        outcomes[1 - victim], rf"rank {victim} \(host .*={victim}.*\): step 1, {how}OSError: the disk is full", within=5
+    )
+    assert outcomes[victim].code == 1 and "OSError: the disk is full" in outcomes[victim].output, outcomes
+
+
 def raises_and_cleans_up() -> None:
     """As many scripts do: the group is destroyed in a finally, before the exception reaches the top."""
     step = trainer(DP2)
@@ -187,9 +212,9 @@ def ends_apart(last: int) -> None:
         print("saved", flush=True)
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_a_rank_that_finishes_later_is_left_in_peace(last):
-    outcomes = run_program(ends_apart, 2, last)
+@pytest.mark.parametrize(("last", "is_child"), [(0, False), (1, False), (0, True)], ids=["0", "1", "child"])
+def test_a_rank_that_finishes_later_is_left_in_peace(last, is_child):
+    outcomes = run_program(ends_apart, 2, last, is_child=is_child)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     assert "saved" in outcomes[last].output
     assert "Traceback" not in outcomes[0].output + outcomes[1].output

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ def stranger(hub: Hub) -> socket.socket:
     return socket.create_connection(("127.0.0.1", hub.port), timeout=20)
 
 
-def link(hub: Hub, rank: int) -> Link:
+def link(hub: Hub, rank: int, on_notice: Callable[..., None] = lambda *_, **__: None) -> Link:
     hello = {"token": TOKEN, "rank": rank, "name": f"rank {rank}", "process": None}
-    return Link(("127.0.0.1", hub.port), hello, timeout=60, status=lambda: "idle", on_notice=lambda *_, **__: None)
+    return Link(("127.0.0.1", hub.port), hello, timeout=60, status=lambda: "idle", on_notice=on_notice)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -74,6 +75,29 @@ def hello(**changes: Any) -> bytes:
         json.dumps({"token": TOKEN, "rank": 1, "name": "x", "process": None, "channel": "ask", **changes}).encode()
         + b"\n"
     )
+
+
+def test_ranks_of_a_hub_that_closes_have_not_died(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(10):  # it depends on which of the hub's tasks runs first
+        hub = Hub("127.0.0.1", name="rank 0", world_size=4, token=TOKEN, timeout=60)
+        links = [link(hub, rank) for rank in range(4)]
+        links[0].tell({"kind": "leave", "how": "its program ended"})
+        hub.close("its program ended")
+        for one in links:
+            one.close()
+        assert capsys.readouterr().err == ""
+
+
+def test_what_rank_0_says_right_before_its_hub_closes_reaches_the_others() -> None:
+    causes: queue.Queue[str] = queue.Queue()
+    for _ in range(10):
+        hub = Hub("127.0.0.1", name="rank 0", world_size=2, token=TOKEN, timeout=60)
+        links = [link(hub, 0), link(hub, 1, lambda cause, *_, **__: causes.put(cause))]
+        links[0].tell({"kind": "fail", "how": "OSError"})
+        hub.close("its program ended")
+        assert causes.get(timeout=20) == "rank 0: OSError"
+        for one in links:
+            one.close()
 
 
 JUNK: dict[str, bytes] = {

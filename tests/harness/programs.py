@@ -47,7 +47,12 @@ def mark_fault() -> None:
 
 
 def run_program(
-    program: Callable[..., None], world_size: int, *args: Any, timeout: float = 30.0, may_remain: tuple[int, ...] = ()
+    program: Callable[..., None],
+    world_size: int,
+    *args: Any,
+    timeout: float = 30.0,
+    may_remain: tuple[int, ...] = (),
+    is_child: bool = False,
 ) -> list[Outcome]:
     """Run ``program(*args)`` on every rank, as torchrun would start it, until all ranks have ended.
 
@@ -55,13 +60,14 @@ def run_program(
         program: a module-level function of an importable module.
         timeout: seconds; what has not ended by then is killed and has no exit code.
         may_remain: ranks that are not waited for (they stop themselves).
+        is_child: whether the ranks end as multiprocessing ends its processes, not as a script does.
     """
     context = fork_context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world_size)]
         workers = [
-            context.Process(target=_main, args=(rank, world_size, store.port, str(logs[rank]), program, args))
+            context.Process(target=_main, args=(rank, world_size, store.port, str(logs[rank]), program, args, is_child))
             for rank in range(world_size)
         ]
         start = time.monotonic()
@@ -90,7 +96,15 @@ def _wait(workers: list[BaseProcess], deadline: float, may_remain: tuple[int, ..
     return [ends[rank] for rank in range(len(workers))]
 
 
-def _main(rank: int, world_size: int, port: int, log: str, program: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int,
+    world_size: int,
+    port: int,
+    log: str,
+    program: Callable[..., None],
+    args: tuple[Any, ...],
+    is_child: bool,
+) -> None:
     """A process of its own, from the environment that a launcher sets to the exit hooks of a script."""
     become_program(log)
     os.environ.update(
@@ -103,6 +117,8 @@ def _main(rank: int, world_size: int, port: int, log: str, program: Callable[...
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
     )
+    if is_child:
+        return program(*args)
     code = 0
     try:
         program(*args)

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -62,6 +63,21 @@ def install(guard: Callable[[], Ending | None]) -> None:
         os.register_at_fork(
             after_in_child=lambda: None if (watching := guard()) is None else watching.forget_in_child()
         )
+
+
+def end_with_child(guard: Ending) -> Finalize:
+    """Tell a guard how its process ends if multiprocessing started it; return the object that does so.
+
+    multiprocessing prints the exception of such a process itself, and calls neither ``sys.excepthook`` nor ``atexit``.
+    """
+
+    def finish() -> None:
+        error = sys.exc_info()[1]  # the exception that ends the process, if any
+        if error is not None and not isinstance(error, SystemExit):
+            guard.fail(error)
+        guard.close("its program ended")
+
+    return Finalize(None, finish, exitpriority=100)  # before the process waits for its own children
 
 
 def tell_launcher(error: BaseException) -> None:

@@ -66,6 +66,7 @@ class Guard:
             status=lambda: f"step {self.step}, {self.trace.last()}",
             on_notice=self._on_notice,
         )
+        self._end_with_child = exit_hooks.end_with_child(self)
 
     def _open_hub(self) -> tuple[str, int, str]:
         """Start the hub; return the address by which the ranks reach it, and its token."""
@@ -212,6 +213,7 @@ class Guard:
             interpose.observe(None)
         if os.getpid() != self._process:
             return
+        self._end_with_child.cancel()
         how = f"{why} after step {self.step}"
         self._is_closed = True
         if self.trace.leaving:

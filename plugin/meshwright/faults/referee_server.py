@@ -29,6 +29,7 @@ LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
 LONGEST_LINE = 2**24  # bytes; a rank's last collectives, with all their shapes, are sent as one line
 LONGEST_HELLO = 2**12  # bytes before the token is known; names of hosts and axes are short
 HELLO_TIME = 10.0  # seconds for these bytes
+LAST_WORDS = 0.05  # seconds in which a hub that closes still passes on what the ranks have said
 STRANGERS = 64  # the number of connections that may wait to be known, besides two per rank
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Hub:
         ticking = self._loop.create_task(self._tick())
         self._loop.run_forever()
         ticking.cancel()
+        self._loop.run_until_complete(asyncio.sleep(LAST_WORDS))
         for (_, channel), writer in self._writers.items():
             if channel == "watch":
                 _write(writer, {"closed": self._closing})
@@ -113,7 +115,7 @@ class Hub:
         while (message := await lines.read()) is not None:
             self._deliver(self._handle(rank, message))
         self._writers.pop((rank, channel), None)
-        if channel == "watch":
+        if channel == "watch" and not self._closing:  # a hub that closes has closed the connection itself
             self._deliver(self._referee.lose(rank), says_so=True)
         writer.transport.close()
 
