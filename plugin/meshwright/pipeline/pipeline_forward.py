@@ -233,10 +233,11 @@ class PipelineForward(MethodOverride):
             assert step.total is not None
             own[0] = step.total
             own[1] = DTYPES.index(step.total.dtype)
-            own[2] = mean.used_items is True
+            own[2] = bool(mean.used_items)
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
-        mean.used_items = bool(own[2])
+        # Only a batch with the number needs the answer, for which the device would be waited for.
+        mean.used_items = step.batches[0].get("num_items_in_batch") is not None and bool(own[2])
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         return own[0].to(device, self._loss_dtypes[key])
