@@ -56,8 +56,8 @@ def register(*, take_over: TakeOver = "sequence_parallel") -> None:
 
     Args:
         take_over: which ``DistributedConfig`` objects Meshwright handles: "sequence_parallel" for those with
-            ``enable_sequence_parallel=True``, which transformers itself ignores; "all" also for those with more than
-            one process.
+            ``enable_sequence_parallel=True``, which transformers itself ignores, or with ``pp_size`` above 1, under
+            which transformers itself computes no loss; "all" also for all others with more than one process.
 
     Raises:
         ValueError: if ``take_over`` is something else.
@@ -191,7 +191,8 @@ class _Registration:
             getattr(config, field.name) or 1 for field in dataclasses.fields(config) if field.name.endswith("_size")
         ]
         is_parallel = max(sizes) > 1
-        is_ours = config.enable_sequence_parallel or (self.take_over == "all" and is_parallel)
+        is_trained_by_us = config.enable_sequence_parallel or (getattr(config, "pp_size", None) or 1) > 1
+        is_ours = is_trained_by_us or (self.take_over == "all" and is_parallel)
         return options_for(config) if is_ours else None
 
     def load(

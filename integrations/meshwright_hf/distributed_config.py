@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from transformers.distributed import DistributedConfig
@@ -12,10 +13,9 @@ from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 
 # Fields that are translated; every other field must have its default.
-_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size")
+_SIZES = ("tp_size", "pp_size", "fsdp_size", "dp_replicate_size")
 _HONOURED = {*_SIZES, "tp_plan", "enable_sequence_parallel"}
 _INSTEAD = {
-    "pp_size": "set pp_size=1 and use tp_size and dp_replicate_size",
     "ep_size": "set ep_size=1: experts are not split",
     "enable_expert_parallel": "set it False: experts are not split",
     "ep_plan": "leave it None: experts are not split",
@@ -28,6 +28,9 @@ _INSTEAD = {
 
 def options_for(config: DistributedConfig) -> ToDistributedConfig:
     """Return the options for a DistributedConfig: tp_size is tp, dp_replicate_size is dp, fsdp_size is dp with ZeRO-3.
+
+    pp_size is pp, with micro-batches of one row. transformers itself refuses it together with fsdp_size or
+    dp_replicate_size.
 
     Args:
         config: transformers' configuration; ``enable_sequence_parallel`` is used too.
@@ -52,7 +55,7 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
         )
     # transformers 5.17 has no dp_replicate_size, and leaves sizes None.
     sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
-    needed = sizes["tp_size"] * sizes["fsdp_size"] * sizes["dp_replicate_size"]
+    needed = math.prod(sizes.values())
     if needed != (world := world_size()):
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise PlanError(
@@ -62,8 +65,12 @@ def options_for(config: DistributedConfig) -> ToDistributedConfig:
     return ToDistributedConfig(plan=_plan(config, **sizes))
 
 
-def _plan(config: DistributedConfig, *, tp_size: int, fsdp_size: int, dp_replicate_size: int) -> ParallelPlan:
+def _plan(
+    config: DistributedConfig, *, tp_size: int, pp_size: int, fsdp_size: int, dp_replicate_size: int
+) -> ParallelPlan:
     shape: dict[str, Any] = {"tp": tp_size, "sequence_parallel": config.enable_sequence_parallel and tp_size > 1}
+    if pp_size > 1:
+        return ParallelPlan(pp=pp_size, micro_batch_size=1, **shape)
     if fsdp_size == 1:
         return ParallelPlan(dp=dp_replicate_size, **shape)
     if dp_replicate_size > 1:

@@ -50,17 +50,19 @@ def _counts(value: Any, first: Any, index: int) -> bool:
     return type(value) is int and type(first) is int and value == first + index
 
 
-def layers_to_keep(config: Any, kinds: Sequence[Hashable]) -> Iterator[tuple[list[int], dict[str, Any]]]:
+def layers_to_keep(config: Any, kinds: Sequence[Hashable], least: int) -> Iterator[tuple[list[int], dict[str, Any]]]:
     """Yield sets of layers that include all kinds, the smallest first, with the config fields for only these layers.
 
     Args:
         config: the config of the whole model.
         kinds: the kinds of its layers.
+        least: the number of layers to keep at least, if there are as many; never less than 2.
     """
+    least = max(least, LEAST)
     first = sorted(dict.fromkeys(kinds.index(kind) for kind in kinds))[:MOST]
     chosen = first
-    if len(first) < LEAST <= len(kinds):
-        chosen = [*first, *(i for i in range(len(kinds)) if i not in first)][:LEAST]
+    if len(first) < least <= len(kinds):
+        chosen = [*first, *(i for i in range(len(kinds)) if i not in first)][:least]
     prefix = list(range(max(chosen) + 1))
     for kept in (sorted(chosen), prefix):
         if len(kept) < len(kinds):

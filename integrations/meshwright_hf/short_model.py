@@ -124,7 +124,7 @@ def short_model(
     _check_layers(full, real)
     roles = _roles(full, real_plan)
     tell("which layers")
-    short, notes = _shortened(maker, full)
+    short, notes = _shortened(maker, full, plan)
     notes += _without_dropout(short)
     if not full_width:
         tell("which sizes")
@@ -191,10 +191,10 @@ def _roles_of(model: Any, sharding_plan: Any) -> dict[str, str]:
     return found
 
 
-def _shortened(maker: _Maker, full: Any) -> tuple[Any, list[str]]:
+def _shortened(maker: _Maker, full: Any, plan: ParallelPlan) -> tuple[Any, list[str]]:
     config = maker.config
     kinds = kinds_of_layers(full)
-    for kept, fields in layers_to_keep(config, kinds):
+    for kept, fields in layers_to_keep(config, kinds, plan.pp * plan.stages_per_rank):
         short = maker.with_fields(config, fields)
         if set(kinds_of_layers(maker.on_meta(short))) == set(kinds):
             count = len(set(kinds))

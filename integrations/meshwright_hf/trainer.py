@@ -37,6 +37,7 @@ from meshwright_hf.trainer_checks import (
     check_run,
     check_trainer,
     config_of,
+    has_own_loss,
 )
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
 from meshwright_hf.trainer_evaluation import EvaluationLoss
@@ -119,8 +120,9 @@ class MeshwrightTrainerMixin(CheckpointMixin):
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         self._evaluation_loss = EvaluationLoss(self, runtime)
-        check_run(self.args, runtime)
+        check_run(self, runtime)
         check_trl(self, runtime)
+        runtime.gathers_evaluated_logits = False  # prediction_step asks for them where it returns them
         if runtime.loss is not None:
             runtime.loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
         self.model.no_sync = runtime.no_sync  # accelerate looks for it while gradients accumulate
@@ -152,6 +154,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         if _reads_logits(type(self)) and not config.gather_logits:
             logger.info("%s has a compute_loss of its own, so training gathers whole logits", type(self).__name__)
             config = dataclasses.replace(config, gather_logits=True)
+        if _reads_logits(type(self)) or has_own_loss(self):
+            config = dataclasses.replace(config, picks_stages=False)
         return config
 
     def _meaning_of_items(self) -> NumItems:
@@ -175,7 +179,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             return super().get_tp_size()  # type: ignore[misc]
         if self._items.is_active and not self._items.settle(self, runtime):
             return self.accelerator.num_processes  # a factor of 1
-        return runtime.tp.size
+        return runtime.axes.row_copies
 
     # ---- data
 
@@ -274,7 +278,11 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         """Run the Trainer's prediction step, with the loss of the global batch on every rank."""
         counted = self._evaluation_loss.count(args[1] if len(args) > 1 else kwargs["inputs"])
-        loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        is_loss_only = args[2] if len(args) > 2 else kwargs["prediction_loss_only"]
+        with contextlib.ExitStack() as stack:
+            if not is_loss_only or has_own_loss(self):
+                stack.enter_context(self._runtime.gathering_logits())
+            loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
         return (
             None if loss is None else self._evaluation_loss.of_global_batch(loss, counted, self._items),
             logits,

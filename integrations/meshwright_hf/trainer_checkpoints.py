@@ -143,7 +143,7 @@ class CheckpointMixin:
         mw.save_optimizer(self.model, self.optimizer, os.path.join(output_dir, OPTIMIZER))
         runtime, loader = self._runtime, self._train_loader
         progress = Progress(
-            mesh=(runtime.dp.size, runtime.tp.size),
+            mesh=_sizes(runtime),
             global_batch=self._global_batch(),
             loader=None if loader is None else loader.state_dict(),
             epoch_draws=encoded_draws(self._epoch_draws),
@@ -202,7 +202,7 @@ class CheckpointMixin:
         if checkpoint is None:
             return
         runtime, progress = self._runtime, succeed_together(lambda: Progress.read(checkpoint))
-        is_same_mesh = progress is None or progress.mesh == (runtime.dp.size, runtime.tp.size)
+        is_same_mesh = progress is None or progress.mesh == _sizes(runtime)
         if is_same_mesh and len(random_files(checkpoint)) == self.args.world_size:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         else:
@@ -248,3 +248,7 @@ class CheckpointMixin:
 
     def _global_batch(self) -> int:
         return self._train_batch_size * self._runtime.dp.size
+
+
+def _sizes(runtime: Runtime) -> tuple[int, ...]:
+    return runtime.pp.size, runtime.dp.size, runtime.tp.size

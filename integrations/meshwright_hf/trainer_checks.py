@@ -16,7 +16,6 @@ from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
 from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
-from meshwright.pipeline.refusals import refuse_pipeline
 
 
 def config_of(meshwright: Any) -> ToDistributedConfig:
@@ -205,15 +204,27 @@ def check_nothing_thawed(model: nn.Module, trained: Collection[str]) -> None:
         )
 
 
-def check_run(args: Any, runtime: Runtime) -> None:
-    """Raise if an argument gives wrong results under the model's plan.
+def check_run(trainer: Any, runtime: Runtime) -> None:
+    """Raise if an argument of a Trainer gives wrong results under the model's plan.
 
     Raises:
         PlanError: if there is such an argument; the message names it.
     """
-    refuse_pipeline(runtime.pp.size, "through the Trainer")
+    args = trainer.args
+    if runtime.pp.size > 1 and trainer.train_dataset is not None and has_own_loss(trainer):
+        named = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
+        raise PlanError(
+            f"{named} computes the loss from the model's outputs, but under ParallelPlan.pp={runtime.pp.size} the "
+            f"backward pass runs inside the model's forward, so the loss must be the model's own. Leave {named} out, "
+            "or use pp=1"
+        )
     if runtime.tp.size > 1 and args.neftune_noise_alpha is not None:
         raise PlanError(
             f"TrainingArguments.neftune_noise_alpha={args.neftune_noise_alpha} adds different noise on each of the "
             f"tp={runtime.tp.size} ranks that share a row; leave it out, or set ParallelPlan(tp=1)"
         )
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Return whether a Trainer's arguments make it compute the loss from the logits, instead of the model."""
+    return trainer.compute_loss_func is not None or trainer.label_smoother is not None

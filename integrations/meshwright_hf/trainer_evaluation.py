@@ -36,7 +36,7 @@ class EvaluationLoss:
 
     def __init__(self, trainer: Any, runtime: Runtime):
         self.trainer, self.dp = trainer, runtime.dp
-        self._speaks = runtime.dp.rank == runtime.tp.rank == 0
+        self._speaks = all(axis.rank == 0 for axis in (runtime.dp, *runtime.axes.of_same_rows))
         self._has_warned = False
 
     def count(self, inputs: Any) -> Tensor:

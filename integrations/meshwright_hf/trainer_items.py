@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.autograd_graph import tensors_in
 from meshwright.parallel.collectives import maximum
+from meshwright_hf.trainer_checks import has_own_loss
 
 
 class ItemsUse:
@@ -53,7 +54,7 @@ class ItemsUse:
         finally:
             self.is_active = False
         counts_all = trainer.args.average_tokens_across_devices
-        if runtime.dp.size == 1 and (runtime.tp.size == 1 or not counts_all):
+        if runtime.dp.size == 1 and (runtime.axes.row_copies == 1 or not counts_all):
             return
         is_of_model = _is_of_model(trainer, runtime)
         if not self._is_passed or self._is_settled or (is_of_model and not counts_all):
@@ -75,7 +76,9 @@ class ItemsUse:
     def _agree(self, trainer: Any, runtime: Runtime) -> bool:
         # Ranks may differ: a rank without labels may return before it divides.
         flag = torch.tensor(int(self.is_read), device=trainer.args.device)
-        return bool(maximum(maximum(flag, runtime.dp), runtime.tp))
+        for axis in (runtime.dp, *runtime.axes.of_same_rows):
+            flag = maximum(flag, axis)
+        return bool(flag)
 
     def watch(self, count: Any) -> Any:
         """Return the count as a tensor that records whether its value is read."""
@@ -89,7 +92,7 @@ class ItemsUse:
 
 def _is_of_model(trainer: Any, runtime: Runtime) -> bool:
     """Return whether the model divided its known loss by the count, so that it is the loss of the global batch."""
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None or runtime.loss is None:
+    if has_own_loss(trainer) or runtime.loss is None:
         return False
     return runtime.loss.mean.used_items is True
 

@@ -18,6 +18,7 @@ import meshwright as mw
 from meshwright.checkpoint.stock_optimizer import read_pickle
 from meshwright.data.shuffling import decoded, encoded
 from meshwright.errors import CheckpointError
+from meshwright.parallel.row_layout import is_held
 
 OPTIMIZER = "meshwright_optimizer"
 PROGRESS = "meshwright_progress.json"
@@ -33,14 +34,14 @@ class Progress:
     """The positions of the data and the dropout masks, which are equal on all ranks.
 
     Args:
-        mesh: the sizes of the axes dp and tp.
+        mesh: the sizes of the axes pp, dp and tp.
         global_batch: the rows of all ranks in one forward pass.
         loader: the state of the training loader; None if it is not on the mesh.
         epoch_draws: torch's random state when the epoch began, encoded; None if none has begun.
         streams: the positions of the dropout masks; None without them.
     """
 
-    mesh: tuple[int, int]
+    mesh: tuple[int, ...]
     global_batch: int
     loader: dict[str, Any] | None
     epoch_draws: str | None
@@ -74,9 +75,10 @@ class Progress:
             if type(said[name]) is not kind and not (name in optional and said[name] is None):
                 raise CheckpointError(f"{path} has a wrong value of {name!r}: {str(said[name])[:100]}")
         mesh = said["mesh"]
-        if len(mesh) != 2 or not all(type(size) is int and size >= 1 for size in mesh):
+        if len(mesh) not in (2, 3) or not all(type(size) is int and size >= 1 for size in mesh):
             raise CheckpointError(f"{path} has a wrong value of 'mesh': {mesh}")
-        return Progress(**{**said, "mesh": (mesh[0], mesh[1])})
+        # An earlier version had no pp.
+        return Progress(**{**said, "mesh": tuple(mesh) if len(mesh) == 3 else (1, *mesh)})
 
     def draws(self) -> Tensor | None:
         """Return torch's random state when the epoch began."""
@@ -162,7 +164,8 @@ def _load_adapter(model: Any, directory: str) -> None:
     read = set()
     for name, parameter in model.named_parameters():
         if (key := name.replace(f".{adapter}", "")) in weights:
-            parameter.copy_(weights[key])  # a shard copies its own part of the whole tensor
+            if is_held(parameter):
+                parameter.copy_(weights[key])  # a shard copies its own part of the whole tensor
             read.add(key)
     if unused := sorted(weights.keys() - read):
         raise mw.CheckpointError(

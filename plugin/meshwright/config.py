@@ -243,6 +243,8 @@ class ToDistributedConfig:
             a file that ``meshwright plan --save`` wrote. None takes the launcher's plan or, without one, the plan in
             the model's config ("meshwright" in its config.json). If there is neither, the planner picks the fastest
             plan that fits and logs it. "auto" takes the launcher's plan or, without one, the planner's.
+        picks_stages: whether a picked plan may have pipeline stages (pp). Set it to False for a program that computes a
+            loss of its own from the model's outputs, generates, or copies the model, which no pipeline can do.
         memory_budget: memory per device that a picked plan may use, in bytes. A value up to 1 is a share of the
             device's memory (default: 0.9).
         prefer: goal of a picked plan: "throughput", or "memory" for the plan that needs the least memory.
@@ -280,6 +282,7 @@ class ToDistributedConfig:
     """
 
     plan: PlanLike | None = None
+    picks_stages: bool = True
     memory_budget: float | None = None
     prefer: Literal["throughput", "memory"] = "throughput"
     hardware_profile: str | os.PathLike[str] | None = None
@@ -320,6 +323,7 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
         kinds=(ParallelPlan, Mapping, *_PATH),
         what="a ParallelPlan, its words ('dp2 tp2+sp zero1'), a dict of its fields, 'auto' or the path of a plan file",
     ),
+    "picks_stages": check_bool,
     "memory_budget": partial(check_number, optional=True),
     "prefer": partial(check_choice, choices=("throughput", "memory")),
     "hardware_profile": partial(check_type, kinds=_PATH, what="the path of a profile that meshwright calibrate wrote"),

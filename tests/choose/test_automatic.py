@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 import meshwright as mw
 from meshwright.choose.given_plan import given_plan
 from meshwright.choose.plan_file import save_plan
+from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.footprint import footprint
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.shapes import describe
-from support.models import build
+from support.models import build, tokens
 
 ROWS, LENGTH = 8, 32
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
@@ -61,6 +62,40 @@ def test_all_ranks_train_by_one_plan_as_one_device_would(option: str | None, poo
         assert all(plan == plans[0] for plan in plans) and plans[0]["dp"] * plans[0]["tp"] == world
         for own in losses:
             assert own == pytest.approx(alone[1], rel=1e-5)
+
+
+ONE_HEAD = {**SIZES, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+def stages_or_nothing(**options: Any) -> tuple[mw.ParallelPlan, torch.Tensor]:
+    """One head and odd rows, which neither tp nor dp can divide; evaluation reads the logits."""
+    model: Any = build("llama", **ONE_HEAD)
+    spec = {"input_ids": ((3, LENGTH), torch.int64)}
+    model, _, _ = mw.to_distributed(model, config=mw.ToDistributedConfig(input_spec=spec, **options))
+    ids = tokens(3, LENGTH)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        return mw.plan_of(model), model.eval()(input_ids=ids, labels=ids).logits
+
+
+def test_stages_are_picked_where_nothing_else_can_be(pool2: Any) -> None:
+    expected = build("llama", **ONE_HEAD).eval()(input_ids=tokens(3, LENGTH)).logits
+    for plan, logits in pool2.run(stages_or_nothing):
+        assert (plan.pp, plan.micro_batch_size) == (2, 1)
+        torch.testing.assert_close(logits, expected.detach(), rtol=1e-5, atol=1e-5)  # float32: sums in another order
+    for kind, message in pool2.run_expecting_error(stages_or_nothing, picks_stages=False):
+        assert kind == "PlanError" and "pp=2: ToDistributedConfig(picks_stages=False)" in message
+
+
+def test_reasons_against_stages() -> None:
+    model, default = build("llama"), mw.ToDistributedConfig()
+    assert against_stages(model, default) is None and why_not_cut(model, default) is None
+    engine = mw.ToDistributedConfig(engine="DeepSpeed")
+    assert "DeepSpeed runs the backward pass" in str(against_stages(model, engine))
+    assert "float16" in str(against_stages(build("llama").half(), default))
+    assert "computes its own loss" in str(against_stages(torch.nn.Linear(2, 2), default))
+    model.model.forward = lambda *args, **kwargs: None
+    assert "could not be run on tensors without values" in str(why_not_cut(model, default))
 
 
 def test_a_budget_decides(pool2: Any) -> None:

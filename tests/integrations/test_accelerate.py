@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate.scheduler import AcceleratedScheduler
 
+import meshwright as mw
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from support.accelerated import Run, resume_script, run_script
 
@@ -21,6 +22,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "dp2": {"dp": 2},
     "dp2xtp2+sp+zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
+    "pp2": {"pp": 2, "gradient_accumulation_steps": 2},
+    "pp2xdp2+zero1": {"pp": 2, "dp": 2, "zero_stage": 1, "gradient_accumulation_steps": 2},
+    "pp2xtp2+sp": {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1", "micro_batch_size": 1},
 }
 ZERO: dict[str, dict[str, Any]] = {
     "dp2xtp2+sp+zero2": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 2},
@@ -37,7 +41,7 @@ def reference(dtype: torch.dtype, dp: int) -> Run:
 
 
 def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
+    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
 def difference(actual: Run, expected: Run) -> float:
@@ -84,8 +88,10 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
         ("tp2", "tp2"),
         ("dp2+zero3", "dp2xtp2+sp+zero2"),
         ("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
+        ("pp2", "tp2"),
+        ("dp2", "pp2xdp2+zero1"),
     ],
-    ids=["same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3"],
+    ids=["same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3", "from pp2", "to pp2"],
 )
 def test_resume_goes_on_with_the_same_numbers(
     before: str, after: str, tmp_path: Any, request: pytest.FixtureRequest

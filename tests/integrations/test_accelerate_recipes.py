@@ -6,6 +6,7 @@ Tolerance 1e-10 relative in float64, where only the order of sums differs; see t
 from __future__ import annotations
 
 import functools
+import math
 import os
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ from support.reference import make_optimizer
 
 TP2, DP2_ZERO1 = {"tp": 2}, {"dp": 2, "zero_stage": 1}
 SP_DP_ZERO = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}
+PP_DP = {"pp": 2, "dp": 2, "micro_batch_size": 1}
 TOLERANCE = 1e-10
 SCRIPTS = {"no_trainer": clm_no_trainer, "accumulation": accumulation_for_causal_lms}
 
@@ -70,7 +72,7 @@ def reference(script: str, **options: Any) -> Curve:
 
 
 def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
+    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
 @pytest.mark.parametrize(("how", "plan"), [("activate", TP2), ("class", SP_DP_ZERO), ("launched", DP2_ZERO1)])
@@ -113,7 +115,9 @@ def test_a_schedule_of_another_number_is_refused(pool2: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "plan"), [("prepare", DP2_ZERO1), ("prepare", TP2), ("class", SP_DP_ZERO)], ids=["dp2", "tp2", "dp2xtp2"]
+    ("how", "plan"),
+    [("prepare", DP2_ZERO1), ("prepare", TP2), ("class", SP_DP_ZERO), ("class", PP_DP)],
+    ids=["dp2", "tp2", "dp2xtp2", "pp2xdp2"],
 )
 def test_the_accumulation_recipe_counts_each_row_once(
     how: str, plan: dict[str, Any], request: pytest.FixtureRequest
@@ -148,19 +152,20 @@ def collectives(plan: dict[str, Any]) -> dict[str, Any]:
         forget()
 
 
-@pytest.mark.parametrize("plan", [TP2, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("plan", [TP2, {"dp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_collectives_of_the_accelerator_are_over_the_data_parallel_ranks(
     plan: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     """Row 36: ranks that share rows count once; before, gather under tp returned each row tp times."""
     dp, tp = plan.get("dp", 1), plan.get("tp", 1)
     ranks = pool_for(plan, request).run(collectives, plan)
+    assert len(ranks) == math.prod(plan.values())
     rows = torch.stack([row["input_ids"] for row in dataset(8)])
     for index, found in enumerate(ranks):
-        assert found["counts"] == (dp, dp, dp * tp)
+        assert found["counts"] == (dp, dp, len(ranks))
         assert torch.equal(found["rows"], rows)
         assert (found["sum"], found["mean"], found["most"]) == (8, 8 / dp, 8 / dp)
-        assert found["part"] == ([0, 1, 2, 3, 4] if dp == 1 else [[0, 1, 2], [3, 4]][index // tp])
+        assert found["part"] == ([0, 1, 2, 3, 4] if dp == 1 else [[0, 1, 2], [3, 4]][index // tp % dp])
         assert found["is_last"] == (index == len(ranks) - 1)
 
 

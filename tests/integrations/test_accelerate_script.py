@@ -31,11 +31,12 @@ from support.models import build, tokens
 from support.reference import make_optimizer
 
 TP2, DP2 = {"tp": 2}, {"dp": 2}
+PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
 SP_DP_ZERO = {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}
 
 
 def config(plan: dict[str, Any]) -> mw.ToDistributedConfig:
-    return mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan))
+    return mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), gather_logits="pp" in plan)
 
 
 def numbered(rows: int) -> list[dict[str, torch.Tensor]]:
@@ -70,10 +71,10 @@ def evaluate(plan: dict[str, Any], rows: int, batch_size: int, *, split_batches:
 
 
 @pytest.mark.parametrize("split_batches", [False, True], ids=["a rank's batch", "global batch"])
-@pytest.mark.parametrize("plan", [TP2, DP2], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("plan", [TP2, DP2, PP2], ids=["tp2", "dp2", "pp2"])
 def test_each_row_is_gathered_once_and_in_order(plan: dict[str, Any], split_batches: bool, pool2: Any) -> None:
     # 9 rows: at a global batch of 4 the last has one row, of which one rank of dp gets a copy that must not count.
-    batch_size = 4 if split_batches or plan is TP2 else 2
+    batch_size = 2 if plan is DP2 and not split_batches else 4
     found = pool2.run(evaluate, plan, 9, batch_size, split_batches=split_batches)
     model = build("llama").eval()
     with torch.no_grad():
@@ -112,8 +113,9 @@ def clip_value(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
         return mw.full_gradients(model)
 
 
-def test_clip_grad_value_clips_shards(pool4: Any) -> None:
-    gradients = pool4.run(clip_value, SP_DP_ZERO)[0]
+@pytest.mark.parametrize("plan", [SP_DP_ZERO, {**PP2, "tp": 2}], ids=["dp2xtp2", "pp2xtp2"])
+def test_clip_grad_value_clips_shards(plan: dict[str, Any], pool4: Any) -> None:
+    gradients = pool4.run(clip_value, plan)[0]
     model = build("llama")
     batch = {name: torch.stack([row[name] for row in dataset(4)]) for name in ("input_ids", "labels")}
     model(**batch).loss.backward()
@@ -202,9 +204,10 @@ def train_in_bf16(plan: dict[str, Any] | None) -> list[float]:
         return losses
 
 
-def test_bf16_autocast_trains_as_in_one_process(pool2: Any) -> None:
+@pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, PP2], ids=["tp2", "pp2"])
+def test_bf16_autocast_trains_as_in_one_process(plan: dict[str, Any], pool2: Any) -> None:
     # 5e-3: bf16 has 8 bits, so that products are rounded by up to 4e-3, and other sums round in another place.
-    losses, expected = pool2.run(train_in_bf16, {"tp": 2, "sequence_parallel": True})[0], train_in_bf16(None)
+    losses, expected = pool2.run(train_in_bf16, plan)[0], train_in_bf16(None)
     assert losses == pytest.approx(expected, rel=5e-3)
     with accelerator():
         assert losses != pytest.approx(_train_in_float32(), rel=1e-7), "autocast was on"

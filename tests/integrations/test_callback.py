@@ -89,11 +89,17 @@ def drift(plan: dict[str, Any] | None, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    [(None, "lm_head.weight"), ({"dp": 2}, "model.embed_tokens.weight"), ({"tp": 2}, "model.norm.weight")],
+    [
+        (None, "lm_head.weight"),
+        ({"dp": 2}, "model.embed_tokens.weight"),
+        ({"tp": 2}, "model.norm.weight"),
+        ({"pp": 2, "dp": 2}, "model.embed_tokens.weight"),
+    ],
     ids=str,
 )
-def test_a_weight_that_drifts_is_named(plan: dict[str, Any] | None, name: str, pool2: Any) -> None:
-    for kind, message in pool2.run_expecting_error(drift, plan, name):
+def test_a_weight_that_drifts_is_named(plan: dict[str, Any] | None, name: str, request: pytest.FixtureRequest) -> None:
+    pool = request.getfixturevalue("pool2" if plan is None else f"pool{mw.ParallelPlan(**plan).world_size}")
+    for kind, message in pool.run_expecting_error(drift, plan, name):
         assert kind == "DivergenceError" and f"step 4: rank(s) 1 have other values of {name} than rank 0" in message
 
 

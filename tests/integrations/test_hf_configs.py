@@ -18,6 +18,7 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import meshwright as mw
 import meshwright_hf
+from meshwright.choose.given_plan import plan_in_model
 from meshwright.roles.registry import plan_for
 from meshwright_hf import distributed_config
 from support.models import build, tokens
@@ -122,7 +123,7 @@ def test_a_config_is_translated(world: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"pp_size": 2}, ["DistributedConfig.pp_size=2", "ParallelPlan", "pp_size=1"]),
+        ({"pp_size": 2}, ["tp_size=2 x pp_size=2 x fsdp_size=1 x dp_replicate_size=1 needs 4 processes"]),
         ({"ep_size": 2, "fsdp_size": 2}, ["DistributedConfig.e"]),
         ({"ep_plan": {"a": "b"}}, ["DistributedConfig.ep_plan={'a': 'b'}"]),
         ({"fsdp_cpu_offload": True}, ["DistributedConfig.fsdp_cpu_offload=True", "set it False"]),
@@ -130,7 +131,7 @@ def test_a_config_is_translated(world: Any) -> None:
         ({"fsdp_plan": {"model": "free_full_weight"}}, ["DistributedConfig.fsdp_plan"]),
         ({"tp_plan": {"lm_head": "colwise"}}, ["tp_plan={'lm_head': 'colwise'}", "ShardingPlan", "register_plan"]),
         ({"tp_plan": {}}, ["tp_plan={}", "leave tp_plan=None"]),
-        ({"tp_size": 4}, ["tp_size=4 x fsdp_size=1 x dp_replicate_size=1 needs 4 processes, but 2 were launched"]),
+        ({"tp_size": 4}, ["tp_size=4 x pp_size=1 x fsdp_size=1 x ", "needs 4 processes, but 2 were launched"]),
         ({"tp_size": 1, "fsdp_size": 2, "dp_replicate_size": 2}, ["needs 4 processes, but 2 were launched"]),
     ],
 )
@@ -147,6 +148,13 @@ def test_hybrid_sharding_is_refused_by_both_names(world: Any) -> None:
         distributed_config.options_for(DistributedConfig(fsdp_size=2, dp_replicate_size=2))
 
 
+def test_pp_size_is_pp(world: Any) -> None:
+    world(4)
+    asked = DistributedConfig(pp_size=2, tp_size=2, enable_sequence_parallel=True)
+    expected = mw.ParallelPlan(pp=2, tp=2, sequence_parallel=True, micro_batch_size=1)
+    assert distributed_config.options_for(asked).plan == expected
+
+
 def test_fsdp_is_zero_3(world: Any) -> None:
     world(4)
     asked = DistributedConfig(fsdp_size=2, tp_size=2, enable_sequence_parallel=True)
@@ -160,7 +168,7 @@ def test_fsdp_is_zero_3(world: Any) -> None:
         ({"device_map": "cpu"}, "device_map='cpu' and distributed_config"),
         ({"ignore_mismatched_sizes": True}, "ignore_mismatched_sizes=True .* leave it False"),
         ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quanti"),
-        ({"distributed_config": {"pp_size": 2, "enable_sequence_parallel": True}}, r"DistributedConfig.pp_size=2"),
+        ({"distributed_config": {"pp_size": 2}}, r"pp_size=2 x .*needs 2 processes, but 1 were launched"),
         ({"key_mapping": {"^lm_head": "head"}}, "converts lm_head.weight of this checkpoint to head.weight"),
         ({"distributed_config": mw.ToDistributedConfig(weights="other")}, "weights='other' and the path of"),
         ({"distributed_config": mw.ToDistributedConfig()}, "picking a plan needs the size of a batch"),
@@ -237,6 +245,22 @@ def test_an_optimizer_that_comes_later(checkpoint: str) -> None:
     refused("with an optimizer; build a new model")
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        mw.ParallelPlan(pp=2, schedule="interleaved", chunks=2, stages=(1, 3, 2, 2), micro_batch_size=1),
+        mw.ParallelPlan(pp=4, dp=2, schedule="zbv", zero_stage=1, gradient_accumulation_steps=8),
+    ],
+    ids=str,
+)
+def test_a_plan_with_stages_travels_too(plan: mw.ParallelPlan, tmp_path: Path, world: Any) -> None:
+    model = build("llama")
+    meshwright_hf.save_plan(model, plan)
+    model.save_pretrained(tmp_path)
+    world(plan.world_size)
+    assert plan_in_model(AutoModelForCausalLM.from_pretrained(tmp_path), mw.ToDistributedConfig()) == plan
+
+
 def test_a_plan_travels_with_the_model(tmp_path: Path, world: Any) -> None:
     model = build("llama")
     plan = mw.ParallelPlan(dp=2, tp=2, sequence_parallel=True, zero_stage=1)
@@ -273,7 +297,8 @@ def test_a_plan_travels_with_the_model(tmp_path: Path, world: Any) -> None:
         ([1], "must be an object"),
         ({"tp": 1, "sp": True}, "a plan has no field 'sp'; write sequence_parallel=True. Its fields are dp, tp"),
         ({"tp": "two"}, "ParallelPlan.tp must be a positive integer, not 'two'"),
-        ({"pp": 2}, "= 2 processes, but 1 were"),
+        ({"pp": 2, "stages": [1, 1]}, "= 2 processes, but 1 were"),
+        ({"pp": 2, "stages": [2]}, "one number of layers for each stage"),
     ],
 )
 def test_an_unsound_plan_in_a_config(saved: Any, message: str) -> None:

@@ -7,6 +7,7 @@ sum, and three AdamW steps divide tiny differences by tiny moments.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,11 +116,15 @@ def differences(actual: Result, expected: Result, out: Path, reference_out: Path
     }
 
 
+PP_LATER = {"pp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1, "gradient_accumulation_steps": 2}
+
 # What DistributedConfig says beside tp_size=2 with sequence parallelism, and the plan that the optimizer brings.
 ASKED: dict[str, tuple[dict[str, int], dict[str, Any] | None]] = {
     "tp2": ({}, None),
     "dp2xtp2, zero1 later": ({"dp_replicate_size": 2}, {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}),
     "fsdp2xtp2": ({"fsdp_size": 2}, None),
+    "pp2": ({"pp_size": 2, "tp_size": 1, "enable_sequence_parallel": False}, None),
+    "pp2xtp2, other micro-batches later": ({"pp_size": 2}, PP_LATER),
 }
 
 
@@ -131,8 +136,9 @@ def test_equals_one_process(
     path = checkpoints[checkpoint]
     expected = train(path, None, None, str(tmp_path / "stock"))
     asked, later = ASKED[name]
-    pool = request.getfixturevalue("pool4" if asked else "pool2")
-    ranks = pool.run(train, path, {**SP, **asked}, later, str(tmp_path / "ours"))
+    asked = {**SP, **asked}
+    world = math.prod(size for key, size in asked.items() if key.endswith("_size"))
+    ranks = request.getfixturevalue(f"pool{world}").run(train, path, asked, later, str(tmp_path / "ours"))
     found = differences(ranks[0], expected, tmp_path / "ours", tmp_path / "stock")
     assert max(found.values()) <= TOLERANCE, found
     assert all(rank.losses == ranks[0].losses and rank.norms == ranks[0].norms for rank in ranks)
@@ -239,7 +245,7 @@ def test_checkpoints_that_do_not_fit_are_errors_on_every_rank(tmp_path: Path, po
         assert "needs 4 processes, but 2 were launched" in message
     four = DistributedConfig(tp_size=4, enable_sequence_parallel=True)
     for kind, message in pool2.run_expecting_error(load, str(tmp_path / "good"), distributed_config=four):
-        assert kind == "PlanError" and "tp_size=4 x fsdp_size=1 x dp_replicate_size=1 needs 4 processes" in message
+        assert kind == "PlanError" and "tp_size=4 x pp_size=1 x fsdp_size=1 x" in message
 
 
 def wrap(path: str) -> None:

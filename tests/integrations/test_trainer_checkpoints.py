@@ -20,6 +20,7 @@ from meshwright.checkpoint.seal import Seal
 from meshwright.checkpoint.sealed_folder import check_seal
 from meshwright_hf.launch_job import RESTARTED_VARIABLE
 from meshwright_hf.trainer_folders import checkpoint_to_resume
+from meshwright_hf.trainer_state import PROGRESS, Progress
 from support.kills import STRIDE, counted, fingerprint, try_faults
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
 
@@ -100,6 +101,13 @@ def test_every_damage_of_every_file_is_named(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(mw.CheckpointError, match=r"optimizer\.pt is not a file of this checkpoint"):
         checkpoint_to_resume(str(tmp_path), str(tmp_path / "checkpoint-6"))
     print(f"{tried} damages, {tried} named")
+
+
+def test_a_mesh_without_stages_of_an_earlier_version(tmp_path: Path) -> None:
+    said = {"mesh": [2, 1], "global_batch": 4, "loader": None, "epoch_draws": None, "streams": None}
+    (tmp_path / PROGRESS).write_text(json.dumps(said))
+    read = Progress.read(tmp_path)
+    assert read is not None and read.mesh == (1, 2, 1)  # pp, dp, tp
 
 
 def test_the_newest_whole_one_is_taken(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

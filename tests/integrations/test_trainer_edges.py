@@ -65,7 +65,7 @@ def use_oddly(output_dir: Path, plan: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2}, {"pp": 2, "micro_batch_size": 1}], ids=str)
 def test_odd_uses_equal_one_process(plan: dict[str, Any], pool2: Any, tmp_path: Path) -> None:
     found = pool2.run(use_oddly, tmp_path / "planned", plan, timeout=280)[0]
     expected = use_oddly(tmp_path / "one", None)

@@ -9,8 +9,10 @@ import pytest
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 import meshwright as mw
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel.collectives import Axis
 from meshwright_hf.trainer import MeshwrightTrainer
-from meshwright_hf.trainer_checks import check_arguments, check_model, config_of
+from meshwright_hf.trainer_checks import check_arguments, check_model, check_run, config_of
 from meshwright_hf.trainer_state import place_in_epoch
 from support.models import build
 from support.trainers import Rows, arguments, fresh_accelerate
@@ -94,6 +96,20 @@ def test_an_optimizer_that_is_wrong_on_shards_is_refused() -> None:
     with fresh_accelerate(), pytest.raises(mw.PlanError, match="needs 2 processes"):
         args = arguments("unused", optim="adafactor")
         MeshwrightTrainer(build("llama"), args, train_dataset=Rows(4), meshwright=mw.ParallelPlan(dp=2))
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "label_smoothing_factor"])
+def test_a_loss_of_ones_own_over_stages(name: str) -> None:
+    """Evaluation works, since the logits are gathered; so a Trainer without rows to train on passes."""
+    given = {"compute_loss_func": None, "label_smoother": None}
+    given["label_smoother" if "label" in name else name] = print  # type: ignore[assignment]
+    runtime = Runtime(tp=Axis("tp"), dp=Axis("dp"), pp=Axis("pp", size=2), parameters=[])
+    with fresh_accelerate():
+        trainer = SimpleNamespace(args=arguments("unused"), train_dataset=Rows(4), **given)
+        with pytest.raises(mw.PlanError, match=rf"{name} computes the loss.*ParallelPlan\.pp=2.*pp=1"):
+            check_run(trainer, runtime)
+        trainer.train_dataset = None
+        check_run(trainer, runtime)
 
 
 def test_a_checkpoint_inside_a_step_of_the_new_size() -> None:

@@ -110,6 +110,7 @@ def build(kind: str, output_dir: Path, plan: dict[str, Any] | None, **options: A
     [
         ("grpo", {"tp": 2}, {}, "PlannedGRPOTrainer generates what it trains on, but the plan has tp=2"),
         ("rloo", {"tp": 2}, {}, "PlannedRLOOTrainer generates what it trains on, but the plan has tp=2"),
+        ("sft", {"pp": 2}, {}, "PlannedSFTTrainer computes its loss from the model's hidden states"),
         ("dpo", ZERO3, {"sync_ref_model": True}, "with zero_stage=3 a rank holds a part of them"),
         ("kto", {}, {}, "pass one: meshwright=ParallelPlan"),
     ],

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import meshwright as mw
 from benchmarks.families.models import build as build_family
 from harness.pool import WorkerError
+from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
 from support.exact import Float64
@@ -241,6 +242,9 @@ def refusals() -> dict[str, str]:
     record("logits", lambda: model(**batch()).logits.sum())
     record("state dict", model.state_dict)
     record("optimizer's state dict", plan(pp=2)[1].state_dict)
+    runtime_of(model).gathers_logits = True
+    record("loss on logits", lambda: model(**batch()).logits.sum().backward())
+    runtime_of(model).gathers_logits = False
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))
@@ -264,6 +268,7 @@ WORDS = {
     "copy": "pp=1",
     "base model": "Call the model that to_distributed returned",
     "logits": "gather_logits=True",
+    "loss on logits": "pp=1",
     "float16": "bfloat16",
     "torch's clipping": "meshwright.clip_grad_norm_",
     "checkpointing": "gradient_checkpointing_disable",

@@ -78,7 +78,7 @@ def test_every_pruned_axis_has_a_reason() -> None:
     reasons = dict(explain.reasons(found))
     assert "heads=24 is not divisible by 16" not in reasons  # the domain of 8 comes first
     assert any("fast domain" in reason for reason in reasons.values())
-    assert any("--allow-future" in reason for name, reason in reasons.items() if name.startswith("pp="))
+    assert any("--allow-future" in reason for name, reason in reasons.items() if name.startswith("cp="))
     assert any("48 sequences" in reason for name, reason in reasons.items() if name.startswith("dp="))
 
 
@@ -98,9 +98,16 @@ def test_no_fit_names_the_smallest_change(shape: ModelShape, gpus: int, gpu: str
 
 
 def test_a_model_too_large_for_whole_weights_is_planned_with_stage_3() -> None:
-    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256)
+    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256, no_stages="it has a loss of its own")
     assert {choice.plan.zero_stage for choice in found.choices} == {3}
     assert all(choice.plan.runs_today for choice in found.choices)
+    assert "it has a loss of its own" in dict(explain.reasons(found)).values()
+
+
+def test_or_with_stages() -> None:
+    found = find(HUGE, gpus=256, gpu="h100-sxm", batch=256)
+    assert any(choice.plan.pp > 1 and choice.plan.zero_stage < 2 for choice in found.choices)
+    assert all(choice.plan.runs_today and choice.plan.recompute != "selective" for choice in found.choices)
 
 
 def test_remedy_of_more_devices_holds() -> None:

@@ -17,6 +17,7 @@ from meshwright.parallel.collectives import Axis
 from meshwright.parallel.gradient_buckets import Bucket
 from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.row_layout import RowLayout, record_of
+from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import decoder_roles
 from support.models import build
 
@@ -80,6 +81,13 @@ def uneven_heads() -> nn.Module:
     if _is_distributed():
         HeadLayout.query_rows = rows  # type: ignore[method-assign]
     return build("llama")
+
+
+def tie_not_summed() -> nn.Module:
+    """Each of two pipeline stages keeps its own part of the gradient of the embedding that is also the head."""
+    if _is_distributed():
+        PipelineForward._sum_ties = lambda *_: None  # type: ignore[method-assign]
+    return build("gemma2")
 
 
 def hook_on_a_shard() -> nn.Module:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import meshwright as mw
+from support.exact import Float64
 from support.models import build
 
 LENGTH = 12
@@ -123,14 +124,17 @@ def run_trainer(
     model: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
+    exact: bool = False,
     **options: Any,
 ) -> Run:
-    """Train; with a plan by MeshwrightTrainer on this rank, else by the stock Trainer."""
-    with fresh_accelerate():
+    """Train; with a plan by MeshwrightTrainer on this rank, else by the stock Trainer; in float64 if ``exact``."""
+    with fresh_accelerate(), Float64() if exact else contextlib.nullcontext():
         args = arguments(output_dir, (plan or {}).get("dp", 1), **options)
         data: dict[str, Any] = {"train_dataset": Stream(rows) if stream else Rows(rows)}
         if evaluated is not None:
             data |= {"eval_dataset": Rows(evaluated), "compute_metrics": summarise}
+        if exact:
+            data["model"] = build("llama", **(model or {})).double()
         trainer = make_trainer(args, plan, model, {**data, **(extra or {})}, config)
         trainer.train(resume_from_checkpoint=resume)
         run = Run(best=trainer.state.best_model_checkpoint, tokens_seen=trainer.state.num_input_tokens_seen)
@@ -161,7 +165,7 @@ def make_trainer(
     data: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Trainer:
-    made = {"model": build("llama", **(model or {}))} if "model_init" not in (data or {}) else {}
+    made = {"model": build("llama", **(model or {}))} if not {"model", "model_init"} & {*(data or {})} else {}
     if plan is None:
         return Trainer(**made, args=args, **(data or {}))
     from meshwright_hf.trainer import MeshwrightTrainer

@@ -65,7 +65,7 @@ def test_every_line_agrees(config: Path, plan: Candidate) -> None:
 
 
 def test_what_cannot_be_traced(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="this version cannot run dp1 pp2"):
+    with pytest.raises(PlanError, match=r"ParallelPlan\.pp=2 is not available in a traced step"):
         trace_and_compare(model_on_meta(config, torch.float32), describe(config), Candidate(pp=2), JOB)
     unknown = tmp_path / "unknown.json"
     unknown.write_text(json.dumps({**CONFIG, "model_type": "nobody_s"}))

@@ -83,6 +83,16 @@ def test_a_model_that_trains_as_on_one_device() -> None:
     assert checked["loss"] == 4 * (6 + 2)
 
 
+def test_stages_that_train_as_on_one_device() -> None:
+    """1e-11: see above. The outputs of a stage's modules are compared, those that other stages hand on are not."""
+    report = mw.verify(functools.partial(build, "gemma2"), "dp2 pp2(zb-h1) zero1 mb1", steps=2)
+    assert report.ok and all(one.value < 1e-11 for one in report.worst.values()), str(report)
+    outputs = {row.worst.kind: row.checked for row in report.rows}["outputs of modules, in evaluation"]
+    assert outputs > 2 * 10  # ten modules of each layer
+    with pytest.raises(mw.PlanError, match=r"loss=.*pp=2.*put labels into the batch"):
+        mw.verify(functools.partial(build, "llama"), "pp2", loss=two_outputs)
+
+
 @pytest.mark.parametrize(
     ("factory", "kind", "name"),
     [
@@ -91,10 +101,11 @@ def test_a_model_that_trains_as_on_one_device() -> None:
         (planted.wrong_fused_order, "outputs", "model.layers.0.self_attn.o_proj"),
         (planted.uneven_heads, "outputs", "model.layers.0.self_attn.o_proj"),
         (planted.hook_on_a_shard, "outputs", "model.layers.1.mlp.down_proj"),
+        (planted.tie_not_summed, "gradients: ", "model.embed_tokens.weight"),
     ],
 )
 def test_a_planted_fault_is_named(factory: Callable[[], nn.Module], kind: str, name: str) -> None:
-    report = mw.verify(factory, TP, steps=1)
+    report = mw.verify(factory, "pp2 mb1" if factory is planted.tie_not_summed else TP, steps=1)
     assert not report.ok
     suspect = report.suspect
     assert suspect is not None
@@ -130,6 +141,17 @@ def test_the_command_on_a_config_with_two_kinds_of_layers(tmp_path: Path) -> Non
     assert answer["plan"].startswith("dp2 tp2+sp zero1")
     assert answer["notes"][0] == "2 of 8 layers are kept: 2 kinds of layers occur."
     assert "needs 64 processes" in answer["notes"][-1]
+
+
+def test_the_command_on_stages(tmp_path: Path) -> None:
+    """Two ranks with two stages each keep four layers; the lengths of the stages are for the whole model."""
+    model = str(write(tmp_path, LlamaConfig(**{**SIZES, "num_hidden_layers": 16})))
+    plan = "dp8 pp4x2 stages=3-2-2-2-2-2-2-1 zero1 mb1"
+    code, output = command("--model", model, "--plan", plan, "--steps", "1", "--processes", "2", "--json")
+    answer = json.loads(output)
+    assert code == 0 and answer["ok"], output
+    assert answer["plan"].startswith("dp2 pp2x2 zero1")
+    assert answer["notes"][0] == "4 of 16 layers are kept: all layers are of one kind."
 
 
 MODELING = """
@@ -252,3 +274,6 @@ def test_a_plan_of_a_cluster_becomes_a_smaller_one_of_its_kind() -> None:
     assert (small.sequence_parallel, small.zero_stage, small.recompute) == (True, 3, "full")
     assert smaller_plan(small, 8) == small
     assert smaller_plan(mw.ParallelPlan(tp=6), 4).tp == 3
+    staged = mw.ParallelPlan(dp=4, pp=8, tp=2, schedule="zbv", stages=(2,) * 16)
+    assert smaller_plan(staged, 8) == mw.ParallelPlan(dp=2, pp=2, tp=2, schedule="zbv")
+    assert smaller_plan(mw.ParallelPlan(pp=2, stages=(1, 3)), 8) == mw.ParallelPlan(pp=2)

@@ -18,6 +18,7 @@ from meshwright.config import LoaderOptions, ParallelPlan
 from meshwright.data.nested import map_tensors
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import Axis, all_reduce, maximum
+from meshwright.parallel.row_layout import is_held
 from meshwright_hf.accelerate import state
 from meshwright_hf.accelerate.announced import check_announced
 from meshwright_hf.accelerate.folders import folder_to_load, folder_to_save, remove_oldest
@@ -275,7 +276,8 @@ class PlannedAccelerator(Accelerator):
         """
         given = {id(p) for p in parameters if p.requires_grad}
         for model in state.planned_models(self):
-            own = {id(p) for p in runtime_of(model).parameters}
+            elsewhere = (p for p in model.parameters() if p.requires_grad and not is_held(p))
+            own = {id(p) for p in (*runtime_of(model).parameters, *elsewhere)}
             if own and own == given:
                 return model
             if own & given:

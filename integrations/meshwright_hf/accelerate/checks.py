@@ -16,7 +16,6 @@ from torch import nn
 from meshwright.config import ParallelPlan
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.mesh.process_group import world_size
-from meshwright.pipeline.refusals import refuse_pipeline
 from meshwright_hf.accelerate.loader import PlannedLoader
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,6 @@ def check_settings(accelerator: Accelerator, plan: ParallelPlan) -> None:
     Raises:
         PlanError: if there is such a setting; the message names it and the plan's field.
     """
-    refuse_pipeline(plan.pp, "through accelerate")
     _check_engines(accelerator, plan)
     _check_sizes(accelerator, plan)
     if accelerator.scaler is not None or accelerator.mixed_precision == "fp8":

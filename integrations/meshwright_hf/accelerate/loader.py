@@ -146,7 +146,7 @@ def plan_loader(
     if accelerator.use_seedable_sampler:
         order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
-    mesh = LoaderMesh(dp=runtime.dp, peers=Peers((runtime.tp,)), device=device_of(model))
+    mesh = LoaderMesh(dp=runtime.dp, peers=Peers(runtime.axes.of_same_rows), device=device_of(model))
     inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either"))
     return PlannedLoader(loader, inner, runtime.dp, _batch_size(joined))
 

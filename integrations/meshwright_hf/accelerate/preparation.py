@@ -25,7 +25,7 @@ from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import device_for
-from meshwright.optim.runtime import device_of, find_runtime, no_sync
+from meshwright.optim.runtime import device_of, find_runtime, no_sync, runtime_of
 from meshwright.parallel.method_override import MethodOverride
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
 from meshwright_hf.accelerate.announced import check_announced, was_read_by_callers
@@ -136,6 +136,7 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         config = dataclasses.replace(config, num_items_in_batch="local")
     runtime = find_runtime(model)  # not None if from_pretrained has distributed the model
     plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
+    is_picked = plan is None
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
     check_settings(accelerator, plan)
@@ -147,6 +148,7 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         model.to(accelerator.device)
     if runtime is None:
         to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
+        runtime_of(model).gathers_evaluated_logits = is_picked
     elif given.optimizer is not None and find_runtime(given.optimizer) is not runtime:
         to_distributed(model, given.optimizer, config=config)
     else:

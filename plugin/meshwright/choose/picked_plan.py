@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.plan_file import runnable_fields
+from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
@@ -33,7 +34,7 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.planner.space import FUTURE, GIVEN, Space
+from meshwright.planner.space import FUTURE, Space
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
 _TOLERANCE = 0.1  # share of a model's parameters by which the planner's count may be off without a warning
+_AXES = ("dp", "tp", "pp", "zero", "micro_batch")  # whose values the log gives reasons against
 _CHOICES = 64  # number of the fastest plans to try, since the model may be unable to run some
 
 
@@ -70,8 +72,12 @@ def choose_plan(
 
     def pick() -> dict[str, Any]:
         rows, length = _batch(dataloader, config)
-        found = _search(model, rows, length, node_num or node_count(), config, device)
+        nodes, reason = node_num or node_count(), against_stages(model, config)
+        found = _search(model, rows, length, nodes, config, device, no_stages=reason)
         choice = _first_runnable(found, model, optimizer, config)
+        if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
+            found = _search(model, rows, length, nodes, config, device, no_stages=reason)
+            choice = _first_runnable(found, model, optimizer, config)
         logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is hidden by default
         return runnable_fields(choice.plan)
 
@@ -79,7 +85,14 @@ def choose_plan(
 
 
 def _search(
-    model: Any, rows: int, length: int, nodes: int, config: ToDistributedConfig, device: torch.device
+    model: Any,
+    rows: int,
+    length: int,
+    nodes: int,
+    config: ToDistributedConfig,
+    device: torch.device,
+    *,
+    no_stages: str | None,
 ) -> Search:
     shape = _shape(model, config)
     profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
@@ -97,7 +110,7 @@ def _search(
             "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
-    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2)
+    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages)
     found = search(space, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
         # Nothing fits into one byte, so each plan is tried with the most recompute.
@@ -147,7 +160,7 @@ def _refusals(
     if plan.recompute == "full" and not can_recompute(decoder):
         yield "the model's layers cannot be recomputed"
     try:
-        if optimizer is not None and (plan.tp > 1 or plan.zero_stage):
+        if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
         if plan.tp > 1:
             sharding = config.sharding_plan or plan_for(model)
@@ -243,7 +256,11 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         if other is not choice:
             slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
             break
-    against = "; ".join(f"{axis} {reason}" for axis, reason in explain.reasons(found) if reason not in (FUTURE, GIVEN))
+    against = "; ".join(
+        f"{value} {reason}"
+        for value, reason in explain.reasons(found)
+        if reason != FUTURE and value.partition("=")[0] in _AXES
+    )
     return [
         f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "
         f"{job.global_batch} x {job.seq_len} tokens per step on {cluster.gpus} x {cluster.device.name}",
@@ -270,7 +287,8 @@ def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device:
     """
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")
-    found = _search(model, rows, _length(dataloader), 1, ToDistributedConfig(), device)  # type: ignore[arg-type]
+    config, length = ToDistributedConfig(), _length(dataloader)  # type: ignore[arg-type]
+    found = _search(model, rows, length, 1, config, device, no_stages=against_stages(model, config))
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
     return "\n".join([*_lines(found, choice, type(model).__name__)[:2], f"  expected: {speed:,.0f} tokens/s in all"])

@@ -71,7 +71,7 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(help="Number of plans to show.")] = 5,
     allow_future: Annotated[
-        bool, typer.Option(help="Also show plans that this version cannot run yet, such as pipeline parallelism.")
+        bool, typer.Option(help="Also show plans that this version cannot run yet, such as context parallelism.")
     ] = False,
     json: Annotated[bool, typer.Option(help="Print the whole answer as JSON.")] = False,
     save: Annotated[
@@ -113,9 +113,9 @@ def plan(
 
     Prints their time and memory, and why other plans were not chosen. Needs no GPU, no cluster and no weights.
 
-    A plan is a split of the devices over data (dp) and tensor (tp) parallelism (in a later version also over context
-    (cp) and pipeline (pp) parallelism), a ZeRO stage, a micro-batch size, and a choice of layers that backward
-    recomputes. It is printed in words:
+    A plan is a split of the devices over data (dp), tensor (tp) and pipeline (pp) parallelism (in a later version also
+    over context (cp) parallelism), a ZeRO stage, a micro-batch size, and a choice of layers that backward recomputes.
+    It is printed in words:
     "dp32 tp2+sp zero1 mb1x16" means 32 data-parallel x 2 tensor-parallel ranks with sequence parallelism (sp), ZeRO
     stage 1, and 16 micro-batches of 1 sequence per step.
 

@@ -87,9 +87,11 @@ def verify(
                 source, Path(folder), real_plan=wanted, plan=chosen, full_width=full_width, tell=tell
             )
             if chosen != wanted:
+                is_smaller = chosen.world_size < wanted.world_size
+                why = f"needs {wanted.world_size} processes" if is_smaller else "is for more layers"
                 notes.append(
-                    f"{wanted.label} needs {wanted.world_size} processes, so {chosen.label} was verified in its place, "
-                    "a smaller plan of the same kind."
+                    f"{wanted.label} {why}, so {chosen.label} was verified in its place, a smaller plan of the same "
+                    "kind."
                 )
             report = verify_model(
                 factory, chosen, steps=steps, seed=seed, timeout=timeout, on_progress=tell, notes=tuple(notes)

@@ -69,7 +69,7 @@ def plan_to_complete(
     plan = before if given is None else given
     for field in dataclasses.fields(ParallelPlan):
         old, new = getattr(before, field.name), getattr(plan, field.name)
-        if old != new and not _may_follow(field.name, old, new, field.default, has_optimizer=optimizer is not None):
+        if old != new and not _may_follow(field, before, new, has_optimizer=optimizer is not None):
             raise PlanError(
                 f"ParallelPlan.{field.name}={new!r}, but the model was distributed with {field.name}={old!r}; leave "
                 "ToDistributedConfig.plan=None to keep the model's plan, or build a new model"
@@ -134,8 +134,11 @@ def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
         )
 
 
-def _may_follow(name: str, old: Any, new: Any, default: Any, *, has_optimizer: bool) -> bool:
-    """Return whether a field of the plan may still change from ``old`` after the model was distributed."""
-    if name == "zero_stage":
+def _may_follow(field: dataclasses.Field[Any], before: ParallelPlan, new: Any, *, has_optimizer: bool) -> bool:
+    """Return whether a field of the plan may still change after the model was distributed by the plan ``before``."""
+    old = getattr(before, field.name)
+    if field.name == "zero_stage":
         return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which exist already
-    return name in ("micro_batch_size", "gradient_accumulation_steps", "recompute") and old == default
+    if field.name in ("micro_batch_size", "gradient_accumulation_steps"):
+        return old == field.default or before.pp > 1  # a pipeline splits each batch anew
+    return field.name == "recompute" and old == field.default

@@ -232,7 +232,6 @@ class Installation:
             kind=cut.order.output_kind,
             pp=runtime.pp,
             last=cut.last_rank,
-            gathers_logits=runtime.gathers_logits,
             device=self.device,
         )
         self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region)

@@ -99,6 +99,7 @@ def to_distributed(
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
     plan = given_plan(config) or plan_in_model(model, config)
+    is_picked = plan is None
     if plan is None:
         start_process_group(device, config.timeout_s)
         plan = choose_plan(model, optimizer, dataloader, config, node_num=node_num, device=device)
@@ -130,6 +131,7 @@ def to_distributed(
         plan=plan,
         engine=config.engine,
         gathers_logits=config.gather_logits,
+        gathers_evaluated_logits=is_picked,  # a program that knows of no pipeline reads them
     )
     installation = Installation(
         model=model,
@@ -169,7 +171,7 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], axes: Axes, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    mesh = LoaderMesh(dp=axes.dp, peers=Peers((axes.pp, axes.tp)), device=device)
+    mesh = LoaderMesh(dp=axes.dp, peers=Peers(axes.of_same_rows), device=device)
     return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
 
 

@@ -63,6 +63,7 @@ class Runtime:
         uneven: the object that warns of batches that ranks share unevenly, if the loss is not known.
         hooked: the object that warns if hooks of the program see only a part of the activations.
         gathers_logits: whether ``outputs.logits`` are whole in training.
+        gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
         trained: the object that tracks which parameters require a gradient.
         names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
     """
@@ -84,6 +85,7 @@ class Runtime:
     hooked: HookedModules | None = None
     trained: RequiresGrad | None = None
     gathers_logits: bool = False
+    gathers_evaluated_logits: bool = False
     names_only: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
@@ -169,6 +171,15 @@ class Runtime:
             yield
         finally:
             self.names_only = before
+
+    @contextlib.contextmanager
+    def gathering_logits(self) -> Iterator[None]:
+        """Send evaluated logits from a pipeline's last stage to every rank inside this context; all ranks enter it."""
+        before, self.gathers_evaluated_logits = self.gathers_evaluated_logits, True
+        try:
+            yield
+        finally:
+            self.gathers_evaluated_logits = before
 
     def counted_gradients(self) -> list[tuple[Tensor, Tensor | float]]:
         """Return this rank's gradients, each with the number of ranks that hold each of its elements."""

@@ -6,6 +6,7 @@ where tensor parallelism goes wrong. A tensor's rows are along dim 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,16 @@ class Axes:
         """This rank's coordinates, for messages."""
         axes = (self.pp, self.dp, self.tp)
         return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name != "pp")
+
+    @property
+    def of_same_rows(self) -> tuple[Axis, ...]:
+        """The axes along which ranks have the same rows of a batch."""
+        return self.pp, self.tp
+
+    @property
+    def row_copies(self) -> int:
+        """The number of ranks that have the same rows of a batch."""
+        return math.prod(axis.size for axis in self.of_same_rows)
 
 
 Operation = Callable[[Tensor, Axis], Tensor]

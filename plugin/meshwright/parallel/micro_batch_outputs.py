@@ -38,8 +38,7 @@ class Pieces:
 
     def _join(self, last: Tensor, before: list[Tensor]) -> Tensor:
         parts = [x[:rows] for x, rows in zip([*before, last.detach()], self.rows, strict=True)]
-        result: Tensor = _Read.apply(torch.cat(parts).requires_grad_())
-        return result
+        return read_only(torch.cat(parts))
 
     def _stand_in(self, last: Tensor, _: list[Tensor]) -> Tensor:
         empty = torch.empty((), dtype=last.dtype, device=last.device)
@@ -74,6 +73,12 @@ def _mapped(output: Any, join: Callable[[Tensor, list[Any]], Tensor], before: li
     return new
 
 
+def read_only(logits: Tensor) -> Tensor:
+    """Return logits that can be read, but raise in the backward pass of a loss that the program computes of them."""
+    result: Tensor = _Read.apply(logits.requires_grad_())
+    return result
+
+
 class _Read(torch.autograd.Function):
     """Allows reading joined outputs, and raises in backward, since most micro-batches' backward passes are over."""
 
@@ -86,8 +91,8 @@ class _Read(torch.autograd.Function):
         raise UnreadableTensorError(
             "a second loss on outputs.logits would not reach the parameters: the plan runs this batch as "
             "micro-batches, whose backward passes are over when outputs.logits is read. Set "
-            "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None) and accumulate in the loop. For a "
-            "metric, read outputs.logits.detach()"
+            "ParallelPlan(gradient_accumulation_steps=1, micro_batch_size=None, pp=1) and accumulate in the loop. For "
+            "a metric, read outputs.logits.detach()"
         )
 
 

@@ -173,6 +173,7 @@ class PipelineForward(MethodOverride):
         parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
+        self.outputs.start(gathers_logits=runtime.gathers_logits)
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         with loss.mean.divided_by(divisors):
@@ -194,7 +195,8 @@ class PipelineForward(MethodOverride):
             raise PlanError(str(error)) from None
 
     def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> Any:
-        loss = self.runtime.loss
+        runtime, loss = self.runtime, self.runtime.loss
+        self.outputs.start(gathers_logits=runtime.gathers_logits or runtime.gathers_evaluated_logits)
         step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
@@ -212,7 +214,6 @@ class PipelineForward(MethodOverride):
         parameters: dict[int, list[nn.Parameter]],
     ) -> Step:
         known = self._boundary_dtypes.get(self._precision(batches[0]), {})
-        self.outputs.clear()
         return Step(
             stages=self.stages,
             links=self.pipeline.links,
@@ -240,16 +241,20 @@ class PipelineForward(MethodOverride):
 
     @own_collectives()
     def _share_loss(self, step: Step) -> Tensor | None:
-        """Return the loss of the last stage on every rank."""
+        """Return the loss of the last stage on every rank, and make it known whether it used num_items_in_batch."""
         key, pp, last = self._precision(step.batches[0]), self.runtime.pp, self.pipeline.cut.last_rank
         device = tokens_of(step.batches[0]).device
-        own = torch.zeros(2, dtype=torch.float64, device=device)
+        mean = self.runtime.loss.mean
+        own = torch.zeros(3, dtype=torch.float64, device=device)
         if pp.rank == last:
             assert step.total is not None
             own[0] = step.total
             own[1] = DTYPES.index(step.total.dtype)
+            own[2] = bool(mean.used_items)
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
+        # Only a batch with the number needs the answer, for which the device would be waited for.
+        mean.used_items = step.batches[0].get("num_items_in_batch") is not None and bool(own[2])
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
         return own[0].to(device, self._loss_dtypes[key])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.parallel.collectives import Axis
+from meshwright.parallel.micro_batch_outputs import read_only
 from meshwright.parallel.tensor_guards import UnreadableTensor
 from meshwright.pipeline.links import DTYPES
 
@@ -24,24 +25,23 @@ class StageOutputs:
         kind: the class of the decoder's output, a mapping with ``loss`` and ``logits``.
         pp: the pipeline's axis.
         last: the rank of the pipeline that holds the last stage.
-        gathers_logits: whether the logits are sent to every rank.
         device: the device of the logits.
     """
 
     kind: type
     pp: Axis
     last: int
-    gathers_logits: bool
     device: torch.device
+    _gathers: bool = False
     _logits: list[Tensor] = field(default_factory=list)
 
-    def clear(self) -> None:
-        """Forget the logits of an earlier batch."""
-        self._logits = []
+    def start(self, *, gathers_logits: bool) -> None:
+        """Start a batch, whose logits are sent to every rank or to none, and forget the logits of an earlier batch."""
+        self._gathers, self._logits = gathers_logits, []
 
     def keep(self, output: Any) -> None:
         """Take the output of a micro-batch on the last stage."""
-        if self.gathers_logits:
+        if self._gathers:
             logits = output["logits"] if isinstance(output, MutableMapping) else output[1]
             self._logits.append(logits.detach())
 
@@ -49,15 +49,18 @@ class StageOutputs:
         """Return the output of a training batch, given the rows that count in each micro-batch."""
         if self._logits:  # a micro-batch without rows ran one row that nobody asked for
             self._logits = [x[:count] for x, count in zip(self._logits, rows, strict=True)]
-        return self._output(loss)
+        output = self._output(loss)
+        if self._gathers:
+            output["logits"] = read_only(output["logits"])
+        return output
 
     def of_evaluation(self, loss: Tensor | None) -> Any:
         """Return the output of a batch in evaluation."""
         return self._output(loss)
 
     def _output(self, loss: Tensor | None) -> Any:
-        logits: Tensor = self._shared() if self.gathers_logits else torch.empty(()).as_subclass(_Elsewhere)
-        self.clear()
+        logits: Tensor = self._shared() if self._gathers else torch.empty(()).as_subclass(_Elsewhere)
+        self._logits = []
         return self.kind(loss=loss, logits=logits)
 
     @own_collectives()

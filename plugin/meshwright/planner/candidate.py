@@ -138,7 +138,7 @@ class Candidate:
     def runs_today(self) -> bool:
         """Whether this version's runtime can run the plan."""
         return (
-            self.cp == self.pp == 1
+            self.cp == 1
             and self.recompute != "selective"
             and self.recomputed is None
             and (self.zero_stage == 0 or self.replicate == 1)

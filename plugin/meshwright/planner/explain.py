@@ -14,7 +14,6 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.search import Choice, Search, search
-from meshwright.planner.space import Space
 
 TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
 _GIB = 2**30
@@ -64,8 +63,7 @@ def changes(found: Search) -> list[Change]:
 
 
 def _change(found: Search, what: str, cluster: Cluster, job: Job, budget: float) -> Change:
-    space = Space(shape=found.shape, cluster=cluster, job=job, allow_future=found.allow_future)
-    other = search(space, found.profile, top=1, budget=budget)
+    other = search(found.space(cluster, job), found.profile, top=1, budget=budget)
     if not other.choices:
         return Change(what=what, plan=None, speed=0.0)
     best = other.choices[0]
@@ -88,7 +86,7 @@ def _remedies(found: Search) -> Iterator[str]:
     cluster, job = found.cluster, found.job
 
     def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
-        space = Space(shape=found.shape, cluster=cluster, job=job, allow_future=later or found.allow_future)
+        space = found.space(cluster, job, allow_future=later)
         try:
             other = search(space, found.profile, top=1, budget=found.budget)
         except PlanError:

@@ -159,7 +159,7 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
 
 def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Memory:
     """Return the peak memory of one device of a rank of the pipeline."""
-    if job.own_runtime and plan.runs_today:
+    if job.own_runtime and plan.runs_today and plan.pp == 1:
         return runtime_memory(shape, plan, job)
     t, layers = plan.tp, rank_layers(plan, shape.layers)[stage]
     replicated = layers * shape.norm_parameters + shape.hidden
@@ -171,7 +171,9 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     elements = split / t + replicated
     sharded = plan.shard * plan.cp if plan.zero_stage else 1
     weights = elements * job.weight_bytes / (sharded if plan.zero_stage >= 3 else 1)
-    gradients = elements * job.gradient_bytes / (sharded if plan.zero_stage >= 2 else 1)
+    # This runtime sums the gradients of a pipeline's micro-batches in 32 bits.
+    per_gradient = max(job.gradient_bytes, 4) if job.own_runtime and plan.pp > 1 else job.gradient_bytes
+    gradients = elements * per_gradient / (sharded if plan.zero_stage >= 2 else 1)
     optimizer = elements * _optimizer_bytes(plan, job) / sharded
 
     saved = _saved(shape, plan, job)
@@ -189,7 +191,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
         unsharded = 2 * unit * job.weight_bytes + unit * job.gradient_bytes
     step = 4 * elements / sharded  # the 32-bit update of one step, when the activations are already freed
     groups = sum(size > 1 for size in (plan.dp, plan.tp, plan.cp, plan.pp))
-    communication = groups * _GROUP + (2 * BUCKET_BYTES if plan.dp > 1 else 0)
+    communication = 0.0 if job.on_cpu else groups * _GROUP + (2 * BUCKET_BYTES if plan.dp > 1 else 0)
     # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
     peak = max(working + activations, logits + activations, step)
     rest = peak - activations if peak > activations else 0.0
@@ -204,7 +206,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
         unsharded=unsharded,
         working=0.0 if is_logits else rest,
         communication=communication,
-        slack=_CONTEXT + _SLACK * held,
+        slack=_PROCESS if job.on_cpu else _CONTEXT + _SLACK * held,
         stage=stage,
     )
 

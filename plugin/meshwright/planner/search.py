@@ -47,7 +47,7 @@ class Search:
     """The outcome of a search.
 
     Args:
-        shape, cluster, job, profile, allow_future: the arguments of the search.
+        shape, cluster, job, profile, allow_future, no_stages: the arguments of the search.
         choices: the fastest plans that fit, best first.
         pruned: axis value that was left out -> the reason.
         considered, fitting, simulated: numbers of plans that are legal, that fit, and that were simulated.
@@ -62,6 +62,7 @@ class Search:
     job: Job
     profile: HardwareProfile
     allow_future: bool
+    no_stages: str | None
     choices: tuple[Choice, ...]
     pruned: dict[str, str]
     considered: int
@@ -70,6 +71,16 @@ class Search:
     budget: float
     smallest: tuple[Candidate, Memory]
     binding: dict[str, tuple[Candidate, Memory]]
+
+    def space(self, cluster: Cluster, job: Job, *, allow_future: bool = False) -> Space:
+        """Return the candidates for the same model on another cluster, or for another job."""
+        return Space(
+            shape=self.shape,
+            cluster=cluster,
+            job=job,
+            allow_future=allow_future or self.allow_future,
+            no_stages=self.no_stages,
+        )
 
 
 def search(
@@ -140,6 +151,7 @@ def search(
         job=job,
         profile=profile,
         allow_future=space.allow_future,
+        no_stages=space.no_stages,
         choices=tuple(
             Choice(
                 plan=plan, time=time, memory=memory, mfu=peak / total,

@@ -11,7 +11,6 @@ from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
 FUTURE = "this version cannot run it; --allow-future plans it anyway"
-GIVEN = "never picked in this version, but a plain loop runs it if given; --allow-future plans it"
 _CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
 _CONTEXT = 64  # largest context-parallel size
 
@@ -46,6 +45,7 @@ class Space:
         job: sequence length and global batch.
         allow_future: whether to include plans that this version's runtime cannot run.
         most_zero: the highest ZeRO stage to include.
+        no_stages: the reason against all plans with pipeline stages; None to include them.
 
     Example:
         >>> from meshwright.planner.hardware import device
@@ -53,7 +53,7 @@ class Space:
         ...                    vocab=32000)
         >>> space = Space(shape=shape, cluster=Cluster(device=device("a100-80"), gpus=4), job=Job(seq_len=4096,
         ...               global_batch=2))
-        >>> [(region.dp, region.tp) for region in space.regions()]
+        >>> [(region.dp, region.tp) for region in space.regions() if region.pp == 1]
         [(2, 2), (1, 4)]
         >>> space.pruned["dp=4"]
         'the global batch of 2 sequences is not divisible by 4'
@@ -64,6 +64,7 @@ class Space:
     job: Job
     allow_future: bool = False
     most_zero: int = 3
+    no_stages: str | None = None
     pruned: dict[str, str] = field(default_factory=dict, init=False)
 
     def regions(self) -> Iterator[Region]:
@@ -123,7 +124,7 @@ class Space:
             self.pruned.setdefault(
                 "recompute=full with zb-h1 or zbv", "the gradients of the weights would need the layer once more"
             )
-            return ("none", "selective")
+            return ("none", "selective") if self.allow_future else ("none",)
         return ("none", "selective", "full") if self.allow_future else ("none", "full")
 
     def candidate(
@@ -185,8 +186,8 @@ class Space:
     def _pp_reason(self, pp: int) -> str | None:
         if pp == 1:
             return None
-        if not self.allow_future:
-            return GIVEN
+        if self.no_stages is not None:
+            return self.no_stages
         if pp > self.shape.layers:
             return f"more stages than the {self.shape.layers} layers"
         # Uneven stages are legal, but all stages wait for the longest. Allow them if little time is idle.

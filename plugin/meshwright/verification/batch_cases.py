@@ -77,6 +77,9 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
     generator = torch.Generator().manual_seed(seed)
     pieces = plan.gradient_accumulation_steps * (plan.micro_batch_size or 1)
     rows = 2 * plan.dp * max(pieces, 1)
+    is_counted = plan.schedule == "interleaved" and plan.micro_batch_size is not None
+    rows *= plan.pp if is_counted else 1  # this schedule needs a multiple of pp
+    fewer = rows if is_counted else rows - 1
     # This length is a multiple of tp. Some cases have a shorter one, which sequence parallelism has to pad.
     even = math.lcm(LENGTH, plan.tp)
 
@@ -87,7 +90,7 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
             labels[row, : 1 + row % (length // 2)] = IGNORE_INDEX
         return {"input_ids": ids, "labels": labels}
 
-    cases = [Case("even rows", (tokens(rows, even),)), Case("uneven rows, odd length", (tokens(rows - 1, even - 1),))]
+    cases = [Case("even rows", (tokens(rows, even),)), Case("uneven rows, odd length", (tokens(fewer, even - 1),))]
     if "attention_mask" in takes:
         cases.append(Case("padding", (_padded(tokens(rows, even), left=False),)))
         cases.append(Case("padding on the left", (_padded(tokens(rows, even - 1), left=True),)))

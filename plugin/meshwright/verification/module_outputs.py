@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.config import ParallelPlan
 from meshwright.verification.comparison_report import Difference
 
 
@@ -52,22 +53,23 @@ class Outputs:
 
 
 def output_differences(
-    expected: Mapping[str, Output], ranks: Sequence[Mapping[str, Output]], tp: int
+    expected: Mapping[str, Output], ranks: Sequence[Mapping[str, Output]], plan: ParallelPlan
 ) -> list[Difference]:
     """Compare the outputs of modules on all ranks with those on one device.
 
-    An output is compared if every rank holds all of it, or a contiguous slice of its tokens (sequence parallelism). An
-    output that is sharded over its width or over heads is not compared, but later outputs computed from it are.
+    An output is compared if every rank of its pipeline stage holds all of it, or a contiguous slice of its tokens
+    (sequence parallelism). An output that is sharded over its width or over heads is not compared, but later outputs
+    computed from it are.
 
     Args:
         expected: the outputs on one device.
-        ranks: the outputs on each rank of the plan, all for the same batch.
-        tp: the size of the tp axis.
+        ranks: the outputs on each rank of the plan, all for the same batch, of the modules of the rank's stages.
+        plan: the plan.
     """
-    found = []
+    found, tp = [], plan.tp
     for name, one in expected.items():
         parts = [rank[name] for rank in ranks if name in rank]
-        if one.ndim != 3 or len(parts) < len(ranks) or any(part.sums.shape != one.sums.shape for part in parts):
+        if one.ndim != 3 or len(parts) < plan.dp * tp or any(part.sums.shape != one.sums.shape for part in parts):
             continue
         if all(part.tokens == one.tokens for part in parts):
             sums = [part.sums for part in parts]

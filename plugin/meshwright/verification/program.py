@@ -20,7 +20,9 @@ from meshwright.errors import PlanError
 from meshwright.faults.together import values_of_all
 from meshwright.mesh.packed_values import pack, unpack
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
+from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.row_layout import is_held
 from meshwright.roles.adapters import without_wrappers
 from meshwright.verification.batch_cases import Case, given_cases, token_cases
 from meshwright.verification.comparison_report import Difference
@@ -140,7 +142,7 @@ class Training:
         raise NotImplementedError
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
-        """Return the outputs of all modules and the logits for the whole first batch."""
+        """Return the outputs of the modules and the logits for the whole first batch."""
         first = self.cases[0]
         batch = {name: value for name, value in first.batches[0].items() if name != "labels"}
         self.model.eval()
@@ -199,6 +201,13 @@ class Distributed(Training):
 
     loader: Any
     has_global_loss: bool  # false for a user's loss of one rank's rows, whose mean over ranks is compared
+
+    def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
+        with runtime_of(self.model).gathering_logits():
+            outputs, logits = super().evaluate()
+        # The layers of other pipeline stages hand their input on.
+        held = {name for name, module in self.model.named_modules() if all(map(is_held, module.parameters()))}
+        return {name: output for name, output in outputs.items() if name in held}, logits
 
     def batches(self) -> Iterator[tuple[Case, list[Any]]]:
         rows = iter(self.loader)
@@ -311,7 +320,7 @@ def _evaluation(program: Program, training: Distributed, start: Start, tell: Tel
     if dist.is_initialized():
         ranks = values_of_all(outputs)
     if _is_first():
-        yield from output_differences(start.outputs, ranks, program.plan.tp)
+        yield from output_differences(start.outputs, ranks, program.plan)
     if start.logits is not None:
         value = float("inf") if logits is None else _difference(logits, start.logits)
         yield Difference("logits, in evaluation", "", "the first batch", value)

@@ -10,23 +10,26 @@ from meshwright.config import ParallelPlan
 def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
     """Return the plan or, if it needs more than ``processes`` processes, a smaller plan of the same kind.
 
-    Every axis, stage and option of the plan stays; the sizes of the axes shrink, dp first. dp shrinks to 2, and tp to
-    its largest divisor that fits or, if none fits, to its smallest divisor above 1. So the result may need more
-    than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7.
+    Every axis and option of the plan stays; the sizes of the axes shrink, dp and pp first. dp and pp shrink to 2, and
+    tp to its largest divisor that fits or, if none fits, to its smallest divisor above 1. So the result may need more
+    than ``processes`` processes: at least 4 with dp and tp, and 14 with dp and tp=7. The model of a verification has
+    fewer layers, so stages of given lengths become even.
 
     Example:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp
         2
     """
+    plan = dataclasses.replace(plan, stages=None)
     if plan.world_size <= processes:
         return plan
-    dp = min(plan.dp, 2)
+    dp, pp = min(plan.dp, 2), min(plan.pp, 2)
     sizes = [size for size in range(2, plan.tp + 1) if plan.tp % size == 0] or [1]
-    tp = max((size for size in sizes if dp * size <= processes), default=sizes[0])
+    tp = max((size for size in sizes if dp * pp * size <= processes), default=sizes[0])
     return dataclasses.replace(
         plan,
         dp=dp,
         tp=tp,
+        pp=pp,
         gradient_accumulation_steps=min(plan.gradient_accumulation_steps, 2),
         micro_batch_size=plan.micro_batch_size and min(plan.micro_batch_size, 2),
     )

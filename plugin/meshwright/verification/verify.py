@@ -16,7 +16,6 @@ from typing import Any
 from meshwright.choose.given_plan import resolve_plan
 from meshwright.config import PlanLike, ToDistributedConfig
 from meshwright.errors import PlanError
-from meshwright.pipeline.refusals import refuse_pipeline
 from meshwright.verification.batch_cases import given_cases
 from meshwright.verification.comparison_report import Report, summarise
 from meshwright.verification.local_processes import Tell, run_together, start_server
@@ -83,8 +82,12 @@ def verify(
     started = time.monotonic()
     tell: Tell = on_progress or (lambda text: None)
     plan = resolve_plan(plan)
-    refuse_pipeline(plan.pp, "in meshwright verify")
     _check(model_factory, steps)
+    if plan.pp > 1 and loss is not None:
+        raise PlanError(
+            f"verify(loss=...) under ParallelPlan.pp={plan.pp}: the backward pass runs inside the model's forward, so "
+            "the loss must be the model's own. Leave loss out and put labels into the batch, or use pp=1"
+        )
     if batch is not None:
         given_cases(batch)
     # The check of replicas is off, since the comparison itself finds replicas that differ, parameter by parameter.

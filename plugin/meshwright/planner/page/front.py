@@ -12,7 +12,6 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.page.draw import Svg, number, text_width, ticks
 from meshwright.planner.search import Search
-from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
 _GIB = 2**30
@@ -67,7 +66,7 @@ def pareto(found: Search) -> tuple[list[Point], list[Point]]:
 
 def _weighed(found: Search, model: StepModel) -> Iterator[Point]:
     job = found.job
-    space = Space(shape=found.shape, cluster=found.cluster, job=job, allow_future=found.allow_future)
+    space = found.space(found.cluster, job)
     for region in space.regions():
         for micro in space.micro_batches(region):
             is_any = False

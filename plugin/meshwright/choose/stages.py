@@ -1,0 +1,50 @@
+"""Whether a plan with pipeline stages may be picked for a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.config import ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.parallel.head_losses import find_loss
+from meshwright.parallel.structure import describe
+from meshwright.pipeline.layer_order import record_order
+from meshwright.roles import plan_for
+from meshwright.roles.adapters import without_wrappers
+
+
+def against_stages(model: Any, config: ToDistributedConfig) -> str | None:
+    """Return why no plan with pipeline stages may be picked for a model, as far as no forward pass is needed to know.
+
+    Args:
+        model: the model.
+        config: the options of ``to_distributed``.
+
+    Returns:
+        The reason; None if such a plan may be picked.
+    """
+    if not config.picks_stages:
+        return "ToDistributedConfig(picks_stages=False)"
+    if config.engine is not None:
+        return f"{config.engine} runs the backward pass of the whole model"
+    if find_loss(without_wrappers(model)[1], config.loss_averages_over) is None:
+        return "the model computes its own loss, and a pipeline's backward pass runs inside the model's forward"
+    if next(model.parameters()).dtype is torch.float16:
+        return "training in float16 needs a GradScaler, which could not scale the loss in time"
+    return None
+
+
+def why_not_cut(model: Any, config: ToDistributedConfig) -> str | None:
+    """Return why the layers of a model cannot be cut into stages; None if they can.
+
+    The model's forward runs once on tensors without values.
+    """
+    decoder = without_wrappers(model)[1]
+    try:
+        roles = config.sharding_plan or plan_for(decoder)
+        record_order(decoder, describe(decoder, roles, tp=1, sequence_parallel=False).layers)
+    except PlanError as error:
+        return str(error)
+    return None
