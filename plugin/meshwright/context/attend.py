@@ -47,10 +47,28 @@ class AttentionCall:
             return mask
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """Run the function; returns ``[B, S, heads, d]``."""
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """What the function reads besides queries, keys and values, and has a gradient, such as sinks."""
+        found = [x for x in (*self.options.values(), *self.module._parameters.values()) if isinstance(x, Tensor)]
+        return tuple({id(x): x for x in found if x.requires_grad}.values())
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """Run the function, with some options replaced; returns ``[B, S, heads, d]``."""
         with _key_heads(self.module, q.shape[1], k.shape[1]):
-            return self.stock(self.module, q, k, v, mask, **options)[0]
+            return self.stock(self.module, q, k, v, mask, **{**self.options, **options})[0]
+
+    def run_with(self, trained: list[Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Run the function with other tensors in place of :attr:`trained`, in its order."""
+        stand_ins = dict(zip(map(id, self.trained), trained, strict=True))
+        options = {name: stand_ins.get(id(x), x) for name, x in self.options.items()}
+        parameters: dict[str, Any] = self.module._parameters
+        before = dict(parameters)
+        parameters.update({name: stand_ins.get(id(p), p) for name, p in before.items()})
+        try:
+            return self.run(q, k, v, mask, **options)
+        finally:
+            parameters.update(before)
 
 
 def attend_in_blocks(
@@ -66,10 +84,7 @@ def attend_in_blocks(
         runs: where the queries lie in the sequence.
         parts: the parts of the sequence, whose keys and values are gathered in forward and again in backward.
     """
-    extra = {name: x for name, x in call.options.items() if isinstance(x, Tensor) and x.requires_grad}
-    given = {id(x) for x in extra.values()}
-    own = [p for p in call.module.parameters(recurse=False) if p.requires_grad and id(p) not in given]
-    result: Tensor = _AttendInBlocks.apply(call, runs, parts, tuple(extra), q, k, v, *extra.values(), *own)
+    result: Tensor = _AttendInBlocks.apply(call, runs, parts, q, k, v, *call.trained)
     return result
 
 
@@ -80,14 +95,13 @@ class _AttendInBlocks(torch.autograd.Function):
         call: AttentionCall,
         runs: tuple[Run, ...],
         parts: SequenceParts | None,
-        names: tuple[str, ...],
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *extra: Tensor,
+        *trained: Tensor,
     ) -> Tensor:
-        ctx.call, ctx.runs, ctx.parts, ctx.names = call, runs, parts, names
-        ctx.save_for_backward(q, k, v, *extra)
+        ctx.call, ctx.runs, ctx.parts = call, runs, parts
+        ctx.save_for_backward(q, k, v, *trained)
         ctx.replay = _Replay(q.device) if call.options.get("dropout") else None
         ctx.autocast = _autocast_of(q.device)
         k, v = _gathered(k, v, parts)
@@ -95,34 +109,35 @@ class _AttendInBlocks(torch.autograd.Function):
         for place, run in query_blocks(runs):
             low, high = call.mask.visible(run)
             mask = call.block(run, Run(low, high - low), q.dtype)
-            outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask, call.options))
+            outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask))
         return torch.cat(outputs, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        call, (q, k, v, *extra) = ctx.call, ctx.saved_tensors
+        call, (q, k, v, *trained) = ctx.call, ctx.saved_tensors
         k, v = _gathered(k, v, ctx.parts)
         sums_dtype = torch.promote_types(q.dtype, torch.float32)
         d_q = torch.empty_like(q)
         d_k, d_v = torch.zeros_like(k, dtype=sums_dtype), torch.zeros_like(v, dtype=sums_dtype)
-        d_extra: list[Tensor | None] = [None] * len(extra)
-        options = {**call.options, **dict(zip(ctx.names, extra, strict=False))}
+        d_trained: list[Tensor | None] = [None] * len(trained)
         with ctx.replay or contextlib.nullcontext(), ctx.autocast(), torch.enable_grad():
             for place, run in query_blocks(ctx.runs):
                 low, high = call.mask.visible(run)
                 mask = call.block(run, Run(low, high - low), q.dtype)
                 inputs = [x.detach().requires_grad_() for x in (q[:, :, place], k[:, :, low:high], v[:, :, low:high])]
-                output = call.run(*inputs, mask, options)
-                found = torch.autograd.grad(output, [*inputs, *extra], grad[:, place], allow_unused=True)
+                others = [x.detach().as_subclass(Tensor).requires_grad_() for x in trained]
+                output = call.run_with(others, *inputs, mask)
+                found = torch.autograd.grad(output, [*inputs, *others], grad[:, place], allow_unused=True)
                 d_q[:, :, place] = found[0]
                 d_k[:, :, low:high] += found[1]
                 d_v[:, :, low:high] += found[2]
                 for i, new in enumerate(found[3:]):
-                    d_extra[i] = new if d_extra[i] is None or new is None else d_extra[i] + new  # type: ignore[operator]
+                    if new is not None:
+                        d_trained[i] = new + (0 if d_trained[i] is None else d_trained[i])
         if ctx.parts is not None:
             d_k, d_v = _scattered(d_k, d_v, ctx.parts)
-        return None, None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_extra
+        return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained
 
 
 def _gathered(k: Tensor, v: Tensor, parts: SequenceParts | None) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ class ContextAttention:
         if self.method == "hybrid":
             output = self._ring(call, q, k, v)
         elif call.mask.is_causal_alone and not call.is_additive:
-            output = call.run(q, k, v, None, {**call.options, "is_causal": True})
+            output = call.run(q, k, v, None, is_causal=True)
         else:
             output = attend_in_blocks(call, q, k, v, self.parts.runs(length, 0, self.axes.cp.size))
         return self._exchange.to_tokens(output)
@@ -217,6 +217,7 @@ def _mask(
         window=local_size,
         # A chunk of chunked attention is no window: its mask depends on where the chunk begins.
         is_plain=allow_is_causal_skip and attention_mask is None and chunk is None,
+        averages_blind=plain_config(config)._attn_implementation == "eager",
         is_vectorized=not use_vmap,
         device=torch.device(device),
     )

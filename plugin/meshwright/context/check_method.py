@@ -79,10 +79,10 @@ def _check_some_heads(site: AttentionSite, name: str, plan: ParallelPlan) -> Non
     """Check that the attention of a head does not depend on the other heads, or on the number of heads."""
     call, q, k, v = _example(site)
     groups = site.heads // site.key_heads
-    whole = call.run(q, k, v, _mask(call), call.options)
+    whole = call.run(q, k, v, _mask(call))
     options = {key: x[:groups] if isinstance(x, Tensor) and x.ndim == 1 else x for key, x in call.options.items()}
     try:
-        one = call.run(q[:, :groups], k[:, :1], v[:, :1], _mask(call), options)
+        one = call.run(q[:, :groups], k[:, :1], v[:, :1], _mask(call), **options)
         equal = torch.allclose(one, whole[:, :, :groups], atol=_TOLERANCE, rtol=_TOLERANCE)
     except RuntimeError:
         equal = False
@@ -97,7 +97,9 @@ def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
     """Compare the ring's formula with the attention function of the model."""
     call, q, k, v = _example(site)
     unknown = [key for key, value in call.options.items() if isinstance(value, Tensor) and key not in _KNOWN]
-    whole = call.run(q, k, v, _mask(call), call.options)
+    trained = [torch.randn(x.shape, dtype=q.dtype, device="cpu") for x in call.trained]
+    sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is sinks), None)
+    whole = call.run_with(trained, q, k, v, _mask(call))
     scale = call.options.get("scaling")
     ring = RingCall(
         axis=Axis("cp"),
@@ -106,7 +108,7 @@ def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=call.options.get("softcap"),
     )
-    own = ring_attention(ring, q, k, v, call.options.get("s_aux"))
+    own = ring_attention(ring, q, k, v, sinks)
     if unknown or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
         raise PlanError(
             f"{name} computes another attention than softmax(scale q k) v with a soft cap or sinks, which is what "
@@ -117,15 +119,16 @@ def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
 def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
     """Return a call of the model's attention function on random values, of one row and a few tokens."""
     generator = torch.Generator().manual_seed(0)
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
 
-    def random(heads: int, size: int) -> Tensor:
-        return torch.randn(1, heads, _LENGTH, size, generator=generator, device="cpu", dtype=torch.float32)
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=dtype)
 
     options: dict[str, Any] = {
-        name: torch.randn(value.shape, generator=generator, device="cpu") if isinstance(value, Tensor) else value
-        for name, value in site.options.items()
+        name: random(*value.shape) if isinstance(value, Tensor) else value for name, value in site.options.items()
     }
     options |= {name: 0.0 for name in options if "dropout" in name}
+    options |= {name: site.module._parameters[own] for name, own in site.shared.items()}
     stock, implementation = stock_attention(site.module)
     mask = ContextMask(
         function=lambda row, head, q, k: k <= q,
@@ -134,19 +137,20 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
         length=_LENGTH,
         window=None,
         is_plain=True,
+        averages_blind=False,
         is_vectorized=True,
         device=torch.device("cpu"),
     )
     call = AttentionCall(
         module=site.module, stock=stock, is_additive=implementation == "eager", mask=mask, options=options
     )
-    return call, random(site.heads, site.key_size), random(site.key_heads, site.key_size), random(
-        site.key_heads, site.value_size
-    )
+    shapes = (site.heads, site.key_size), (site.key_heads, site.key_size), (site.key_heads, site.value_size)
+    q, k, v = (random(1, heads, _LENGTH, size) for heads, size in shapes)
+    return call, q, k, v
 
 
 def _mask(call: AttentionCall) -> Tensor:
     run = Run(0, _LENGTH)
-    return call.block(run, run, torch.float32)
+    return call.block(run, run, torch.get_default_dtype())
 
 

@@ -50,10 +50,12 @@ class ContextForward(MethodOverride):
             raise PlanError("the model was called without input_ids or inputs_embeds")
         region = self.region
         region.keeps_parted = self.has_token_loss
+        given = [x for x in batch.values() if isinstance(x, Tensor) and x.shape[:2] == tokens.shape[:2]]
+        region.inputs = tuple(given)
         try:
             output = self.method(**batch)
         finally:
-            region.keeps_parted, region.length = False, 0
+            region.keeps_parted, region.inputs = False, ()
         if not self.has_token_loss:
             return output
         is_kept = self.decoder.training and torch.is_grad_enabled() and batch.get("labels") is not None

@@ -27,6 +27,8 @@ class ContextMask:
         length: the length of the sequence S.
         window: the number of tokens to which a query attends at most, if the mask limits it.
         is_plain: whether the mask is that of causal attention, within ``window`` if that is given, and nothing else.
+        averages_blind: whether a query that attends to no key gets the average of all values, as an added mask makes
+            it; otherwise it gets zeros.
         is_vectorized: whether ``function`` takes tensors that broadcast; otherwise it takes one place at a time.
         device: the device on which blocks are made.
     """
@@ -37,9 +39,11 @@ class ContextMask:
     length: int
     window: int | None
     is_plain: bool
+    averages_blind: bool
     is_vectorized: bool
     device: torch.device
     _visible: dict[Run, tuple[int, int]] = field(default_factory=dict)
+    _blind: dict[Run, Tensor] = field(default_factory=dict)
 
     @property
     def is_causal_alone(self) -> bool:
@@ -47,7 +51,7 @@ class ContextMask:
         return self.is_plain and (self.window is None or self.length <= self.window)
 
     def visible(self, queries: Run) -> tuple[int, int]:
-        """Return the smallest range of keys that holds all keys to which some of the queries attend; never empty.
+        """Return the smallest range of keys that holds all keys that the queries' attention depends on; never empty.
 
         For a mask that depends on values, such as packed documents, the host waits for the device, once for each block
         of queries in a forward pass.
@@ -61,11 +65,18 @@ class ContextMask:
         return low, max(low + 1, min(queries.stop, self.length))
 
     def _measured(self, queries: Run) -> tuple[int, int]:
-        seen = self.block(queries, Run(0, self.length)).flatten(0, 2).any(0)
-        places = seen.nonzero()
-        if not len(places):  # padding only; the values that padding gets are not used
-            return 0, 1
-        return int(places[0]), int(places[-1]) + 1
+        seen = self.block(queries, Run(0, self.length))
+        blind = ~seen.any(-1)
+        if self.averages_blind and bool(blind.any()):
+            self._blind[queries] = blind
+            return 0, self.length
+        places = seen.flatten(0, 2).any(0).nonzero()
+        return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 1)
+
+    def blind(self, queries: Run) -> Tensor | None:
+        """Return which of the queries get the average of all values, ``[B or 1, 1, queries]``; None if none does."""
+        self.visible(queries)
+        return self._blind.get(queries)
 
     def block(self, queries: Run, keys: Run) -> Tensor:
         """Return the mask of a block, bool ``[B or 1, 1, queries, keys]``. Queries in the padding act as the last one."""

@@ -32,11 +32,14 @@ class ContextRegion:
         self.record, self.parts = record, parts
         self.length = 0  # the number of tokens of the last sequence
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
+        self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._first = structure.layers[0]
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # what several layers are given, cut once in a pass
         for layer in structure.layers:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+        if record.reshapes and structure.head is not None:
+            structure.head.register_forward_pre_hook(self._enter_head)
 
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -48,9 +51,10 @@ class ContextRegion:
 
         def cut(value: Any, place: Place) -> Any:
             if isinstance(value, Tensor):
-                if place not in dims or (value is hidden and layer is not self._first):
+                dim = dims.get(place, 1 if self._is_input(value) else None)
+                if dim is None or (value is hidden and layer is not self._first):
                     return value
-                return self._own(value, dims[place], keep=value is not hidden)
+                return self._own(value, dim, keep=value is not hidden)
             if isinstance(value, tuple | list):
                 return type(value)(cut(item, (*place, i)) for i, item in enumerate(value))
             if type(value) is dict:
@@ -64,12 +68,15 @@ class ContextRegion:
     def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self.record.arguments[layer]
         for place, x in tensors_in((args, kwargs)):
-            if place not in known and self.length in x.shape:
+            if place not in known and self.length in x.shape and not self._is_input(x):
                 raise ValueError(
                     f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
                     "which it is not given with input_ids and labels alone, so it is not known how to cut it for "
                     "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
                 )
+
+    def _is_input(self, x: Tensor) -> bool:
+        return any(x is given for given in self.inputs)
 
     def _own(self, x: Tensor, dim: int, *, keep: bool) -> Tensor:
         if not keep or in_backward():  # activation checkpointing runs a layer again
@@ -83,8 +90,11 @@ class ContextRegion:
             return None
         length, self.length = self.length, 0
         self._cut.clear()
-        if self.keeps_parted:
+        if self.keeps_parted and not self.record.reshapes:
             return None
-        if isinstance(output, Tensor):
-            return self.parts.join(output, 1, length)
-        return (self.parts.join(output[0], 1, length), *output[1:])
+        x, *others = (output,) if isinstance(output, Tensor) else output
+        x = self.parts.join(x, 1, length, is_taken_again=self.keeps_parted)
+        return x if isinstance(output, Tensor) else (x, *others)
+
+    def _enter_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (self.parts.take(args[0], 1), *args[1:]) if self.keeps_parted else None

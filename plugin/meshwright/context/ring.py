@@ -47,7 +47,7 @@ class RingCall:
     def runs(self) -> tuple[Run, ...]:
         return self.runs_of[self.axis.rank]
 
-    def blocks(self, source: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    def blocks(self, source: int) -> Iterator[tuple[slice, slice, _BlockMask]]:
         """Yield the blocks that a rank's keys and this rank's queries share: queries, keys, and the mask.
 
         The keys are places among the tokens of ``source``. A block without a visible pair is left out.
@@ -62,12 +62,34 @@ class RingCall:
                     yield place, keys, self._mask(queries, Run(start, stop - start))
                 offset += run.size
 
-    def _mask(self, queries: Run, keys: Run) -> Tensor | None:
+    def _mask(self, queries: Run, keys: Run) -> _BlockMask:
         mask = self.mask
         window = mask.window is None or queries.stop - keys.start <= mask.window
         if mask.is_plain and keys.stop <= queries.start + 1 and window:
-            return None  # every query of the block attends to every key
-        return mask.block(queries, keys)[:, :, None]  # [B or 1, 1, 1, Q, T]
+            return _BlockMask(None, None)  # every query of the block attends to every key
+        hidden, blind = ~mask.block(queries, keys)[:, :, None], mask.blind(queries)
+        if blind is None:
+            return _BlockMask(hidden, None)
+        blind = blind[:, :, None, :, None]
+        return _BlockMask(hidden & ~blind, blind)
+
+
+@dataclass(frozen=True)
+class _BlockMask:
+    """The mask of a block of scores ``[B, K, G, Q, T]``.
+
+    Args:
+        hidden: the scores that do not count; None if all do.
+        blind: the queries whose scores are all equal; None if there are none.
+    """
+
+    hidden: Tensor | None
+    blind: Tensor | None
+
+    def on(self, scores: Tensor) -> Tensor:
+        if self.hidden is not None:
+            scores = scores.masked_fill(self.hidden, -torch.inf)
+        return scores if self.blind is None else scores.masked_fill(self.blind, 0)
 
 
 def ring_attention(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -151,7 +173,7 @@ def _grouped(x: Tensor, key_heads: int) -> Tensor:
 
 
 def _scores(
-    call: RingCall, q_BKGQD: Tensor, k_BKTD: Tensor, mask: Tensor | None, dtype: torch.dtype
+    call: RingCall, q_BKGQD: Tensor, k_BKTD: Tensor, mask: _BlockMask, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Return a block's scores in ``dtype``, and the derivative of the soft cap, if there is one."""
     scores = (q_BKGQD @ k_BKTD[:, :, None].transpose(-1, -2)).to(dtype) * call.scale
@@ -159,7 +181,7 @@ def _scores(
     if call.softcap is not None:
         capped = (scores / call.softcap).tanh()
         scores, slope = capped * call.softcap, 1 - capped**2
-    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)), slope
+    return mask.on(scores), slope
 
 
 def _round(axis: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:

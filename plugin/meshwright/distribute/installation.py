@@ -363,7 +363,7 @@ def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: Par
     if plan.cp == 1:
         return None
     assert structure is not None
-    record = record_context(decoder, structure.layers)
+    record = record_context(decoder, structure)
     check_method(record, plan)
     return record
 

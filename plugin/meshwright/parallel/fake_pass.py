@@ -14,13 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.errors import PlanError
 
 
-def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str) -> Any:
+def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str, has_labels: bool = True) -> Any:
     """Run a decoder on fake token ids and labels, and return its output.
 
     Args:
         model: the decoder, with or without memory. It is not changed.
         rows: the number of rows.
         length: the number of tokens in each row.
+        has_labels: whether the decoder is given labels.
         instead: the plan to use if the decoder cannot be run in this way, for the message.
 
     Raises:
@@ -28,7 +29,7 @@ def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _fake_values(model):
         tokens = torch.zeros(rows, length, dtype=torch.int64)
-        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        inputs = {"input_ids": tokens, "use_cache": False} | ({"labels": tokens} if has_labels else {})
         known = inspect.signature(model.forward).parameters
         try:
             with torch.enable_grad():

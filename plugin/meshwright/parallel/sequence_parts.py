@@ -75,13 +75,20 @@ class SequenceParts:
             pieces.append(piece)
         return torch.cat(pieces, dim)
 
-    def join(self, x: Tensor, dim: int, length: int) -> Tensor:
+    def join(self, x: Tensor, dim: int, length: int, *, is_taken_again: bool = False) -> Tensor:
         """Return all tokens in order, without padding, from each rank's tokens; every rank of cp must make the call.
 
         The result is the same on all ranks of cp, and so is a loss that a program computes from it. Backward passes
         ``cp`` times this rank's part of the gradient on, since gradients of parameters are averaged over cp.
+
+        Args:
+            x: this rank's tokens.
+            dim: the dim of the tokens.
+            length: the number of tokens of the sequence.
+            is_taken_again: whether each rank uses its own tokens of the result only, so that its gradient is that of
+                these tokens.
         """
-        result: Tensor = _Join.apply(x, self, dim, length)
+        result: Tensor = _Join.apply(x, self, dim, length, 1 if is_taken_again else self.axis.size)
         return result
 
     def ordered(self, parts: Tensor, dim: int) -> Tensor:
@@ -103,11 +110,11 @@ class SequenceParts:
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: SequenceParts, dim: int, length: int) -> Tensor:
-        ctx.parts, ctx.dim = parts, dim
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts, dim: int, length: int, factor: int) -> Tensor:
+        ctx.parts, ctx.dim, ctx.factor = parts, dim, factor
         gathered = all_gather(x[None], parts.axis)
         return parts.ordered(gathered, dim).narrow(dim, 0, length).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.parts.take(grad, ctx.dim) * ctx.parts.axis.size, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.parts.take(grad, ctx.dim) * ctx.factor, None, None, None, None
