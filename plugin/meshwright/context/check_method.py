@@ -98,7 +98,8 @@ def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
     call, q, k, v = _example(site)
     unknown = [key for key, value in call.options.items() if isinstance(value, Tensor) and key not in _KNOWN]
     trained = [torch.randn(x.shape, dtype=q.dtype, device="cpu") for x in call.trained]
-    sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is sinks), None)
+    given = call.options.get("s_aux")
+    sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
     whole = call.run_with(trained, q, k, v, _mask(call))
     scale = call.options.get("scaling")
     ring = RingCall(
