@@ -1,4 +1,4 @@
-"""Attention of some queries over the whole sequence, by the model's own attention function, a block of queries at a time.
+"""Attention of some queries over the whole sequence, by the model's own function, a block of queries at a time.
 
 Only this rank's queries, keys and values are kept for backward, which runs the blocks again. So neither a mask nor the
 keys of the other ranks stay in memory.
@@ -113,7 +113,7 @@ class _AttendInBlocks(torch.autograd.Function):
         return torch.cat(outputs, 1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call, (q, k, v, *trained) = ctx.call, ctx.saved_tensors
         k, v = _gathered(k, v, ctx.parts)
@@ -134,7 +134,8 @@ class _AttendInBlocks(torch.autograd.Function):
                 d_v[:, :, low:high] += found[2]
                 for i, new in enumerate(found[3:]):
                     if new is not None:
-                        d_trained[i] = new + (0 if d_trained[i] is None else d_trained[i])
+                        before = d_trained[i]
+                        d_trained[i] = new if before is None else before + new
         if ctx.parts is not None:
             d_k, d_v = _scattered(d_k, d_v, ctx.parts)
         return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained

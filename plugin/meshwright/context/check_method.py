@@ -38,7 +38,7 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
     exchange_size, ring_size = sizes(plan)
     for site in record.sites:
         name = type(site.module).__name__
-        stock, implementation = stock_attention(site.module)
+        _, implementation = stock_attention(site.module)
         if implementation not in _DELEGATED:
             raise PlanError(
                 f"{name} has attn_implementation={implementation!r}, which takes no mask of a block of queries; under "
@@ -153,5 +153,3 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
 def _mask(call: AttentionCall) -> Tensor:
     run = Run(0, _LENGTH)
     return call.block(run, run, torch.get_default_dtype())
-
-

@@ -114,8 +114,6 @@ def _check(batch: dict[str, Any]) -> None:
         )
 
 
-
-
 def refuse_generating_parts(model: nn.Module) -> None:
     """Make ``model.generate`` raise, if the model has one."""
     if callable(method := getattr(model, "generate", None)):

@@ -35,9 +35,7 @@ class HeadExchange:
         sent = [self._by_rank(x) for x in (q, self._enough(k), self._enough(v))]
         received = exchange_rows(torch.cat([x.flatten(1) for x in sent], 1), self.axis)
         found = received.split([x[0].numel() for x in sent], 1)
-        q, k, v = (
-            self.parts.ordered(x.view(size, *like.shape[1:]), 2) for x, like in zip(found, sent, strict=True)
-        )
+        q, k, v = (self.parts.ordered(x.view(size, *like.shape[1:]), 2) for x, like in zip(found, sent, strict=True))
         return q, k, v
 
     def to_tokens(self, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The mask of one forward pass as a function of places in the sequence, of which blocks are materialised when needed."""
+"""The mask of one forward pass: a function of places in the sequence, of which blocks are made when needed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ class ContextMask:
         return self._blind.get(queries)
 
     def block(self, queries: Run, keys: Run) -> Tensor:
-        """Return the mask of a block, bool ``[B or 1, 1, queries, keys]``. Queries in the padding act as the last one."""
+        """Return the mask of a block, bool ``[B or 1, 1, queries, keys]``.
+
+        Queries beyond the end of the sequence act as the last one.
+        """
         last = self.length - 1
         q = torch.arange(queries.start, queries.stop, device=self.device).clamp(max=last)
         k = torch.arange(keys.start, keys.stop, device=self.device)
@@ -95,9 +98,8 @@ class ContextMask:
         found = found.reshape(-1, 1, *found.shape[-2:]) if found.ndim > 2 else found[None, None]
         if self.padding is not None:
             found = found & self.padding[:, inside][:, None, None]
-        if keys.stop > self.length:
-            found = found & (k < self.length)
-        return found
+        result: Tensor = found if keys.stop <= self.length else found & (k < self.length)
+        return result
 
 
 def query_blocks(runs: tuple[Run, ...]) -> list[tuple[slice, Run]]:

@@ -98,7 +98,9 @@ def record_context(model: nn.Module, structure: DecoderStructure) -> ContextReco
                 f"attention of its own. Use {INSTEAD}"
             )
     arguments = {layer: frozenset(shapes) for layer, shapes in first.shapes.items()}
-    return ContextRecord(token_dims=token_dims, arguments=arguments, sites=tuple(first.sites), reshapes=_reshapes(model, structure))
+    return ContextRecord(
+        token_dims=token_dims, arguments=arguments, sites=tuple(first.sites), reshapes=_reshapes(model, structure)
+    )
 
 
 @dataclass
@@ -131,7 +133,7 @@ def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass
     handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in layers]
     attach_attention(model, found)
     try:
-        run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD)
+        run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD, has_labels=False)
     except PlanError as error:
         if ContextMask.__name__ not in str(error.__cause__):
             raise
@@ -154,12 +156,14 @@ def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
         return output[:, :some] if isinstance(output, Tensor) else (output[0][:, :some], *output[1:])
 
     handle = (structure.final_norm or structure.layers[-1]).register_forward_hook(cut)
+    attach_attention(model, _Pass())
     try:
         output = run_without_values(model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD, has_labels=False)
         return bool(output["logits"].shape[1] != some)
     except PlanError:
         return True
     finally:
+        detach_attention(model)
         handle.remove()
 
 
@@ -173,5 +177,3 @@ def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from tensors_in(item, (*place, name))
-
-

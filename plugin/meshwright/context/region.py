@@ -1,7 +1,7 @@
 """The region of a forward pass in which each rank of cp has its own tokens: the layers of a decoder.
 
-It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it. It
-ends after the final norm: the head and the causal-LM loss take each token by itself.
+It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it.
+It ends after the final norm: the head and the causal-LM loss take each token by itself.
 """
 
 from __future__ import annotations

@@ -111,7 +111,10 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         grouped = _grouped(q, k.shape[1])
-        output = torch.zeros(*grouped.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
+        rows, key_heads, groups, length, _ = grouped.shape
+        # In memory, a token's heads are neighbours, so that the output projection reads what is kept for backward.
+        output = torch.zeros(rows, length, key_heads, groups, v.shape[-1], dtype=dtype, device=q.device)
+        output = output.permute(0, 2, 3, 1, 4)
         if sinks is None:
             total = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
         else:
@@ -133,7 +136,7 @@ class _Ring(torch.autograd.Function):
         return result.flatten(1, 2).transpose(1, 2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call = ctx.call
         q, k, v, sinks, output, total = ctx.saved_tensors
@@ -169,7 +172,8 @@ class _Ring(torch.autograd.Function):
 
 def _grouped(x: Tensor, key_heads: int) -> Tensor:
     """Return ``[B, heads, tokens, D]`` as ``[B, K, G, tokens, D]``."""
-    return x.unflatten(1, (key_heads, -1))
+    grouped: Tensor = x.unflatten(1, (key_heads, -1))
+    return grouped
 
 
 def _scores(

@@ -119,9 +119,7 @@ class Installation:
             config=config,
             structure=structure,
             loss=find_loss(decoder),
-            runtime=Runtime(
-                tp=axes.tp, dp=axes.dp, pp=axes.pp, cp=axes.cp, rows=axes.rows, parameters=[], plan=plan
-            ),
+            runtime=Runtime(tp=axes.tp, dp=axes.dp, pp=axes.pp, cp=axes.cp, rows=axes.rows, parameters=[], plan=plan),
             device=device,
             context=context_of(decoder, structure, plan),
             cut=cut_of(decoder, structure, plan, axes.pp.rank),
@@ -134,11 +132,16 @@ class Installation:
     @property
     def layouts(self) -> dict[str, ParameterLayout]:
         """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
-        if self.structure is None:
+        if self.structure is None or not self._cuts_weights:
             return {}
         prefix = without_wrappers(self.model)[0]
         structure = self.structure if self.cut is None else with_stages(self.structure, self.cut)
         return {prefix + name: layout for name, layout in structure.parameters.items()}
+
+    @property
+    def _cuts_weights(self) -> bool:
+        """Whether a rank may hold a part of a weight, or none of it, because of tensor or pipeline parallelism."""
+        return self.plan.tp > 1 or self.plan.pp > 1
 
     @property
     def tensor_structure(self) -> DecoderStructure | None:
@@ -169,7 +172,7 @@ class Installation:
                 refuse_copying(part)
             elif runtime.engine is None:
                 make_copyable(part, model, runtime)
-        if self.structure is not None:
+        if self._cuts_weights:
             refuse_unloading(model)
         if runtime.weights is not None:
             refuse_merging(model)
@@ -291,7 +294,7 @@ class Installation:
             has_known_loss=self.loss is not None,
             uneven=uneven,
             hooked=hooked,
-            refuses_internals=structure is not None,
+            refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
             follow=runtime.follow,
         )
@@ -329,7 +332,7 @@ class Installation:
         )
 
     def _guard_shards(self) -> None:
-        if self.structure is not None:
+        if self.structure is not None and self._cuts_weights:
             guard_shards(self.model, self.structure)
         if self.runtime.weights is not None:
             self.runtime.weights.guard()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import PlanError
 
@@ -27,7 +28,7 @@ def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str
     Raises:
         PlanError: if the decoder cannot be run in this way.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _fake_values(model):
+    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model):
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         inputs = {"input_ids": tokens, "use_cache": False} | ({"labels": tokens} if has_labels else {})
         known = inspect.signature(model.forward).parameters
@@ -41,6 +42,18 @@ def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str
                 f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
                 f"after its layers ({type(error).__name__}: {error}). Use {instead}"
             ) from error
+
+
+class _ReadAsZero(TorchDispatchMode):
+    """Lets the host read a fake tensor as zero, such as rotary embeddings that look at the longest position."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -103,7 +103,9 @@ class ForwardState:
         as they are, since the parameters' gradients are averaged.
         """
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
-            return share(scale_gradient(x, 1 / self.dp.size), self.axes.cp)  # each rank of cp has the gradient of a part
+            return share(
+                scale_gradient(x, 1 / self.dp.size), self.axes.cp
+            )  # each rank of cp has the gradient of a part
         return x
 
     def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
@@ -173,6 +175,7 @@ def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
         value = kwargs.get(option)  # PEFT passes None
         if getattr(getattr(model, "config", None), option, False) if value is None else value:
             raise ValueError(
-                f"{option}=True is not available under tensor parallelism: each rank has only its own heads, and "
-                "under sequence parallelism only its own tokens. Turn the option off, or run the model on one device"
+                f"{option}=True is not available under tensor or context parallelism: each rank has only its own "
+                "heads, and under sequence and context parallelism only its own tokens. Turn the option off, or run the model "
+                "on one device"
             )

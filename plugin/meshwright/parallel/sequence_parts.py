@@ -1,7 +1,7 @@
 """The part of a sequence that each rank of cp holds: two chunks, one from each end, so that causal work is even.
 
-A sequence is padded to ``2 cp`` chunks of equal length. Rank r holds chunk r and chunk ``2 cp - 1 - r`` ("zigzag"). A late
-token attends to more tokens than an early one, and each such pair of chunks has the same work.
+A sequence is padded to ``2 cp`` chunks of equal length. Rank r holds chunk r and chunk ``2 cp - 1 - r`` ("zigzag"). A
+late token attends to more tokens than an early one, and each such pair of chunks has the same work.
 """
 
 from __future__ import annotations
