@@ -11,26 +11,25 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.progress import track
-from torch import Tensor, nn
+from torch import nn
 
 import meshwright as mw
 from benchmarks.families.models import DENSE, build, model_types
-from benchmarks.families.parity import TOLERANCE, batch
+from benchmarks.families.one_device import ROWS, largest_difference
+from benchmarks.families.parity import TOLERANCE
 from meshwright.mesh.process_group import start_process_group, world_size
-from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
-from meshwright.verification.float64_modules import in_float64, relative_difference
 
 LAYERS = 4
 _OTHER_NAMES = ("n_layers", "num_layers", "decoder_layers")  # of the number of layers, in a family's tiny config
-ROWS = ("plain", "packed", "padded")
 
 
 def build_deeper(family: str) -> nn.Module:
@@ -53,46 +52,12 @@ def layers_of(model: nn.Module) -> int:
     return len(describe(model, plan_for(model), tp=1, sequence_parallel=False).layers)
 
 
-def rows_of(kind: str) -> dict[str, Tensor]:
-    """Return four rows of tokens: plain, of two documents each, or padded on either side."""
-    inputs = {name: torch.cat([x, x.flip(0)]) for name, x in batch(packed=kind == "packed").items()}
-    if kind == "padded":
-        mask = torch.ones_like(inputs["input_ids"])
-        mask[1, -3:] = mask[2, :2] = 0
-        inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
-    return inputs
-
-
-def largest_difference(family: str, kind: str, schedule: str) -> float:
-    """Return the largest relative difference of loss, norm and gradients on rank 0; every rank must make the call."""
-    with in_float64():
-        inputs = rows_of(kind)
-        whole = build_deeper(family).train()
-        expected = whole(**inputs).loss
-        expected.backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
-        model = build_deeper(family).train()
-        pp = min(world_size(), layers_of(model))
-        plan = mw.ParallelPlan(
-            pp=pp, dp=world_size() // pp, schedule=schedule, gradient_accumulation_steps=2  # type: ignore[arg-type]
-        )  # fmt: skip
-        averages_over = None if find_loss(model) else "labels"
-        config = mw.ToDistributedConfig(plan=plan, loss_averages_over=averages_over)
-        model = mw.to_distributed(model, config=config)[0]
-        loss = model(**inputs).loss
-        loss.backward()
-        gradients = mw.full_gradients(model)
-        found = [abs(loss.item() / expected.item() - 1), abs(mw.clip_grad_norm_(model, 1e9).item() / norm.item() - 1)]
-    if dist.get_rank() == 0:
-        wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-        assert gradients.keys() == wanted.keys(), gradients.keys() ^ wanted.keys()
-        largest = max(gradient.abs().max().item() for gradient in wanted.values())
-        for name, gradient in wanted.items():
-            # A gradient that is zero except for rounding (a key's bias) is compared with the largest gradient.
-            is_zero = gradient.abs().max() <= 1e-12 * largest
-            off = (gradients[name] - gradient).abs().max().item() / largest
-            found.append(off if is_zero else relative_difference(gradients[name], gradient))
-    return max(value if value == value else float("inf") for value in found)
+def plan_for_stages(model: nn.Module, schedule: str) -> mw.ParallelPlan:
+    """Return a plan with as many stages as the model has layers, at most."""
+    pp = min(world_size(), layers_of(model))
+    return mw.ParallelPlan(
+        pp=pp, dp=world_size() // pp, schedule=schedule, gradient_accumulation_steps=2  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def main(
@@ -108,7 +73,9 @@ def main(
     for family in track(families, "families", disable=not (is_first and sys.stderr.isatty())):
         for kind in ROWS:
             try:
-                off = largest_difference(family, kind, schedule)
+                off = largest_difference(
+                    partial(build_deeper, family), partial(plan_for_stages, schedule=schedule), kind
+                )
             except mw.PlanError as error:
                 others.append(f"{family}, {kind}: refused: {error}")
                 continue

@@ -119,7 +119,7 @@ class MeshwrightCallback(TrainerCallback):
 
     def _log_plan(self, args: Any, model: nn.Module, loader: Any, device: torch.device) -> None:
         runtime = find_runtime(model)
-        replicas = world_size() if runtime is None else runtime.dp.size
+        replicas = world_size() if runtime is None else runtime.rows.size
         rows = args.train_batch_size * args.gradient_accumulation_steps * replicas
         try:
             card = plan_card(model, loader, rows=rows, device=device)

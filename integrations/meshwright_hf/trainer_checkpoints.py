@@ -247,8 +247,9 @@ class CheckpointMixin:
         super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _global_batch(self) -> int:
-        return self._train_batch_size * self._runtime.dp.size
+        return self._train_batch_size * self._runtime.rows.size
 
 
 def _sizes(runtime: Runtime) -> tuple[int, ...]:
-    return runtime.pp.size, runtime.dp.size, runtime.tp.size
+    of_context = (runtime.cp.size,) if runtime.cp.size > 1 else ()
+    return runtime.pp.size, runtime.rows.size, runtime.tp.size, *of_context

@@ -50,13 +50,13 @@ def mesh_loader(
     """
 
     def make() -> DistributedLoader:
-        batches = global_batches(loader, runtime.dp.size)
+        batches = global_batches(loader, runtime.rows.size)
         sampler = getattr(batches.batch_sampler, "sampler", None)
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size *= runtime.dp.size  # groups of similar length must be groups of global batches
+            sampler.batch_size *= runtime.rows.size  # groups of similar length must be groups of global batches
         elif has_seedable_sampler:
             order_by_seed_and_epoch(batches, args.data_seed)
-        mesh = LoaderMesh(dp=runtime.dp, peers=Peers(runtime.axes.of_same_rows), device=args.device)
+        mesh = LoaderMesh(dp=runtime.rows, peers=Peers(runtime.axes.of_same_rows), device=args.device)
         if is_training:
             return DistributedLoader(batches, mesh, options=options)
         return EvaluationLoader(batches, mesh, options=options, blanks="either")

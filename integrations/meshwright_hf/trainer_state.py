@@ -34,7 +34,7 @@ class Progress:
     """The positions of the data and the dropout masks, which are equal on all ranks.
 
     Args:
-        mesh: the sizes of the axes pp, dp and tp.
+        mesh: the sizes of the axes pp, dp and tp, and of cp if it is above 1.
         global_batch: the rows of all ranks in one forward pass.
         loader: the state of the training loader; None if it is not on the mesh.
         epoch_draws: torch's random state when the epoch began, encoded; None if none has begun.

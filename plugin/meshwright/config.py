@@ -39,7 +39,11 @@ class ParallelPlan:
     Args:
         dp: data-parallel size. The loader's batch is split over the dp ranks.
         tp: tensor-parallel size. Attention heads, MLP width and vocabulary are split over the tp ranks.
-        cp: context-parallel size; not available in this version.
+        cp: context-parallel size. Each of the cp ranks holds a part of every sequence.
+        context: how attention reaches the whole sequence, if cp > 1: "gather" (the keys and values of all ranks; takes
+            any model), "ulysses" (each rank gets all tokens of some heads), "ring" (keys and values go round the ranks)
+            or "hybrid" (ulysses over groups of neighbours, and a ring over the groups).
+        ulysses: number of ranks in each group of "hybrid".
         pp: pipeline-parallel size. The layers are cut into stages, which pass micro-batches on to each other.
         schedule: the order of forwards and backwards, if pp > 1: "gpipe", "1f1b", "interleaved" (several stages on each
             rank), "zb-h1" or "zbv" (zero-bubble schedules, which compute weights' gradients apart).
@@ -65,6 +69,8 @@ class ParallelPlan:
     dp: int = 1
     tp: int = 1
     cp: int = 1
+    context: Literal["gather", "ulysses", "ring", "hybrid"] = "gather"
+    ulysses: int | None = None
     pp: int = 1
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
     chunks: int | None = None
@@ -81,11 +87,6 @@ class ParallelPlan:
         check_int("ParallelPlan", "micro_batch_size", self.micro_batch_size, optional=True)
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
         check_choice("ParallelPlan", "zero_stage", self.zero_stage, (0, 1, 2, 3))
-        if self.cp > 1:
-            raise PlanError(
-                f"ParallelPlan.cp={self.cp}: context parallelism is not available in this version; set cp=1 and use "
-                "dp, tp and pp"
-            )
         if self.recompute not in ("none", "full"):
             raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
@@ -93,7 +94,28 @@ class ParallelPlan:
                 f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} both split a rank's rows into micro-batches; set one of them"
             )
+        self._check_context()
         self._check_pipeline()
+
+    def _check_context(self) -> None:
+        check_choice("ParallelPlan", "context", self.context, ("gather", "ulysses", "ring", "hybrid"))
+        check_int("ParallelPlan", "ulysses", self.ulysses, optional=True)
+        if self.cp > 1 and self.pp > 1:
+            raise PlanError(
+                f"ParallelPlan.cp={self.cp} with pp={self.pp} is not available in this version; set pp=1 or cp=1"
+            )
+        if self.context == "hybrid" and self.cp > 1:
+            size = self.ulysses
+            if size is None or self.cp % size or size in (1, self.cp):
+                raise PlanError(
+                    f"ParallelPlan.context='hybrid' with ulysses={size} and cp={self.cp}: set ulysses to the number of "
+                    "ranks that exchange heads, a divisor of cp between 1 and cp; or use context='ulysses' or 'ring'"
+                )
+        elif self.ulysses is not None:
+            raise PlanError(
+                f"ParallelPlan.ulysses={self.ulysses} is the size of the groups of context='hybrid' under cp > 1, but "
+                f"context={self.context!r} and cp={self.cp}; leave it out"
+            )
 
     def _check_pipeline(self) -> None:
         check_choice("ParallelPlan", "schedule", self.schedule, SCHEDULES)

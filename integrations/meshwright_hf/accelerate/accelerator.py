@@ -86,12 +86,12 @@ class PlannedAccelerator(Accelerator):
         runtime = find_runtime(getattr(scheduler, "optimizer", scheduler))
         if runtime is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
-        check_announced(self.told_processes, runtime.dp.size)
+        check_announced(self.told_processes, runtime.rows.size)
         optimizers = [wrapper for wrapper in self._optimizers if wrapper.optimizer is scheduler.optimizer]
         planned = PlannedScheduler(
             scheduler,
             optimizers,
-            batches=1 if self.split_batches else runtime.dp.size,
+            batches=1 if self.split_batches else runtime.rows.size,
             step_with_optimizer=self.step_scheduler_with_optimizer,
         )
         self._schedulers.append(planned)
@@ -257,7 +257,7 @@ class PlannedAccelerator(Accelerator):
         if isinstance(loader, PlannedLoader):
             return loader.dp
         models = state.planned_models(self)
-        return runtime_of(models[-1]).dp if models else None
+        return runtime_of(models[-1]).rows if models else None
 
     @contextlib.contextmanager
     def _counting_all(self) -> Iterator[None]:

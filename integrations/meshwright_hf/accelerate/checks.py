@@ -120,11 +120,15 @@ def _check_sizes(accelerator: Accelerator, plan: ParallelPlan) -> None:
     sizes = accelerator.parallelism_config
     if sizes is None:
         return
+    for name, value in (("cp_size", sizes.cp_size), ("sp_size", sizes.sp_size)):
+        if value > 1:  # accelerate's own ring, and DeepSpeed's Ulysses: both cut the batch before the model gets it
+            raise PlanError(
+                f"ParallelismConfig has {name}={value}, with which accelerate cuts sequences itself, but the plan has "
+                f"cp={plan.cp}; leave {name} out and set ParallelPlan(cp={value}), which cuts them inside the model"
+            )
     pairs = {
         "tp_size": (sizes.tp_size, "tp", plan.tp),
-        "cp_size": (sizes.cp_size, "cp", plan.cp),
         "dp_replicate_size x dp_shard_size": (sizes.dp_replicate_size * sizes.dp_shard_size, "dp", plan.dp),
-        "sp_size": (sizes.sp_size, "cp", plan.cp),  # DeepSpeed's Ulysses: it shards the whole sequence
     }
     for name, (theirs, axis, ours) in pairs.items():
         if theirs != ours:

@@ -142,13 +142,13 @@ def plan_loader(
         accelerator: the Accelerator, which decides whether to shuffle by a seed and the epoch.
     """
     runtime = runtime_of(model)
-    joined = loader if is_global else global_batches(loader, runtime.dp.size)
+    joined = loader if is_global else global_batches(loader, runtime.rows.size)
     if accelerator.use_seedable_sampler:
         order_by_seed_and_epoch(joined, accelerator.dataloader_config.data_seed)
 
-    mesh = LoaderMesh(dp=runtime.dp, peers=Peers(runtime.axes.of_same_rows), device=device_of(model))
+    mesh = LoaderMesh(dp=runtime.rows, peers=Peers(runtime.axes.of_same_rows), device=device_of(model))
     inner = made_together(lambda: DistributedLoader(joined, mesh, options=options, blanks="either"))
-    return PlannedLoader(loader, inner, runtime.dp, _batch_size(joined))
+    return PlannedLoader(loader, inner, runtime.rows, _batch_size(joined))
 
 
 def _batch_size(loader: Any) -> int | None:

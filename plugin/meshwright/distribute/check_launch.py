@@ -11,6 +11,7 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.faults.together import texts_of_all
 from meshwright.mesh.process_group import node_count, world_size
+from meshwright.parallel.axis_groups import axis_over
 from meshwright.parallel.collectives import Axes, Axis
 
 
@@ -86,4 +87,9 @@ def build_axes(plan: ParallelPlan, device: torch.device) -> Axes:
         sub = mesh[name]
         return Axis(name, size=sub.size(), rank=sub.get_local_rank(), group=sub.get_group())
 
-    return Axes(tp=axis("tp"), dp=axis("dp"), pp=axis("pp"))
+    axes = Axes(tp=axis("tp"), dp=axis("dp"), pp=axis("pp"))
+    if plan.cp == 1:
+        return axes
+    cp = axis("cp")
+    tokens = axis_over(plan.dims.process_mesh().array.flatten(1, 2).movedim(1, -1), "dp")
+    return Axes(tp=axes.tp, dp=tokens, pp=axes.pp, cp=cp, rows=axes.dp)

@@ -13,6 +13,11 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.pretrained import export_with_full_weights
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
+from meshwright.context.attention import ContextAttention, attach_attention, context_axes
+from meshwright.context.check_method import check_method
+from meshwright.context.context_forward import ContextForward, refuse_generating_parts
+from meshwright.context.record import ContextRecord, record_context
+from meshwright.context.region import ContextRegion
 from meshwright.distribute.check_arguments import explained
 from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
@@ -34,6 +39,7 @@ from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.structure import DecoderStructure, ParameterLayout, describe
 from meshwright.parallel.tensor_guards import refuse_wrapping
@@ -55,12 +61,12 @@ from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_un
 
 
 def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure | None:
-    """Return how a plan cuts a decoder; None for a plan without tensor and pipeline parallelism, which cuts nothing.
+    """Return how a plan cuts a decoder; None for a plan with data parallelism alone, which cuts nothing.
 
     Raises:
         PlanError: if the plan cannot cut the decoder.
     """
-    if plan.tp == plan.pp == 1:
+    if plan.tp == plan.pp == plan.cp == 1:
         return None
     try:
         roles = config.sharding_plan or plan_for(decoder)
@@ -84,6 +90,7 @@ class Installation:
         config: the options of the call.
         structure: how the plan cuts the decoder; None if the plan does not cut it.
         cut: which layers and weights this rank's pipeline stages hold; None without a pipeline.
+        context: what the layers and attentions of the decoder are given; None without context parallelism.
         loss: what the model's loss averages over; None if unknown.
         runtime: the state that the model will carry; it holds this rank's axes.
         device: the device of this rank's weights.
@@ -97,6 +104,7 @@ class Installation:
     runtime: Runtime
     device: torch.device
     cut: Cut | None = None
+    context: ContextRecord | None = None
 
     @classmethod
     def on_fake_rank(cls, model: Any, plan: ParallelPlan, sharding_plan: ShardingPlan | None = None) -> Installation:
@@ -111,8 +119,9 @@ class Installation:
             config=config,
             structure=structure,
             loss=find_loss(decoder),
-            runtime=Runtime(tp=axes.tp, dp=axes.dp, pp=axes.pp, parameters=[], plan=plan),
+            runtime=Runtime(tp=axes.tp, dp=axes.dp, pp=axes.pp, cp=axes.cp, rows=axes.rows, parameters=[], plan=plan),
             device=device,
+            context=context_of(decoder, structure, plan),
             cut=cut_of(decoder, structure, plan, axes.pp.rank),
         )
 
@@ -123,11 +132,16 @@ class Installation:
     @property
     def layouts(self) -> dict[str, ParameterLayout]:
         """The layout of each parameter that the structure describes, by the parameter's name in the whole model."""
-        if self.structure is None:
+        if self.structure is None or not self._cuts_weights:
             return {}
         prefix = without_wrappers(self.model)[0]
         structure = self.structure if self.cut is None else with_stages(self.structure, self.cut)
         return {prefix + name: layout for name, layout in structure.parameters.items()}
+
+    @property
+    def _cuts_weights(self) -> bool:
+        """Whether a rank may hold a part of a weight, or none of it, because of tensor or pipeline parallelism."""
+        return self.plan.tp > 1 or self.plan.pp > 1
 
     @property
     def tensor_structure(self) -> DecoderStructure | None:
@@ -158,7 +172,7 @@ class Installation:
                 refuse_copying(part)
             elif runtime.engine is None:
                 make_copyable(part, model, runtime)
-        if self.structure is not None:
+        if self._cuts_weights:
             refuse_unloading(model)
         if runtime.weights is not None:
             refuse_merging(model)
@@ -200,6 +214,7 @@ class Installation:
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
         region = self._install_forward(runtime.streams)
+        parts = None if self.context is None else self._install_context(self.context)
         if runtime.engine is not None:
             leave_gradients_to_engine(runtime, self.model)
         else:
@@ -209,9 +224,11 @@ class Installation:
             )
             watch_steps(runtime, is_trusted=self.config.optimizer_is_elementwise)
         if self.loss is not None:
-            mean = GlobalMean(runtime.dp, self.config.num_items_in_batch)
+            mean = GlobalMean(runtime.dp, self.config.num_items_in_batch, parts=runtime.cp.size)
             vocab_size = self.tensor_structure.vocab_size if self.tensor_structure else 0
             runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=vocab_size)
+            if self.loss.is_causal_lm:
+                runtime.loss.parts = parts  # type: ignore[attr-defined]
             if self.cut is not None:
                 self._install_pipeline(self.cut, region)
             elif self.plan.has_micro_batches:
@@ -219,6 +236,8 @@ class Installation:
         for part in {id(x): x for x in (self.model, decoder)}.values():
             if self.cut is not None:
                 refuse_generating(part)
+            if self.context is not None:
+                refuse_generating_parts(part)
             sample_together(part, runtime.tp, runtime.guard)
         if self.plan.recompute == "full":
             recompute_layers(decoder)
@@ -235,6 +254,23 @@ class Installation:
             device=self.device,
         )
         self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region)
+
+    def _install_context(self, record: ContextRecord) -> SequenceParts:
+        """Cut the tokens of the layers over cp, and let attention reach all of them."""
+        assert self.structure is not None
+        runtime = self.runtime
+        attention = ContextAttention(context_axes(self.plan, runtime.cp), self.plan.context)
+        if runtime.guard is not None:
+            set_timeouts(self.config.timeout_s)  # of the groups just made, too
+        attach_attention(self.decoder, attention)
+        region = ContextRegion(self.structure, record, attention.parts)
+        self.decoder.forward = ContextForward(
+            self.decoder,
+            region,
+            has_token_loss=self.loss is not None and self.loss.is_causal_lm,
+            gathers_logits=lambda: runtime.gathers_logits,
+        )
+        return attention.parts
 
     def _install_forward(self, streams: DropoutStreams) -> SequenceRegion | None:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
@@ -257,7 +293,7 @@ class Installation:
             has_known_loss=self.loss is not None,
             uneven=uneven,
             hooked=hooked,
-            refuses_internals=structure is not None,
+            refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
             follow=runtime.follow,
         )
@@ -295,7 +331,7 @@ class Installation:
         )
 
     def _guard_shards(self) -> None:
-        if self.structure is not None:
+        if self.structure is not None and self._cuts_weights:
             guard_shards(self.model, self.structure)
         if self.runtime.weights is not None:
             self.runtime.weights.guard()
@@ -318,6 +354,20 @@ def cut_of(decoder: nn.Module, structure: DecoderStructure | None, plan: Paralle
         return None
     assert structure is not None
     return cut_decoder(decoder, structure, plan, rank=rank)
+
+
+def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan) -> ContextRecord | None:
+    """Return what context parallelism needs to know of a decoder; None without context parallelism.
+
+    Raises:
+        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run it.
+    """
+    if plan.cp == 1:
+        return None
+    assert structure is not None
+    record = record_context(decoder, structure)
+    check_method(record, plan)
+    return record
 
 
 def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:

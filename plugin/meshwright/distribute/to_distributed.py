@@ -22,7 +22,7 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
-from meshwright.distribute.installation import Installation, cut_of, structure_of
+from meshwright.distribute.installation import Installation, context_of, cut_of, structure_of
 from meshwright.errors import PlanError
 from meshwright.faults.guard import start_guard
 from meshwright.faults.together import succeed_together
@@ -109,6 +109,7 @@ def to_distributed(
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
     cut = cut_of(decoder, structure, plan, rank=0)
+    context = context_of(decoder, structure, plan)
 
     start_process_group(device, config.timeout_s)
     check_agreement(plan)
@@ -126,6 +127,8 @@ def to_distributed(
         tp=axes.tp,
         dp=axes.dp,
         pp=axes.pp,
+        cp=axes.cp,
+        rows=axes.rows,
         parameters=[],
         guard=guard,
         plan=plan,
@@ -141,6 +144,7 @@ def to_distributed(
         loss=loss,
         runtime=runtime,
         device=device,
+        context=context,
         cut=None if cut is None else dataclasses.replace(cut, rank=axes.pp.rank),
     )
     installation.distribute(optimizer, weights.make)
@@ -171,7 +175,7 @@ def _complete(
 def _make_loader(
     dataloader: Iterable[Any], axes: Axes, device: torch.device, config: ToDistributedConfig
 ) -> DistributedLoader:
-    mesh = LoaderMesh(dp=axes.dp, peers=Peers(axes.of_same_rows), device=device)
+    mesh = LoaderMesh(dp=axes.rows, peers=Peers(axes.of_same_rows), device=device)
     return made_together(lambda: DistributedLoader(dataloader, mesh, options=config.loader))
 
 

@@ -45,7 +45,7 @@ class Runtime:
     """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
 
     Args:
-        tp, dp, pp: the axes, with this rank's place on them.
+        tp, dp, pp, cp, rows: the axes, with this rank's place on them; see ``Axes``.
         parameters: the trainable parameters.
         syncs: the objects that synchronise the gradients.
         zero: the ZeRO reduction with its sharded buckets, if any.
@@ -72,6 +72,8 @@ class Runtime:
     dp: Axis
     parameters: list[nn.Parameter]
     pp: Axis = field(default_factory=lambda: Axis("pp"))
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    rows: Axis = None  # type: ignore[assignment]
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
     weights: ShardedWeights | None = None
@@ -90,10 +92,14 @@ class Runtime:
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
 
+    def __post_init__(self) -> None:
+        if self.rows is None:
+            self.rows = self.dp
+
     @property
     def axes(self) -> Axes:
         """All axes."""
-        return Axes(tp=self.tp, dp=self.dp, pp=self.pp)
+        return Axes(tp=self.tp, dp=self.dp, pp=self.pp, cp=self.cp, rows=self.rows)
 
     def without_gradients(self) -> Runtime:
         """Return a runtime for a copy of the model, without gradients, optimizer or weights."""

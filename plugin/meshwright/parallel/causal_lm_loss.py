@@ -17,6 +17,7 @@ from meshwright.parallel.added_losses import check_nothing_added
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
+from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.tensor_checks import require_words
 from meshwright.parallel.tensor_guards import ShardedLogits
 
@@ -32,6 +33,7 @@ class CausalLMLoss:
 
     def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
         self.vocab_size, self.tp, self.mean = vocab_size, tp, mean
+        self.parts: SequenceParts | None = None  # under context parallelism, which tokens this rank's logits are of
 
     def __call__(
         self,
@@ -46,13 +48,15 @@ class CausalLMLoss:
         if shift_labels is None:
             assert labels is not None, "a loss needs labels or shift_labels"
             shift_labels = shift(labels, ignore_index)
+        if self.parts is not None:
+            shift_labels = self.parts.take(shift_labels, 1, fill=ignore_index)
         targets_N = shift_labels.reshape(-1).to(logits.device)
         loss_sum = self._sum(logits, targets_N, ignore_index)
         return self.mean.of(loss_sum.reshape(1), valid_labels(targets_N, ignore_index).reshape(1), num_items_in_batch)
 
     def counts(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the number of valid labels in this rank's part of a batch."""
-        return next_words(batch).reshape(1)
+        return next_words(batch, self.parts).reshape(1)
 
     def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
         """Check a forward pass's output and return it unchanged, since its loss is already that of the global batch."""
@@ -88,10 +92,16 @@ def shift(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-def next_words(batch: Mapping[str, Any]) -> Tensor:
-    """Return the number of a batch's valid labels after the shift: the tokens that the loss predicts."""
+def next_words(batch: Mapping[str, Any], parts: SequenceParts | None = None) -> Tensor:
+    """Return the number of a batch's valid labels after the shift: the tokens that the loss predicts.
+
+    Args:
+        batch: the arguments of the model's forward.
+        parts: under context parallelism, which tokens of a row to count.
+    """
     targets, ignore_index = batch.get("shift_labels"), batch.get("ignore_index", IGNORE_INDEX)
-    return valid_labels(shift(batch["labels"], ignore_index) if targets is None else targets, ignore_index)
+    targets = shift(batch["labels"], ignore_index) if targets is None else targets
+    return valid_labels(targets if parts is None else parts.take(targets, 1, fill=ignore_index), ignore_index)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -45,22 +45,37 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """This rank's place on each axis of a plan's mesh."""
+    """This rank's place on each axis of a plan's mesh.
+
+    Args:
+        tp: the ranks that share each layer.
+        dp: the ranks that hold different tokens of a batch, over which losses and gradients are averaged and ZeRO
+            shards: the plan's dp, or dp x cp.
+        pp: the ranks that hold the stages of a pipeline.
+        cp: the ranks that hold parts of the same sequences; a part of ``dp``.
+        rows: the ranks that read different rows: the plan's dp. By default ``dp``.
+    """
 
     tp: Axis = Axis("tp")
     dp: Axis = Axis("dp")
     pp: Axis = Axis("pp")
+    cp: Axis = Axis("cp")
+    rows: Axis = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.rows is None:
+            object.__setattr__(self, "rows", self.dp)
 
     @property
     def coordinates(self) -> str:
         """This rank's coordinates, for messages."""
-        axes = (self.pp, self.dp, self.tp)
-        return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name != "pp")
+        axes = (self.pp, self.rows, self.cp, self.tp)
+        return " ".join(f"{axis.name}={axis.rank}" for axis in axes if axis.size > 1 or axis.name in ("dp", "tp"))
 
     @property
     def of_same_rows(self) -> tuple[Axis, ...]:
         """The axes along which ranks have the same rows of a batch."""
-        return self.pp, self.tp
+        return self.pp, self.cp, self.tp
 
     @property
     def row_copies(self) -> int:
@@ -119,6 +134,18 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
     return lambda: torch.sum(_wait(work, parts).view(axis.size, *out.shape), 0, out=out)
+
+
+@own_collectives()
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Send row i of ``x`` to rank i of the axis, and return the rows that the ranks sent to this one, in rank order."""
+    assert x.shape[0] == axis.size
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=axis.group)
+    return out
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -203,6 +230,12 @@ def split_rows(x: Tensor, axis: Axis) -> Tensor:
 def unsplit_rows(x: Tensor, axis: Axis) -> Tensor:
     """Gather all rows for a replicated consumer; backward keeps this rank's rows of the replicated gradient."""
     result: Tensor = _Collective.apply(x, axis, all_gather, _own_rows)
+    return result
+
+
+def exchange_rows(x: Tensor, axis: Axis) -> Tensor:
+    """Send row i of ``x`` to rank i, as :func:`all_to_all`; backward sends the gradients back."""
+    result: Tensor = _Collective.apply(x, axis, all_to_all, all_to_all)
     return result
 
 

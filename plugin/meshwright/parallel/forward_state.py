@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import scale_gradient
-from meshwright.parallel.collectives import Axes
+from meshwright.parallel.collectives import Axes, share
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.output_loss import loss_of
@@ -31,7 +31,7 @@ class ForwardState:
         model: the model.
         inner: the modules inside the model that a program may call directly, such as transformers' base model.
         streams: the model's dropout streams.
-        axes: the axes. Ranks of tp and of pp must get the same inputs; ranks of dp share a loss.
+        axes: the axes. Ranks of tp, of cp and of pp must get the same inputs; ranks of dp share a loss.
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
         has_sharded_loss: whether the model's loss function can use sharded logits.
@@ -60,7 +60,7 @@ class ForwardState:
 
     def __post_init__(self) -> None:
         self.dp = self.axes.dp
-        self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.pp) if axis.size > 1]
+        self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
         self._keeps_sharded = False
         self._restore: Restore | None = None
         self._outermost: nn.Module | None = None  # the module whose call is running
@@ -103,7 +103,9 @@ class ForwardState:
         as they are, since the parameters' gradients are averaged.
         """
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
-            return scale_gradient(x, 1 / self.dp.size)
+            return share(
+                scale_gradient(x, 1 / self.dp.size), self.axes.cp
+            )  # each rank of cp has the gradient of a part
         return x
 
     def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
@@ -114,7 +116,7 @@ class ForwardState:
             compared.look()
             with torch._C.DisableTorchFunctionSubclass():  # read tensor subclasses as plain tensors
                 statement = compared.statement(module, inputs)
-            others = statements if compared.axis.name == "tp" else self._of_stages()
+            others = statements if compared.axis.name != "pp" else self._of_stages()
             guard.meet("forward", compared.axis.group, statement, *others)
             with torch._C.DisableTorchFunctionSubclass():
                 compared.gather(inputs, guard.step)
@@ -173,6 +175,7 @@ def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
         value = kwargs.get(option)  # PEFT passes None
         if getattr(getattr(model, "config", None), option, False) if value is None else value:
             raise ValueError(
-                f"{option}=True is not available under tensor parallelism: each rank has only its own heads, and "
-                "under sequence parallelism only its own tokens. Turn the option off, or run the model on one device"
+                f"{option}=True is not available under tensor or context parallelism: each rank has only its own "
+                "heads, and under sequence and context parallelism only its own tokens. Turn the option off, or run the model "
+                "on one device"
             )

@@ -16,8 +16,8 @@ from meshwright.parallel.async_numbers import Gathered, is_deferred
 from meshwright.parallel.collectives import Axis
 
 ADVICE = (
-    "Ranks of tp and pp compute parts of one model for the same tokens. If one rank has other tokens, the parts mix "
-    "two batches. Read the data through the loader that to_distributed or shard_dataloader returned, and skip "
+    "Ranks of tp, cp and pp compute parts of one model for the same tokens. If one rank has other tokens, the parts "
+    "mix two batches. Read the data through the loader that to_distributed or shard_dataloader returned, and skip "
     "or sample a batch on all ranks of the axis or on none:\n"
     "    model, optimizer, loader = mw.to_distributed(model, optimizer, loader, ...)"
 )
@@ -30,7 +30,7 @@ class ComparedInputs:
     would have to wait for the digests, so they are gathered on the device and checked in the next pass.
 
     Args:
-        axis: the axis tp or pp.
+        axis: the axis tp, cp or pp.
     """
 
     def __init__(self, axis: Axis):

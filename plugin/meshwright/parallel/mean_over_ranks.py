@@ -46,10 +46,11 @@ class GlobalMean:
     Args:
         dp: the axis over which the batch is split.
         num_items: what ``num_items_in_batch`` counts; see ToDistributedConfig.num_items_in_batch.
+        parts: the number of neighbours on ``dp`` that hold parts of the same rows (cp).
     """
 
-    def __init__(self, dp: Axis, num_items: NumItems = "auto"):
-        self.dp, self.num_items = dp, num_items
+    def __init__(self, dp: Axis, num_items: NumItems = "auto", parts: int = 1):
+        self.dp, self.num_items, self.parts = dp, num_items, parts
         self.used_items: bool | None = None  # whether num_items divided the last mean; None before the first mean
         self._divisors: Tensor | None = None
         self._last: int | None = None  # sequence number of the last mean's autograd node, which is not kept
@@ -121,7 +122,17 @@ class GlobalMean:
 
     def _items(self, passed: Tensor, counts: Tensor) -> Tensor:
         """Return the global count for the ``num_items_in_batch`` that each rank passed, given each rank's own count."""
-        if self.dp.size == 1:
+        passed, counts = passed.view(-1, self.parts), counts.view(-1, self.parts).sum(1)
+        if self.parts > 1:
+            require(
+                (passed == passed[:, :1]).all(),
+                lambda: ItemCountError(
+                    "the ranks of cp hold parts of the same rows, but passed different num_items_in_batch"
+                    f"{_listed(passed.flatten())}; pass the count of the whole rows on each of them"
+                ),
+            )
+        passed = passed[:, 0]
+        if len(passed) == 1:
             return passed[0]
         if self.num_items == "global":
             require(

@@ -7,17 +7,15 @@ be known which modules with weights run before and after the layers, and in whic
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.tensor_parallel import refuse_second_activations
 
 _ROWS, _LENGTH = 2, 8
@@ -52,21 +50,8 @@ def record_order(model: nn.Module, layers: tuple[nn.Module, ...]) -> LayerOrder:
             between them, or something besides the hidden states carries a gradient from layer to layer.
     """
     recorder = _Recorder(model, layers)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with recorder.watching(), fake, _fake_values(model):
-        tokens = torch.zeros(_ROWS, _LENGTH, dtype=torch.int64)
-        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-        known = inspect.signature(model.forward).parameters
-        try:
-            with torch.enable_grad():
-                output = model(**{name: value for name, value in inputs.items() if name in known})
-        except PlanError:
-            raise
-        except Exception as error:
-            raise PlanError(
-                f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
-                f"after its layers ({type(error).__name__}: {error}). Use ParallelPlan(pp=1)"
-            ) from error
+    with recorder.watching():
+        output = run_without_values(model, rows=_ROWS, length=_LENGTH, instead="ParallelPlan(pp=1)")
     if not isinstance(output, MutableMapping) or not {"loss", "logits"} <= output.keys():
         raise PlanError(
             f"{type(model).__name__} returns a {type(output).__name__}, and under ParallelPlan.pp > 1 a model must "
@@ -146,25 +131,3 @@ class _Recorder:
             hidden_size=self._hidden_size,
             output_kind=output_kind,
         )
-
-
-@contextlib.contextmanager
-def _fake_values(model: nn.Module) -> Iterator[None]:
-    """Replace all parameters and buffers by fake ones on the CPU; must run inside a FakeTensorMode."""
-    made: dict[int, Tensor] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
-    for module in model.modules():
-        owners: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
-        for owner in owners:
-            before += [(owner, name, value) for name, value in owner.items() if isinstance(value, Tensor)]
-    for _, _, value in before:
-        if id(value) not in made:
-            fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            made[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
-    try:
-        for owner, name, value in before:
-            owner[name] = made[id(value)]
-        yield
-    finally:
-        for owner, name, value in before:
-            owner[name] = value

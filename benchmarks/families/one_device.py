@@ -1,0 +1,61 @@
+"""A program of one step, distributed and on one device: its loss, its norm and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import meshwright as mw
+from benchmarks.families.parity import batch
+from meshwright.parallel.head_losses import find_loss
+from meshwright.verification.float64_modules import in_float64, relative_difference
+
+ROWS = ("plain", "packed", "padded")
+
+
+def rows_of(kind: str) -> dict[str, Tensor]:
+    """Return four rows of tokens: plain, of two documents each, or padded on either side."""
+    inputs = {name: torch.cat([x, x.flip(0)]) for name, x in batch(packed=kind == "packed").items()}
+    if kind == "padded":
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[1, -3:] = mask[2, :2] = 0
+        inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    return inputs
+
+
+def largest_difference(build: Callable[[], Any], plan_for: Callable[[nn.Module], mw.ParallelPlan], kind: str) -> float:
+    """Return the largest relative difference from one device, on rank 0; every rank must make the call.
+
+    Args:
+        build: a function that builds the model.
+        plan_for: a function that returns the plan for the model.
+        kind: the kind of rows.
+    """
+    with in_float64():
+        inputs = rows_of(kind)
+        whole = build().train()
+        expected = whole(**inputs).loss
+        expected.backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
+        model = build().train()
+        averages_over = None if find_loss(model) else "labels"
+        config = mw.ToDistributedConfig(plan=plan_for(model), loss_averages_over=averages_over)  # type: ignore[arg-type]
+        model = mw.to_distributed(model, config=config)[0]
+        loss = model(**inputs).loss
+        loss.backward()
+        gradients = mw.full_gradients(model)
+        found = [abs(loss.item() / expected.item() - 1), abs(mw.clip_grad_norm_(model, 1e9).item() / norm.item() - 1)]
+    if dist.get_rank() == 0:
+        wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+        assert gradients.keys() == wanted.keys(), gradients.keys() ^ wanted.keys()
+        largest = max(gradient.abs().max().item() for gradient in wanted.values())
+        for name, gradient in wanted.items():
+            # A gradient that is zero except for rounding (a key's bias) is compared with the largest gradient.
+            is_zero = gradient.abs().max() <= 1e-12 * largest
+            off = (gradients[name] - gradient).abs().max().item() / largest
+            found.append(off if is_zero else relative_difference(gradients[name], gradient))
+    return max(value if value == value else float("inf") for value in found)

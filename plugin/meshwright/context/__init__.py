@@ -1,0 +1,1 @@
+"""Context parallelism: each rank of cp holds a part of every sequence, attention included."""

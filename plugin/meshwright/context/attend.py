@@ -1,0 +1,199 @@
+"""Attention of some queries over the whole sequence, by the model's own function, a block of queries at a time.
+
+Only this rank's queries, keys and values are kept for backward, which runs the blocks again. So neither a mask nor the
+keys of the other ranks stay in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.context.masks import ContextMask, query_blocks
+from meshwright.parallel.collectives import all_gather, reduce_scatter
+from meshwright.parallel.sequence_parts import Run, SequenceParts
+
+# An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
+StockAttention = Callable[..., tuple[Tensor, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One call of a model's attention function, with everything but queries, keys and values.
+
+    Args:
+        module: the attention module, from which the function may read options.
+        stock: the function that the model had.
+        is_additive: whether the function adds its mask to the scores; otherwise the mask is boolean.
+        mask: the mask.
+        options: the keyword arguments of the call.
+    """
+
+    module: nn.Module
+    stock: StockAttention
+    is_additive: bool
+    mask: ContextMask
+    options: dict[str, Any]
+
+    def block(self, queries: Run, keys: Run, dtype: torch.dtype) -> Tensor:
+        """Return the mask of a block in the form that the function takes."""
+        mask = self.mask.block(queries, keys)
+        if not self.is_additive:
+            return mask
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    @property
+    def trained(self) -> tuple[Tensor, ...]:
+        """What the function reads besides queries, keys and values, and has a gradient, such as sinks."""
+        found = [x for x in (*self.options.values(), *self.module._parameters.values()) if isinstance(x, Tensor)]
+        return tuple({id(x): x for x in found if x.requires_grad}.values())
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """Run the function, with some options replaced; returns ``[B, S, heads, d]``."""
+        with _key_heads(self.module, q.shape[1], k.shape[1]):
+            return self.stock(self.module, q, k, v, mask, **{**self.options, **options})[0]
+
+    def run_with(self, trained: list[Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Run the function with other tensors in place of :attr:`trained`, in its order."""
+        stand_ins = dict(zip(map(id, self.trained), trained, strict=True))
+        options = {name: stand_ins.get(id(x), x) for name, x in self.options.items()}
+        parameters: dict[str, Any] = self.module._parameters
+        before = dict(parameters)
+        parameters.update({name: stand_ins.get(id(p), p) for name, p in before.items()})
+        try:
+            return self.run(q, k, v, mask, **options)
+        finally:
+            parameters.update(before)
+
+
+def attend_in_blocks(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: tuple[Run, ...], parts: SequenceParts | None = None
+) -> Tensor:
+    """Return the attention of this rank's queries, ``[B, queries, heads, d]``.
+
+    Args:
+        call: the attention.
+        q: the queries, ``[B, heads, queries, d]``.
+        k: the keys, ``[B, key heads, keys, d]``: those of the whole sequence, or of this rank if ``parts`` is given.
+        v: the values, in the same places.
+        runs: where the queries lie in the sequence.
+        parts: the parts of the sequence, whose keys and values are gathered in forward and again in backward.
+    """
+    result: Tensor = _AttendInBlocks.apply(call, runs, parts, q, k, v, *call.trained)
+    return result
+
+
+class _AttendInBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: AttentionCall,
+        runs: tuple[Run, ...],
+        parts: SequenceParts | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *trained: Tensor,
+    ) -> Tensor:
+        ctx.call, ctx.runs, ctx.parts = call, runs, parts
+        ctx.save_for_backward(q, k, v, *trained)
+        ctx.replay = _Replay(q.device) if call.options.get("dropout") else None
+        ctx.autocast = _autocast_of(q.device)
+        k, v = _gathered(k, v, parts)
+        outputs = []
+        for place, run in query_blocks(runs):
+            low, high = call.mask.visible(run)
+            mask = call.block(run, Run(low, high - low), q.dtype)
+            outputs.append(call.run(q[:, :, place], k[:, :, low:high], v[:, :, low:high], mask))
+        return torch.cat(outputs, 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        call, (q, k, v, *trained) = ctx.call, ctx.saved_tensors
+        k, v = _gathered(k, v, ctx.parts)
+        sums_dtype = torch.promote_types(q.dtype, torch.float32)
+        d_q = torch.empty_like(q)
+        d_k, d_v = torch.zeros_like(k, dtype=sums_dtype), torch.zeros_like(v, dtype=sums_dtype)
+        d_trained: list[Tensor | None] = [None] * len(trained)
+        with ctx.replay or contextlib.nullcontext(), ctx.autocast(), torch.enable_grad():
+            for place, run in query_blocks(ctx.runs):
+                low, high = call.mask.visible(run)
+                mask = call.block(run, Run(low, high - low), q.dtype)
+                inputs = [x.detach().requires_grad_() for x in (q[:, :, place], k[:, :, low:high], v[:, :, low:high])]
+                others = [x.detach().as_subclass(Tensor).requires_grad_() for x in trained]
+                output = call.run_with(others, *inputs, mask)
+                found = torch.autograd.grad(output, [*inputs, *others], grad[:, place], allow_unused=True)
+                d_q[:, :, place] = found[0]
+                d_k[:, :, low:high] += found[1]
+                d_v[:, :, low:high] += found[2]
+                for i, new in enumerate(found[3:]):
+                    if new is not None:
+                        before = d_trained[i]
+                        d_trained[i] = new if before is None else before + new
+        if ctx.parts is not None:
+            d_k, d_v = _scattered(d_k, d_v, ctx.parts)
+        return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained
+
+
+def _gathered(k: Tensor, v: Tensor, parts: SequenceParts | None) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the whole sequence, padding included, in order: one all-gather."""
+    if parts is None:
+        return k, v
+    both = parts.ordered(all_gather(torch.cat([k, v], -1)[None], parts.axis), 2)
+    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+
+
+def _scattered(d_k: Tensor, d_v: Tensor, parts: SequenceParts) -> tuple[Tensor, Tensor]:
+    """Return this rank's gradients of its keys and values, summed over the ranks: one reduce-scatter."""
+    both = reduce_scatter(parts.parted(torch.cat([d_k, d_v], -1), 2), parts.axis)[0]
+    return both[..., : d_k.shape[-1]], both[..., d_k.shape[-1] :]
+
+
+@contextlib.contextmanager
+def _key_heads(module: nn.Module, heads: int, key_heads: int) -> Iterator[None]:
+    """Let a module's attention function see the number of queries for each key that it is given."""
+    before = vars(module).get("num_key_value_groups")
+    if before is None or before * key_heads == heads:
+        yield
+        return
+    module.num_key_value_groups = heads // key_heads  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+class _Replay:
+    """Draws in backward what was drawn in forward, so that both drop the same probabilities."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.state = self._get()
+
+    def _get(self) -> tuple[Tensor, Tensor | None]:
+        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.device)
+
+    def __enter__(self) -> None:
+        self.outside = self._get()
+        self._set(self.state)
+
+    def __exit__(self, *_: Any) -> None:
+        self._set(self.outside)
+
+
+def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)

@@ -1,0 +1,223 @@
+"""The attention and mask functions that a decoder's modules call in place of transformers' own.
+
+They are registered with transformers under one name. Only the modules of a distributed decoder have that name in their
+config (a ``LocalConfig``), which also holds the ``ContextAttention`` that they belong to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config import ParallelPlan
+from meshwright.context.attend import AttentionCall, StockAttention, attend_in_blocks
+from meshwright.context.head_exchange import HeadExchange
+from meshwright.context.masks import ContextMask
+from meshwright.context.ring import RingCall, ring_attention
+from meshwright.errors import PlanError
+from meshwright.parallel.axis_groups import axis_over
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.local_heads import LocalConfig
+from meshwright.parallel.sequence_parts import SequenceParts
+
+NAME = "meshwright_context"
+_OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention
+Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAxes:
+    """The ranks of cp, and their two halves in the method "hybrid".
+
+    Args:
+        cp: all ranks that share a sequence.
+        inner: the ranks that exchange tokens for heads: all of cp under "ulysses", none under "gather" and "ring".
+        outer: the ranks of a ring: all of cp under "ring".
+    """
+
+    cp: Axis
+    inner: Axis
+    outer: Axis
+
+
+def context_axes(plan: ParallelPlan, cp: Axis) -> ContextAxes:
+    """Return the axes of a plan's method; under "hybrid" every rank of the world must make the call."""
+    alone = Axis("cp")
+    if plan.context == "hybrid":
+        assert plan.ulysses is not None
+        ranks = plan.dims.process_mesh().array.movedim(2, -1).unflatten(-1, (-1, plan.ulysses))
+        return ContextAxes(cp=cp, inner=axis_over(ranks, "cp"), outer=axis_over(ranks.transpose(-1, -2), "cp"))
+    return ContextAxes(
+        cp=cp, inner=cp if plan.context == "ulysses" else alone, outer=cp if plan.context == "ring" else alone
+    )
+
+
+class ContextAttention:
+    """Computes attention over the whole sequence on ranks that hold a part of it.
+
+    Args:
+        axes: the ranks.
+        method: "gather", "ulysses", "ring" or "hybrid".
+    """
+
+    def __init__(self, axes: ContextAxes, method: str):
+        self.axes, self.method = axes, method
+        self.parts = SequenceParts(axes.cp)
+        self._exchange = HeadExchange(axes.inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
+        return self  # a copied model is on the same ranks
+
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of this rank's queries, ``[B, queries, heads, d]``."""
+        length = call.mask.length
+        if self.method == "gather":
+            return attend_in_blocks(call, q, k, v, self.parts.runs(length), self.parts)
+        if self.method == "ring":
+            return self._ring(call, q, k, v)
+        rank = self.axes.inner.rank
+        q, k, v = self._exchange.to_heads(q, k, v)
+        call = _with_own_heads(call, rank, self.axes.inner.size)
+        if self.method == "hybrid":
+            output = self._ring(call, q, k, v)
+        elif call.mask.is_causal_alone and not call.is_additive:
+            output = call.run(q, k, v, None, is_causal=True)
+        else:
+            output = attend_in_blocks(call, q, k, v, self.parts.runs(length, 0, self.axes.cp.size))
+        return self._exchange.to_tokens(output)
+
+    def _ring(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outer, inner = self.axes.outer, self.axes.inner.size
+        scale = call.options.get("scaling")
+        ring = RingCall(
+            axis=outer,
+            runs_of=tuple(self.parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size)),
+            mask=call.mask,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            softcap=call.options.get("softcap"),
+        )
+        return ring_attention(ring, q, k, v, call.options.get("s_aux"))
+
+
+def _with_own_heads(call: AttentionCall, rank: int, ranks: int) -> AttentionCall:
+    """Return the call for the heads that a rank got in an exchange."""
+    sinks = call.options.get("s_aux")
+    if sinks is None:
+        return call
+    options = {**call.options, "s_aux": sinks.chunk(ranks)[rank]}
+    return AttentionCall(
+        module=call.module, stock=call.stock, is_additive=call.is_additive, mask=call.mask, options=options
+    )
+
+
+def stock_attention(module: nn.Module) -> tuple[StockAttention, str]:
+    """Return the attention function that a module's config names, and that name."""
+    config: Any = module.config
+    implementation = getattr(plain_config(config), "_attn_implementation", None) or "eager"
+    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    if implementation != "eager":
+        return functions[implementation], implementation
+    for kind in type(module).__mro__:
+        if (own := getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)) is not None:
+            return own, implementation
+    raise PlanError(
+        f"{type(module).__name__} has no attention function that context parallelism could call; use ParallelPlan(cp=1)"
+    )
+
+
+def plain_config(config: Any) -> Any:
+    """Return the config below those with local values that name our attention."""
+    while isinstance(config, LocalConfig) and _OWNER in vars(config):
+        config = vars(config)["_config"]
+    return config
+
+
+def attach_attention(model: nn.Module, attention: Any) -> None:
+    """Make the modules of a decoder call ``attention`` in place of their attention function; undone by detaching.
+
+    Args:
+        model: the decoder. Its own config stays, since programs read and save it.
+        attention: a ContextAttention, or a recorder with its methods.
+    """
+    _register()
+    for module in model.modules():
+        config = vars(module).get("config")
+        if module is not model and hasattr(config, "_attn_implementation"):
+            local: Any = {"_attn_implementation": NAME, _OWNER: attention}
+            module.config = LocalConfig(plain_config(config), **local)  # type: ignore[assignment]
+
+
+def detach_attention(model: nn.Module) -> None:
+    """Give the modules of a decoder their own configs back."""
+    for module in model.modules():
+        if isinstance(vars(module).get("config"), LocalConfig):
+            module.config = plain_config(module.config)
+
+
+def _register() -> None:
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        raise PlanError(
+            "ParallelPlan.cp > 1 works through transformers' attention interface, and this model is not one of "
+            "transformers'; use cp=1"
+        )
+    transformers.AttentionInterface.register(NAME, _attention)
+    sys.modules["transformers.masking_utils"].AttentionMaskInterface.register(NAME, _mask)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Take the arguments of transformers' attention functions."""
+    owner = getattr(module.config, _OWNER)
+    if not isinstance(attention_mask, ContextMask):
+        raise PlanError(
+            f"{type(module).__name__} got a mask that transformers' mask functions did not make "
+            f"({type(attention_mask).__name__}), so it cannot be cut for ParallelPlan.cp > 1. Pass attention_mask "
+            "[rows, tokens], or position_ids that begin anew for each document"
+        )
+    stock, implementation = stock_attention(module)
+    kept = {name: value for name, value in options.items() if name not in ("is_causal", "position_ids")}
+    call = AttentionCall(
+        module=module, stock=stock, is_additive=implementation == "eager", mask=attention_mask, options=kept
+    )
+    return owner.attend(call, query, key, value), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> ContextMask:
+    """Take the arguments of transformers' mask functions."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    if q_length != kv_length:
+        raise PlanError(
+            f"a mask of {q_length} queries and {kv_length} keys: past_key_values cannot be used under "
+            "ParallelPlan.cp > 1. Save the model and generate on one device"
+        )
+    return ContextMask(
+        function=mask_function,
+        padding=attention_mask,
+        rows=batch_size,
+        length=q_length,
+        window=local_size,
+        # A chunk of chunked attention is no window: its mask depends on where the chunk begins.
+        is_plain=allow_is_causal_skip and attention_mask is None and chunk is None,
+        averages_blind=plain_config(config)._attn_implementation == "eager",
+        is_vectorized=not use_vmap,
+        device=torch.device(device),
+    )

@@ -1,0 +1,155 @@
+"""Check, before anything is changed, that a method computes what a decoder's own attention functions compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.config import ParallelPlan
+from meshwright.context.attend import AttentionCall
+from meshwright.context.attention import stock_attention
+from meshwright.context.head_exchange import can_exchange
+from meshwright.context.masks import ContextMask
+from meshwright.context.record import AttentionSite, ContextRecord
+from meshwright.context.ring import RingCall, ring_attention
+from meshwright.errors import PlanError
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.sequence_parts import Run
+
+_DELEGATED = ("sdpa", "eager")
+_KNOWN = {"scaling", "dropout", "softcap", "s_aux", "sliding_window"}  # options that the ring computes, or masks have
+_LENGTH = 6
+# The stock functions take the softmax in float32, and sinks in some families too: 1e-6 of a value of about 1.
+_TOLERANCE = 1e-4
+
+
+def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
+    """Check the attentions of a decoder against a plan.
+
+    Args:
+        record: what the decoder's attentions are given.
+        plan: the plan.
+
+    Raises:
+        PlanError: if the plan's method cannot run an attention. The message names a method that can.
+    """
+    exchange_size, ring_size = sizes(plan)
+    for site in record.sites:
+        name = type(site.module).__name__
+        _, implementation = stock_attention(site.module)
+        if implementation not in _DELEGATED:
+            raise PlanError(
+                f"{name} has attn_implementation={implementation!r}, which takes no mask of a block of queries; under "
+                "ParallelPlan.cp > 1 load the model with attn_implementation='sdpa' (or 'eager')"
+            )
+        if any("dropout" in key and value for key, value in site.options.items()) and ring_size > 1:
+            raise PlanError(
+                f"{name} drops attention probabilities (dropout={site.options.get('dropout')}), and "
+                f"ParallelPlan.context={plan.context!r} computes them again in backward with other draws. Use "
+                "context='gather' or 'ulysses', or set the config's attention_dropout to 0"
+            )
+        if exchange_size > 1:
+            _check_heads(site, plan, exchange_size)
+            _check_some_heads(site, name, plan)
+        if ring_size > 1:
+            _check_ring(site, name, plan)
+
+
+def sizes(plan: ParallelPlan) -> tuple[int, int]:
+    """Return how many ranks of cp exchange tokens for heads, and how many are in a ring."""
+    if plan.context == "hybrid":
+        assert plan.ulysses is not None
+        return plan.ulysses, plan.cp // plan.ulysses
+    return {"gather": (1, 1), "ulysses": (plan.cp, 1), "ring": (1, plan.cp)}[plan.context]
+
+
+def _check_heads(site: AttentionSite, plan: ParallelPlan, ranks: int) -> None:
+    heads, key_heads = site.heads // plan.tp, max(1, site.key_heads // plan.tp)
+    if not can_exchange(heads, key_heads, ranks):
+        raise PlanError(
+            f"ParallelPlan.context={plan.context!r} gives each of {ranks} ranks its share of {heads} query and "
+            f"{key_heads} key heads (those of one rank of tp={plan.tp}), which cannot be divided so. Use "
+            "context='gather' or 'ring', or another cp"
+        )
+
+
+def _check_some_heads(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
+    """Check that the attention of a head does not depend on the other heads, or on the number of heads."""
+    call, q, k, v = _example(site)
+    groups = site.heads // site.key_heads
+    whole = call.run(q, k, v, _mask(call))
+    options = {key: x[:groups] if isinstance(x, Tensor) and x.ndim == 1 else x for key, x in call.options.items()}
+    try:
+        one = call.run(q[:, :groups], k[:, :1], v[:, :1], _mask(call), **options)
+        equal = torch.allclose(one, whole[:, :, :groups], atol=_TOLERANCE, rtol=_TOLERANCE)
+    except RuntimeError:
+        equal = False
+    if not equal:
+        raise PlanError(
+            f"{name} reads values of all heads in its attention function, and ParallelPlan.context={plan.context!r} "
+            "gives each rank some heads. Use context='gather'"
+        )
+
+
+def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
+    """Compare the ring's formula with the attention function of the model."""
+    call, q, k, v = _example(site)
+    unknown = [key for key, value in call.options.items() if isinstance(value, Tensor) and key not in _KNOWN]
+    trained = [torch.randn(x.shape, dtype=q.dtype, device="cpu") for x in call.trained]
+    given = call.options.get("s_aux")
+    sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
+    whole = call.run_with(trained, q, k, v, _mask(call))
+    scale = call.options.get("scaling")
+    ring = RingCall(
+        axis=Axis("cp"),
+        runs_of=((Run(0, _LENGTH),),),
+        mask=call.mask,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=call.options.get("softcap"),
+    )
+    own = ring_attention(ring, q, k, v, sinks)
+    if unknown or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
+        raise PlanError(
+            f"{name} computes another attention than softmax(scale q k) v with a soft cap or sinks, which is what "
+            f"ParallelPlan.context={plan.context!r} computes. Use context='gather' or 'ulysses'"
+        )
+
+
+def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor]:
+    """Return a call of the model's attention function on random values, of one row and a few tokens."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu", dtype=dtype)
+
+    options: dict[str, Any] = {
+        name: random(*value.shape) if isinstance(value, Tensor) else value for name, value in site.options.items()
+    }
+    options |= {name: 0.0 for name in options if "dropout" in name}
+    options |= {name: site.module._parameters[own] for name, own in site.shared.items()}
+    stock, implementation = stock_attention(site.module)
+    mask = ContextMask(
+        function=lambda row, head, q, k: k <= q,
+        padding=None,
+        rows=1,
+        length=_LENGTH,
+        window=None,
+        is_plain=True,
+        averages_blind=False,
+        is_vectorized=True,
+        device=torch.device("cpu"),
+    )
+    call = AttentionCall(
+        module=site.module, stock=stock, is_additive=implementation == "eager", mask=mask, options=options
+    )
+    shapes = (site.heads, site.key_size), (site.key_heads, site.key_size), (site.key_heads, site.value_size)
+    q, k, v = (random(1, heads, _LENGTH, size) for heads, size in shapes)
+    return call, q, k, v
+
+
+def _mask(call: AttentionCall) -> Tensor:
+    run = Run(0, _LENGTH)
+    return call.block(run, run, torch.get_default_dtype())

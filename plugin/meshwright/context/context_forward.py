@@ -1,0 +1,129 @@
+"""The ``forward`` of a decoder whose tokens are spread over the ranks of cp."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.context.region import ContextRegion
+from meshwright.errors import PlanError
+from meshwright.parallel.forward_state import arguments
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.tensor_guards import UnreadableTensor
+
+
+class ContextForward(MethodOverride):
+    """Runs a decoder's forward with the tokens of its layers cut over cp, and joins the logits that programs read.
+
+    Args:
+        decoder: the decoder, whose forward this object replaces.
+        region: the region in which each rank has its own tokens.
+        has_token_loss: whether the head and the loss take each token by itself, as those of a causal LM do. Otherwise
+            the tokens are joined after the final norm.
+        gathers_logits: a function that returns whether the logits are joined in training with labels, too.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        region: ContextRegion,
+        *,
+        has_token_loss: bool,
+        gathers_logits: Callable[[], bool],
+    ):
+        super().__init__(decoder.forward)
+        self.decoder, self.region = decoder, region
+        self.has_token_loss, self.gathers_logits = has_token_loss, gathers_logits
+        self.signature = inspect.signature(decoder.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batch = arguments(self.signature, args, kwargs)
+        _check(batch)
+        if "use_cache" in self.signature.parameters:
+            batch["use_cache"] = False  # each rank would have the keys and values of its own tokens only
+        tokens = next((x for n in ("input_ids", "inputs_embeds") if (x := batch.get(n)) is not None), None)
+        if tokens is None:
+            raise PlanError("the model was called without input_ids or inputs_embeds")
+        region = self.region
+        region.keeps_parted = self.has_token_loss
+        given = [x for x in batch.values() if isinstance(x, Tensor) and x.shape[:2] == tokens.shape[:2]]
+        region.inputs = tuple(given)
+        try:
+            output = self.method(**batch)
+        finally:
+            region.keeps_parted, region.inputs = False, ()
+        if not self.has_token_loss:
+            return output
+        is_kept = self.decoder.training and torch.is_grad_enabled() and batch.get("labels") is not None
+        return self._with_logits(output, tokens.shape[1], stays=is_kept and not self.gathers_logits())
+
+    def _with_logits(self, output: Any, length: int, *, stays: bool) -> Any:
+        if not isinstance(output, MutableMapping):
+            raise PlanError(
+                f"under ParallelPlan.cp > 1 {type(self.decoder).__name__} must return an output with loss and logits, "
+                "as transformers' models do; call it without return_dict=False"
+            )
+        logits = output["logits"]
+        if isinstance(logits, UnreadableTensor):  # those of tensor parallelism raise already
+            return output
+        if stays:
+            empty = torch.empty((), dtype=logits.dtype, device=logits.device)
+            output["logits"] = empty.expand(logits.shape[0], length, logits.shape[-1]).as_subclass(PartedLogits)
+        else:
+            output["logits"] = self.region.parts.join(logits, 1, length)
+        return output
+
+
+class PartedLogits(UnreadableTensor):
+    """Stands in for the logits of all tokens, in training with labels."""
+
+    _MESSAGE = (
+        "in training with labels the logits stay parted over cp, and each rank has those of its own tokens. To read "
+        "outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval mode or without "
+        "labels, where the logits are whole"
+    )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return "PartedLogits(not gathered: see ToDistributedConfig.gather_logits)"
+
+
+def _check(batch: dict[str, Any]) -> None:
+    """Raise for arguments that a decoder whose tokens are parted cannot take."""
+    for name in ("past_key_values", "use_cache"):
+        if batch.get(name) not in (None, False):
+            raise PlanError(
+                f"{name} cannot be used under ParallelPlan.cp > 1, since each rank has the keys and values of its own "
+                "tokens; save the model and generate on one device, or use cp=1"
+            )
+    kept = batch.get("logits_to_keep", 0)
+    if isinstance(kept, Tensor) or kept:
+        raise PlanError(
+            "logits_to_keep cannot be used under ParallelPlan.cp > 1, since each rank has the logits of its own "
+            "tokens; leave it out and read outputs.logits[:, -n:] in eval mode"
+        )
+    mask = batch.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise PlanError(
+            f"attention_mask {shape} cannot be cut for ParallelPlan.cp > 1; pass one of shape [rows, tokens], or "
+            "position_ids that begin anew for each document"
+        )
+
+
+def refuse_generating_parts(model: nn.Module) -> None:
+    """Make ``model.generate`` raise, if the model has one."""
+    if callable(method := getattr(model, "generate", None)):
+        object.__setattr__(model, "generate", _NoGenerate(method))
+
+
+class _NoGenerate(MethodOverride):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(
+            "generate needs the keys and values of all tokens on one rank, and under ParallelPlan.cp > 1 each rank has "
+            "those of its part. Save the model (model.save_pretrained) and generate on one device or under a plan "
+            "with cp=1"
+        )

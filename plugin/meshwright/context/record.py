@@ -1,0 +1,179 @@
+"""Record, without computing, which arguments of a decoder's layers hold a value for each token, and its attentions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.context.attend import AttentionCall
+from meshwright.context.attention import attach_attention, detach_attention
+from meshwright.context.masks import ContextMask
+from meshwright.errors import PlanError
+from meshwright.parallel.fake_pass import run_without_values
+from meshwright.parallel.structure import DecoderStructure
+
+_ROWS, _LENGTHS = 2, (11, 13)  # two lengths that no size of a model follows: what grows with them counts tokens
+INSTEAD = "ParallelPlan(cp=1)"
+Place = tuple[Any, ...]  # the keys that lead to a tensor inside a layer's (args, kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSite:
+    """One attention of a decoder.
+
+    Args:
+        module: the attention module.
+        heads: the number of its query heads.
+        key_heads: the number of its key heads.
+        key_size: the number of channels of a key.
+        value_size: the number of channels of a value.
+        options: the keyword arguments that its attention function gets.
+        shared: for each of these that is a parameter of the module: the parameter's name.
+    """
+
+    module: nn.Module
+    heads: int
+    key_heads: int
+    key_size: int
+    value_size: int
+    options: dict[str, Any]
+    shared: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextRecord:
+    """What context parallelism needs to know of a decoder.
+
+    Args:
+        token_dims: for each argument of each layer that has a value for each token: the dim of the tokens.
+        arguments: the places of all tensors among the arguments of each layer.
+        sites: the attentions, in the order in which they run.
+        reshapes: whether the decoder gives the result of its final norm the shape of the whole row, so that the tokens
+            must be joined there, and cut again before the head.
+    """
+
+    token_dims: dict[nn.Module, dict[Place, int]]
+    arguments: dict[nn.Module, frozenset[Place]]
+    sites: tuple[AttentionSite, ...]
+    reshapes: bool
+
+
+def record_context(model: nn.Module, structure: DecoderStructure) -> ContextRecord:
+    """Run a decoder on fake tensors of two lengths, and return what its layers and attentions are given.
+
+    Args:
+        model: the decoder, with or without memory. It is not changed.
+        structure: its structure.
+
+    Raises:
+        PlanError: if tokens meet outside of transformers' attention interface, or a mask does not come from
+            transformers' mask functions.
+    """
+    layers = structure.layers
+    first, second = (_pass(model, layers, length) for length in _LENGTHS)
+    names = {module: name for name, module in model.named_modules()}
+    token_dims: dict[nn.Module, dict[Place, int]] = {}
+    for layer in layers:
+        if layer not in first.shapes:
+            raise PlanError(f"{names[layer]} of {type(model).__name__} does not run in a forward pass. Use {INSTEAD}")
+        token_dims[layer] = {}
+        for place, shape in first.shapes[layer].items():
+            dims = [dim for dim, size in enumerate(shape) if size != second.shapes[layer][place][dim]]
+            if len(dims) > 1:
+                raise PlanError(
+                    f"{names[layer]} of {type(model).__name__} is given {place[-1]!r} with {len(dims)} dims of tokens, "
+                    "a mask or bias that transformers' mask functions did not make, so it cannot be cut. "
+                    f"Use {INSTEAD}"
+                )
+            if dims:
+                token_dims[layer][place] = dims[0]
+        own = [site for site in first.sites if site.module in set(layer.modules())]
+        if len(own) != 1:
+            raise PlanError(
+                f"{names[layer]} of {type(model).__name__} calls transformers' attention interface {len(own)} times, "
+                "and context parallelism knows layers with one attention that calls it. The model may have an "
+                f"attention of its own. Use {INSTEAD}"
+            )
+    arguments = {layer: frozenset(shapes) for layer, shapes in first.shapes.items()}
+    return ContextRecord(
+        token_dims=token_dims, arguments=arguments, sites=tuple(first.sites), reshapes=_reshapes(model, structure)
+    )
+
+
+@dataclass
+class _Pass:
+    """Stands in place of the ContextAttention in a fake pass."""
+
+    shapes: dict[nn.Module, dict[Place, tuple[int, ...]]] = field(default_factory=dict)
+    sites: list[AttentionSite] = field(default_factory=list)
+
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parameters = call.module._parameters.items()
+        site = AttentionSite(
+            module=call.module,
+            heads=q.shape[1],
+            key_heads=k.shape[1],
+            key_size=k.shape[-1],
+            value_size=v.shape[-1],
+            options=call.options,
+            shared={name: own for name, x in call.options.items() for own, p in parameters if x is p},
+        )
+        self.sites.append(site)
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.shapes[layer] = {place: tuple(x.shape) for place, x in tensors_in((args, kwargs))}
+
+
+def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass:
+    found = _Pass()
+    handles = [layer.register_forward_pre_hook(found.enter, with_kwargs=True) for layer in layers]
+    attach_attention(model, found)
+    try:
+        run_without_values(model, rows=_ROWS, length=length, instead=INSTEAD, has_labels=False)
+    except PlanError as error:
+        if ContextMask.__name__ not in str(error.__cause__):
+            raise
+        raise PlanError(
+            f"{type(model).__name__} has an attention of its own, which uses its mask outside of transformers' "
+            f"attention interface ({error.__cause__}), so it would not reach the tokens of other ranks. Use {INSTEAD}"
+        ) from error
+    finally:
+        detach_attention(model)
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
+    """Return whether a decoder cannot go on with some tokens only after its final norm."""
+    some = 5
+
+    def cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return output[:, :some] if isinstance(output, Tensor) else (output[0][:, :some], *output[1:])
+
+    handle = (structure.final_norm or structure.layers[-1]).register_forward_hook(cut)
+    attach_attention(model, _Pass())
+    try:
+        output = run_without_values(model, rows=_ROWS, length=_LENGTHS[0], instead=INSTEAD, has_labels=False)
+        return bool(output["logits"].shape[1] != some)
+    except PlanError:
+        return True
+    finally:
+        detach_attention(model)
+        handle.remove()
+
+
+def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the tensors inside tuples, lists and dicts, each with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, (*place, index))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from tensors_in(item, (*place, name))

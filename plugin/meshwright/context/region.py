@@ -1,0 +1,100 @@
+"""The region of a forward pass in which each rank of cp has its own tokens: the layers of a decoder.
+
+It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it.
+It ends after the final norm: the head and the causal-LM loss take each token by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.context.record import ContextRecord, Place, tensors_in
+from meshwright.parallel.autograd_graph import in_backward
+from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.sequence_parts import SequenceParts
+from meshwright.parallel.structure import DecoderStructure
+
+
+class ContextRegion:
+    """Hooks that cut the arguments of layers, and join the tokens again where a program reads all of them.
+
+    Install it after the hooks of tensor parallelism.
+
+    Args:
+        structure: the decoder's structure.
+        record: which arguments of the layers have a value for each token.
+        parts: how the ranks share a sequence.
+    """
+
+    def __init__(self, structure: DecoderStructure, record: ContextRecord, parts: SequenceParts):
+        self.record, self.parts = record, parts
+        self.length = 0  # the number of tokens of the last sequence
+        self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
+        self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
+        self._first = structure.layers[0]
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # what several layers are given, cut once in a pass
+        for layer in structure.layers:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
+        if record.reshapes and structure.head is not None:
+            structure.head.register_forward_pre_hook(self._enter_head)
+
+    def _enter(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden, _ = hidden_states(args, kwargs)
+        if layer is self._first:
+            self.length = hidden.shape[1]
+        dims = self.record.token_dims[layer]
+
+        def cut(value: Any, place: Place) -> Any:
+            if isinstance(value, Tensor):
+                dim = dims.get(place, 1 if self._is_input(value) else None)
+                if dim is None or (value is hidden and layer is not self._first):
+                    return value
+                return self._own(value, dim, keep=value is not hidden)
+            if isinstance(value, tuple | list):
+                return type(value)(cut(item, (*place, i)) for i, item in enumerate(value))
+            if type(value) is dict:
+                return {name: cut(item, (*place, name)) for name, item in value.items()}
+            return value
+
+        self._check_known(layer, args, kwargs)
+        own_args: tuple[Any, ...] = cut(args, (0,))
+        return own_args, cut(kwargs, (1,))
+
+    def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        known = self.record.arguments[layer]
+        for place, x in tensors_in((args, kwargs)):
+            if place not in known and self.length in x.shape and not self._is_input(x):
+                raise ValueError(
+                    f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
+                    "which it is not given with input_ids and labels alone, so it is not known how to cut it for "
+                    "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
+                )
+
+    def _is_input(self, x: Tensor) -> bool:
+        return any(x is given for given in self.inputs)
+
+    def _own(self, x: Tensor, dim: int, *, keep: bool) -> Tensor:
+        if not keep or in_backward():  # activation checkpointing runs a layer again
+            return self.parts.take(x, dim)
+        if id(x) not in self._cut:
+            self._cut[id(x)] = x, self.parts.take(x, dim)
+        return self._cut[id(x)][1]
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.length == 0:  # a norm that the model applies to its embeddings too
+            return None
+        length, self.length = self.length, 0
+        self._cut.clear()
+        if self.keeps_parted and not self.record.reshapes:
+            return None
+        x, *others = (output,) if isinstance(output, Tensor) else output
+        x = self.parts.join(x, 1, length, is_taken_again=self.keeps_parted)
+        return x if isinstance(output, Tensor) else (x, *others)
+
+    def _enter_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (self.parts.take(args[0], 1), *args[1:]) if self.keeps_parted else None

@@ -1,0 +1,78 @@
+"""Run a decoder's forward on tensors without values, to see what it does without computing it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.errors import PlanError
+
+
+def run_without_values(model: nn.Module, *, rows: int, length: int, instead: str, has_labels: bool = True) -> Any:
+    """Run a decoder on fake token ids and labels, and return its output.
+
+    Args:
+        model: the decoder, with or without memory. It is not changed.
+        rows: the number of rows.
+        length: the number of tokens in each row.
+        has_labels: whether the decoder is given labels.
+        instead: the plan to use if the decoder cannot be run in this way, for the message.
+
+    Raises:
+        PlanError: if the decoder cannot be run in this way.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _ReadAsZero(), _fake_values(model):
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        inputs = {"input_ids": tokens, "use_cache": False} | ({"labels": tokens} if has_labels else {})
+        known = inspect.signature(model.forward).parameters
+        try:
+            with torch.enable_grad():
+                return model(**{name: value for name, value in inputs.items() if name in known})
+        except PlanError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"{type(model).__name__} could not be run on tensors without values, which shows what runs before and "
+                f"after its layers ({type(error).__name__}: {error}). Use {instead}"
+            ) from error
+
+
+class _ReadAsZero(TorchDispatchMode):
+    """Lets the host read a fake tensor as zero, such as rotary embeddings that look at the longest position."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _fake_values(model: nn.Module) -> Iterator[None]:
+    """Replace all parameters and buffers by fake ones on the CPU; must run inside a FakeTensorMode."""
+    made: dict[int, Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        owners: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        for owner in owners:
+            before += [(owner, name, value) for name, value in owner.items() if isinstance(value, Tensor)]
+    for _, _, value in before:
+        if id(value) not in made:
+            fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            made[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+    try:
+        for owner, name, value in before:
+            owner[name] = made[id(value)]
+        yield
+    finally:
+        for owner, name, value in before:
+            owner[name] = value

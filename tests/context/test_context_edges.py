@@ -1,0 +1,364 @@
+"""What context parallelism must not get wrong besides the numbers of a plain step.
+
+Tolerance 1e-10 in float64 unless a test says otherwise: only the order of sums differs, about 1e-16 a sum.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+)
+
+import meshwright as mw
+from harness.pool import WorkerError
+from meshwright.context.attend import AttentionCall, attend_in_blocks
+from meshwright.context.attention import stock_attention
+from meshwright.context.masks import ContextMask
+from meshwright.parallel.sequence_parts import Run
+from support.exact import Float64, relative_difference
+from support.models import SIZES, build, labels_for, tokens
+from support.traffic import Traffic
+
+METHODS: dict[str, dict[str, Any]] = {
+    "gather": {"cp": 2},
+    "ulysses": {"cp": 2, "context": "ulysses"},
+    "ring": {"cp": 2, "context": "ring"},
+}
+
+
+def distributed(plan: dict[str, Any] | None = None, family: str = "llama", **traits: Any) -> Any:
+    return mw.to_distributed(build(family, **traits), plan=mw.ParallelPlan(**(plan or {"cp": 2})))[0].train()
+
+
+def batch(rows: int = 2, length: int = 13, seed: int = 0) -> dict[str, Tensor]:
+    ids = tokens(rows, length, seed=seed)
+    return {"input_ids": ids, "labels": labels_for(ids)}
+
+
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+
+def logits_of_two_packings(method: str) -> tuple[Tensor, Tensor]:
+    """The logits of a packed row, and of the row with another second document of three."""
+    with Float64():
+        model = distributed(METHODS[method]).double().eval()
+        ids = tokens(1, 24)
+        other = ids.clone()
+        other[:, 7:15] = tokens(1, 8, seed=9)
+        positions = torch.cat([torch.arange(7), torch.arange(8), torch.arange(9)])[None]
+        return tuple(model(input_ids=x, position_ids=positions).logits for x in (ids, other))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_do_not_see_each_other(method: str, pool2: Any) -> None:
+    one, other = pool2.run(logits_of_two_packings, method)[0]
+    assert torch.equal(one[:, :7], other[:, :7]) and torch.equal(one[:, 15:], other[:, 15:])
+    assert not torch.equal(one[:, 7:15], other[:, 7:15])
+
+
+# ---- positions that depend on the whole row -------------------------------------------------------------------------
+
+
+def long_rope(plan: dict[str, Any] | None) -> Tensor:
+    """The loss of a row longer than the model's first length, where the rotary frequencies depend on the length."""
+    with Float64():
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        model = build("llama", max_position_embeddings=16, rope_parameters=rope).double()
+        if plan is not None:
+            model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+        return model(**batch(length=41)).loss.detach()
+
+
+def test_rotary_frequencies_are_those_of_the_whole_row(pool2: Any) -> None:
+    expected = long_rope(None)
+    assert all(abs(loss - expected) <= 1e-10 for loss in pool2.run(long_rope, {"cp": 2}))
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def gradients_of_other_losses(plan: dict[str, Any] | None, kind: str) -> dict[str, Tensor]:
+    with Float64():
+        torch.manual_seed(0)
+        heads = {"classes": AutoModelForSequenceClassification, "tags": AutoModelForTokenClassification}
+        if kind in heads:
+            model: Any = (
+                heads[kind].from_config(LlamaConfig(**SIZES, num_labels=3, classifier_dropout=0.0)).double().train()
+            )
+        else:
+            model = build("llama").double()
+        if plan is not None:
+            model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+        inputs: dict[str, Any] = batch()
+        labels = inputs["labels"]
+        if kind == "classes":
+            loss = model(input_ids=inputs["input_ids"], labels=torch.tensor([0, 2])).loss
+        elif kind == "tags":
+            loss = model(input_ids=inputs["input_ids"], labels=labels.clamp(-100, 2)).loss
+        elif kind == "own":
+            logits = model(input_ids=inputs["input_ids"]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        elif kind == "base model":
+            loss = model.model(input_ids=inputs["input_ids"]).last_hidden_state.square().mean()
+        elif kind == "items":
+            loss = model(**inputs, num_items_in_batch=int((labels[:, 1:] != -100).sum())).loss
+        else:
+            assert kind == "embeddings"
+            embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+            loss = model(inputs_embeds=embedded, labels=labels).loss
+        loss.backward()
+        found = {"loss": loss.detach()}
+        if kind == "embeddings":
+            found["inputs"] = embedded.grad
+        own = mw.full_gradients(model) if plan else {n: p.grad for n, p in model.named_parameters()}
+        return found | {name: gradient for name, gradient in own.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("kind", ["classes", "tags", "own", "base model", "items", "embeddings"])
+def test_other_losses_equal_one_process(kind: str, pool2: Any) -> None:
+    expected, found = gradients_of_other_losses(None, kind), pool2.run(gradients_of_other_losses, {"cp": 2}, kind)
+    assert found[0].keys() == expected.keys()
+    largest = max(value.abs().max() for value in expected.values())
+    assert max((found[0][name] - value).abs().max() / largest for name, value in expected.items()) <= 1e-10
+    for result in found:
+        for name in result.keys() & {"loss", "inputs"}:
+            assert relative_difference(result[name], expected[name]) <= 1e-10
+
+
+# ---- attention dropout ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_blocks_are_run_again_with_the_same_dropout(implementation: str) -> None:
+    """One block over all tokens draws what the stock function draws, and backward draws it again."""
+    with Float64():
+        module = build("llama", attn_implementation=implementation).double().model.layers[0].self_attn
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(2, 8, 9, 4), (2, 4, 9, 4), (2, 4, 9, 4)]
+        inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        mask = ContextMask(
+            function=lambda row, head, q, k: k <= q,
+            padding=None,
+            rows=2,
+            length=9,
+            window=None,
+            is_plain=True,
+            averages_blind=False,
+            is_vectorized=True,
+            device=torch.device("cpu"),
+        )
+        call = AttentionCall(
+            module=module,
+            stock=stock_attention(module)[0],
+            is_additive=implementation == "eager",
+            mask=mask,
+            options={"dropout": 0.5, "scaling": 0.5},
+        )
+        weights = torch.randn(2, 9, 8, 4, generator=generator, dtype=torch.float64)
+        torch.manual_seed(1)
+        stock = call.run(*inputs, call.block(Run(0, 9), Run(0, 9), torch.float64))
+        expected = torch.autograd.grad((stock * weights).sum(), inputs)
+        torch.manual_seed(1)
+        ours = attend_in_blocks(call, *inputs, (Run(0, 9),))
+        torch.manual_seed(2)  # what the program draws between forward and backward
+        state = torch.get_rng_state()
+        found = torch.autograd.grad((ours * weights).sum(), inputs)
+        assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(ours, stock)
+    assert all(relative_difference(x, y) <= 1e-10 for x, y in zip(found, expected, strict=True))
+
+
+# ---- cost -----------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(plan: dict[str, Any] | None) -> int:
+    """Bytes that forward keeps for backward, parameters apart."""
+    model: Any = build("llama", num_hidden_layers=4, max_position_embeddings=512, intermediate_size=112)
+    if plan is not None:
+        model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    held = []
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+            held.append(x)  # alive, so that no address is used twice
+        return x
+
+    ids = tokens(1, 512)
+    with saved_tensors_hooks(pack, lambda x: x):
+        model(input_ids=ids, labels=ids)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_kept(method: str, pool2: Any) -> None:
+    assert max(pool2.run(saved_bytes, METHODS[method])) <= 1.05 / 2 * saved_bytes(None)
+
+
+def traffic_of(plan: dict[str, Any]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    model = distributed(plan)
+    found = []
+    with Traffic() as traffic:
+        loss = model(**batch(length=16)).loss
+        found.append((dict(traffic.calls), dict(traffic.bytes)))
+        traffic.calls.clear(), traffic.bytes.clear()
+        loss.backward()
+    return [*found, (dict(traffic.calls), dict(traffic.bytes))]
+
+
+def test_collectives_of_gather_and_ulysses(pool2: Any) -> None:
+    """The formulas for 2 layers, 2 rows of 8 own tokens, 8 query and 4 key heads of 4 channels, in float32."""
+    rows, width, key_width, layers = 2 * 8, 32, 16, 2
+    forward, backward = pool2.run(traffic_of, METHODS["gather"])[0]
+    whole = layers * 2 * rows * 2 * key_width * 4  # all ranks' keys and values
+    assert forward[0] == {"all_gather": layers + 1} and forward[1]["all_gather"] == whole + 2 * 16  # and the loss
+    assert (backward[0]["all_gather"], backward[0]["reduce_scatter"]) == (layers, layers)
+    assert (backward[1]["all_gather"], backward[1]["reduce_scatter"]) == (whole, whole)
+    forward, backward = pool2.run(traffic_of, METHODS["ulysses"])[0]
+    sent = layers * rows * (2 * width + 2 * key_width) * 4
+    for calls, size in (forward, backward):
+        assert (calls["reduce_scatter"], size["reduce_scatter"]) == (2 * layers, sent)  # counted as all-to-alls
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def save(folder: str) -> dict[str, Tensor]:
+    model: Any = build("gemma2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, _ = mw.to_distributed(model, optimizer, plan=mw.ParallelPlan(cp=2, zero_stage=1))
+    model(**batch()).loss.backward()
+    optimizer.step()
+    mw.save_checkpoint(f"{folder}/run", model, optimizer, step=1)
+    model.save_pretrained(f"{folder}/model")
+    return mw.full_state_dict(model)
+
+
+def load(folder: str, plan: dict[str, Any]) -> dict[str, Tensor]:
+    model: Any = build("gemma2", seed=5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, _ = mw.to_distributed(model, optimizer, plan=mw.ParallelPlan(**plan))
+    mw.load_checkpoint(f"{folder}/run", model, optimizer)
+    return mw.full_state_dict(model)
+
+
+def test_checkpoints_fit_other_plans(pool2: Any, tmp_path: Path) -> None:
+    expected = pool2.run(save, str(tmp_path))[0]
+    for plan in ({"cp": 2, "context": "ring"}, {"tp": 2}, {"dp": 2, "zero_stage": 3}):
+        loaded = pool2.run(load, str(tmp_path), plan)[0]
+        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(stock[name], value) for name, value in expected.items())
+
+
+# ---- what cannot run ------------------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def record(name: str, call: Any) -> None:
+        try:
+            call()
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        else:
+            said[name] = "no error"
+
+    def plan(family: str = "llama", traits: Any = None, **fields: Any) -> Any:
+        return mw.to_distributed(build(family, **(traits or {})), plan=mw.ParallelPlan(**{"cp": 2, **fields}))
+
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    record("heads", lambda: plan(traits=odd, context="ulysses"))
+    record("dropout in a ring", lambda: plan(traits={"attention_dropout": 0.1}, context="ring"))
+    flex = build("llama", attn_implementation="flex_attention")
+    record("flex attention", lambda: mw.to_distributed(flex, plan=mw.ParallelPlan(cp=2)))
+    model = distributed()
+    ids = batch()["input_ids"]
+    model(**batch()).loss.backward()
+    record("generate", lambda: model.generate(ids, max_new_tokens=2))
+    record("cache", lambda: model(**batch(), use_cache=True))
+    record("a mask of its own", lambda: model(**batch(), attention_mask=torch.ones(2, 1, 13, 13)))
+    record("the last logits", lambda: model(**batch(), logits_to_keep=1))
+    record("hidden states", lambda: model(**batch(), output_hidden_states=True))
+    record("attention maps", lambda: model(**batch(), output_attentions=True))
+    record("logits", lambda: model(**batch()).logits.sum())
+    record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    record("a tuple", lambda: model(**batch(), return_dict=False))
+    return said
+
+
+WORDS = {
+    "heads": "context='gather' or 'ring'",
+    "dropout in a ring": "attention_dropout to 0",
+    "flex attention": "attn_implementation='sdpa'",
+    "generate": "save_pretrained",
+    "cache": "use_cache",
+    "a mask of its own": "position_ids",
+    "the last logits": "logits_to_keep",
+    "hidden states": "Turn the option off",
+    "attention maps": "Turn the option off",
+    "logits": "gather_logits=True",
+    "torch's clipping": "no error",  # whole gradients on every rank
+    "a tuple": "return_dict",
+}
+
+
+def test_what_cannot_run_is_an_error_on_every_rank(pool2: Any) -> None:
+    for said in pool2.run(refusals):
+        assert {name: said[name] for name, word in WORDS.items() if word not in said[name]} == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"cp": 2, "context": "rings"}, "'ring'"),
+        ({"cp": 2, "pp": 2}, "set pp=1 or cp=1"),
+        ({"cp": 4, "context": "hybrid"}, "a divisor of cp"),
+        ({"cp": 4, "context": "hybrid", "ulysses": 3}, "a divisor of cp"),
+        ({"cp": 4, "context": "hybrid", "ulysses": 4}, "between 1 and cp"),
+        ({"cp": 4, "context": "ring", "ulysses": 2}, "leave it out"),
+        ({"ulysses": 2}, "leave it out"),
+    ],
+)
+def test_plans_that_cannot_be_run(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(mw.PlanError, match=word):
+        mw.ParallelPlan(**fields)
+
+
+def other_tokens_on_one_rank() -> None:
+    distributed()(**batch(seed=dist.get_rank()))
+
+
+def test_another_batch_on_one_rank_is_named(pool2: Any) -> None:
+    with pytest.raises(WorkerError, match="compute parts of one model for the same tokens"):
+        pool2.run(other_tokens_on_one_rank)
+
+
+def copied() -> tuple[Tensor, Tensor]:
+    model = distributed().eval()
+    twin = copy.deepcopy(model)
+    plain = build("llama").eval()
+    plain.config = model.config  # a config that two models share stays that of a plain model
+    with torch.no_grad():
+        return model(**batch()).logits - twin(**batch()).logits, plain(**batch()).logits - model(**batch()).logits
+
+
+def test_copies_and_models_beside_it(pool2: Any) -> None:
+    for of_copy, of_plain in pool2.run(copied):
+        assert of_copy.abs().max() == 0 and of_plain.abs().max() < 1e-5  # float32
