@@ -75,10 +75,10 @@ class Progress:
             if type(said[name]) is not kind and not (name in optional and said[name] is None):
                 raise CheckpointError(f"{path} has a wrong value of {name!r}: {str(said[name])[:100]}")
         mesh = said["mesh"]
-        if len(mesh) not in (2, 3) or not all(type(size) is int and size >= 1 for size in mesh):
+        if len(mesh) not in (2, 3, 4) or not all(type(size) is int and size >= 1 for size in mesh):
             raise CheckpointError(f"{path} has a wrong value of 'mesh': {mesh}")
         # An earlier version had no pp.
-        return Progress(**{**said, "mesh": tuple(mesh) if len(mesh) == 3 else (1, *mesh)})
+        return Progress(**{**said, "mesh": tuple(mesh) if len(mesh) > 2 else (1, *mesh)})
 
     def draws(self) -> Tensor | None:
         """Return torch's random state when the epoch began."""

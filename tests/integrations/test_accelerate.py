@@ -24,6 +24,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2xtp2+sp+zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
     "pp2": {"pp": 2, "gradient_accumulation_steps": 2},
     "pp2xdp2+zero1": {"pp": 2, "dp": 2, "zero_stage": 1, "gradient_accumulation_steps": 2},
+    "cp2": {"cp": 2, "context": "ring"},
+    "cp2xdp2+zero1": {"cp": 2, "dp": 2, "zero_stage": 1},
     "pp2xtp2+sp": {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1", "micro_batch_size": 1},
 }
 ZERO: dict[str, dict[str, Any]] = {
@@ -90,8 +92,9 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
         ("dp2xtp2+sp+zero2", "dp2xtp2+sp+zero3"),
         ("pp2", "tp2"),
         ("dp2", "pp2xdp2+zero1"),
+        ("cp2xdp2+zero1", "dp2"),
     ],
-    ids=["same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3", "from pp2", "to pp2"],
+    ids=["same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3", "from pp2", "to pp2", "from cp2"],
 )
 def test_resume_goes_on_with_the_same_numbers(
     before: str, after: str, tmp_path: Any, request: pytest.FixtureRequest

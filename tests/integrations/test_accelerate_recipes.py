@@ -152,7 +152,7 @@ def collectives(plan: dict[str, Any]) -> dict[str, Any]:
         forget()
 
 
-@pytest.mark.parametrize("plan", [TP2, {"dp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("plan", [TP2, {"dp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"cp": 2, "dp": 2}], ids=str)
 def test_collectives_of_the_accelerator_are_over_the_data_parallel_ranks(
     plan: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
@@ -165,7 +165,7 @@ def test_collectives_of_the_accelerator_are_over_the_data_parallel_ranks(
         assert found["counts"] == (dp, dp, len(ranks))
         assert torch.equal(found["rows"], rows)
         assert (found["sum"], found["mean"], found["most"]) == (8, 8 / dp, 8 / dp)
-        assert found["part"] == ([0, 1, 2, 3, 4] if dp == 1 else [[0, 1, 2], [3, 4]][index // tp % dp])
+        assert found["part"] == ([0, 1, 2, 3, 4] if dp == 1 else [[0, 1, 2], [3, 4]][index // (tp * plan.get("cp", 1)) % dp])
         assert found["is_last"] == (index == len(ranks) - 1)
 
 

@@ -38,6 +38,8 @@ PP2 = {"pp": 2, "gradient_accumulation_steps": 2}
 # In float64, where only the order of sums differs: 4e-16 measured at worst, of which 20 steps leave less than 1e-10.
 EXACT: dict[str, dict[str, Any]] = {
     "pp2": PP2,
+    "cp2": {"cp": 2, "context": "ulysses"},
+    "cp2 x dp2+zero1, ring": {"cp": 2, "dp": 2, "zero_stage": 1, "context": "ring"},
     "pp2 x dp2+zero1, zb-h1": {"pp": 2, "dp": 2, "zero_stage": 1, "schedule": "zb-h1", "micro_batch_size": 1},
 }
 
@@ -365,6 +367,7 @@ def last_three(run: Run) -> Run:
         ({"dp": 2}, {"tp": 2}),
         (PP2, {"dp": 2, "zero_stage": 1}),
         ({"dp": 2}, PP2),
+        ({"cp": 2}, {"dp": 2, "zero_stage": 1}),
     ],
     ids=str,
 )
