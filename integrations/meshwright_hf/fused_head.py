@@ -25,7 +25,8 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
         model: the model, changed in place.
         runtime: the model's runtime; nothing is changed if each rank has the whole head.
     """
-    if (runtime.tp.size == 1 and runtime.weights is None) or not hasattr(model, "get_output_embeddings"):
+    is_whole = runtime.tp.size == runtime.cp.size == 1 and runtime.weights is None
+    if is_whole or not hasattr(model, "get_output_embeddings"):
         return
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     forward, find_head = owner.forward, owner.get_output_embeddings
@@ -35,6 +36,8 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
         if not kwargs.get("fused_lm_head"):
             return forward(*args, **kwargs)
         with contextlib.ExitStack() as stack:
+            if runtime.region is not None:
+                stack.enter_context(runtime.region.joining())  # its loss shifts the labels of the whole row
 
             def find_whole_head() -> SimpleNamespace:
                 head = find_head()

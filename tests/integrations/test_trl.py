@@ -16,6 +16,7 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+import meshwright as mw
 from meshwright_hf.trl_trainers import check_last_batch
 from support.preference import columns, evaluate, make, run
 from support.trainers import fresh_accelerate
@@ -59,6 +60,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("sft", TP2_SP),
         ("sft", DP2),
+        ("sft", {"cp": 2, "context": "ring"}),
+        ("dpo", {"cp": 2}),
+        ("kto", {"cp": 2}),
+        ("reward", {"cp": 2}),
         ("sft", ALL),
         ("dpo", ZERO3),
         ("kto", TP2_SP),
@@ -74,7 +79,7 @@ def test_a_trainer_equals_one_process(
     kind: str, plan: dict[str, Any], one: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The fused head reads the head's weight, which is sharded; KTO pairs a batch's rows; GRPO (row 25) gathers."""
-    pool = request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
+    pool = request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
     expected = reference(kind, one)
     assert len({logs["grad_norm"] for logs in expected}) == len(expected) == 4
     for logs in pool.run(run, kind, tmp_path, plan, **OPTIONS[kind], timeout=280):

@@ -49,14 +49,14 @@ class ContextForward(MethodOverride):
         if tokens is None:
             raise PlanError("the model was called without input_ids or inputs_embeds")
         region = self.region
-        region.keeps_parted = self.has_token_loss
+        region.keeps_parted = self.has_token_loss and not region.joins
         given = [x for x in batch.values() if isinstance(x, Tensor) and x.shape[:2] == tokens.shape[:2]]
         region.inputs = tuple(given)
         try:
             output = self.method(**batch)
         finally:
             region.keeps_parted, region.inputs = False, ()
-        if not self.has_token_loss:
+        if not self.has_token_loss or region.joins:
             return output
         is_kept = self.decoder.training and torch.is_grad_enabled() and batch.get("labels") is not None
         return self._with_logits(output, tokens.shape[1], stays=is_kept and not self.gathers_logits())

@@ -263,7 +263,7 @@ class Installation:
         if runtime.guard is not None:
             set_timeouts(self.config.timeout_s)  # of the groups just made, too
         attach_attention(self.decoder, attention)
-        region = ContextRegion(self.structure, record, attention.parts)
+        region = runtime.region = ContextRegion(self.structure, record, attention.parts)
         self.decoder.forward = ContextForward(
             self.decoder,
             region,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
+from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError
 from meshwright.faults.guard import Guard
 from meshwright.optim.zero3_layers import ShardedWeights
@@ -62,6 +63,7 @@ class Runtime:
         loss: the model's loss; None if it is not known.
         uneven: the object that warns of batches that ranks share unevenly, if the loss is not known.
         hooked: the object that warns if hooks of the program see only a part of the activations.
+        region: the region in which each rank of cp has its own tokens; None without context parallelism.
         gathers_logits: whether ``outputs.logits`` are whole in training.
         gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
         trained: the object that tracks which parameters require a gradient.
@@ -86,6 +88,7 @@ class Runtime:
     uneven: UnevenBatches | None = None
     hooked: HookedModules | None = None
     trained: RequiresGrad | None = None
+    region: ContextRegion | None = None
     gathers_logits: bool = False
     gathers_evaluated_logits: bool = False
     names_only: bool = False
