@@ -88,6 +88,16 @@ def test_a_trainer_equals_one_process(
                 assert actual[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
 
 
+def test_a_packed_run_equals_one_process_under_context_parallelism(pool2: Any, tmp_path: Path) -> None:
+    """Documents must not see each other, although their parts lie on several ranks."""
+    options = {**OPTIONS["sft"], "packing": True, "max_length": 48}
+    expected = run("sft", tmp_path / "one", None, **options)
+    for logs in pool2.run(run, "sft", tmp_path, {"cp": 2, "context": "ring"}, **options, timeout=280):
+        for actual, wanted in zip(logs, expected, strict=True):
+            for key in COMPARED["sft"]:
+                assert actual[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
+
+
 EVALUATED = {
     "sft": ("loss", "entropy", "mean_token_accuracy"),
     "dpo": ("loss", "entropy", "mean_token_accuracy"),
