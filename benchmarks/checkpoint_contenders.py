@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import meshwright as mw
 from benchmarks import contenders
 from benchmarks.workload import Workload
-from meshwright.optim.state_parts import parts_of
+from meshwright.optim.state_parts import parts_of, unwrapped
 
 
 class WrongAnswer(RuntimeError):
@@ -38,6 +38,10 @@ class Saver(contenders.Contender):
     def load(self, folder: Path) -> None:
         """Load what ``save`` wrote; every rank makes the call."""
         raise NotImplementedError
+
+    def drop_state(self) -> None:
+        """Remove the optimizer's state, which a new process has not either."""
+        unwrapped(self.optimizer).state.clear()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield this rank's weights and optimizer state."""

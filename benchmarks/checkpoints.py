@@ -199,6 +199,10 @@ class Contests:
             "accelerate, not flushed": self.checked(Accelerated(WORKLOAD, sync_files=False), "unflushed"),
         }
         yield from self.against(ours, "ours_ddp", others)
+        savers = {"ours": ours, "other": others["accelerate, not flushed"]}
+        loads = {key: self.loading(saver, saver.load, saver.saved, is_new=True) for key, saver in savers.items()}
+        found = times_in_turn(loads, self.rounds)
+        yield row("load into a new optimizer, ours / accelerate", found["ours"], found["other"], 1.0)
 
     def against(self, ours: Saver, name: str, others: dict[str, Saver]) -> Iterator[str]:
         saves = {key: self.saving(saver, saver.save) for key, saver in {name: ours, **others}.items()}
@@ -223,8 +227,13 @@ class Contests:
         target = self.folder / "timed"
         return Turn(saver=saver, act=partial(save, target), folder=target, after=after)
 
-    def loading(self, saver: Saver, load: Callable[[Path], None], folder: Path) -> Turn:
-        after = partial(forget, folder) if self.is_cold else lambda: None
+    def loading(self, saver: Saver, load: Callable[[Path], None], folder: Path, *, is_new: bool = False) -> Turn:
+        def after() -> None:
+            if self.is_cold:
+                forget(folder)
+            if is_new:
+                saver.drop_state()  # for the next turn; the first one is not counted
+
         return Turn(saver=saver, act=partial(load, folder), after=after)
 
 
@@ -252,7 +261,7 @@ def main(
     has the calls of torch's tutorial, the other only the writing and reading of DTensors that exist already.
 
     accelerate: save and load under data parallelism, against save_state and load_state, which do not flush. In one row
-    the files are flushed afterwards, within the time.
+    the files are flushed afterwards, within the time. In the last row the optimizers have no state before the load.
 
     Files are read from the system's cache unless --cold is given.
 
