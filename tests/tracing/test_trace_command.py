@@ -64,9 +64,31 @@ def test_every_line_agrees(config: Path, plan: Candidate) -> None:
     assert all(estimated == traced for estimated, traced in counts) and bool(counts) == (plan.world_size > 1)
 
 
+@pytest.mark.parametrize(
+    ("plan", "stage", "rank"),
+    [
+        (Candidate(pp=2, replicate=512, accumulation=8), 1, 512),  # a rank of a thousand
+        (Candidate(pp=2, schedule="zb-h1", shard=2, zero_stage=1, accumulation=4), 0, 0),
+        (Candidate(pp=2, tp=2, sequence_parallel=True, accumulation=4, recompute="full"), None, 0),
+    ],
+    ids=["1f1b", "zb-h1", "the largest"],
+)
+def test_any_stage_agrees(config: Path, plan: Candidate, stage: int | None, rank: int) -> None:
+    """What is held to 1 %; the peak to a quarter, since a tiny model's temporary tensors are not small beside it."""
+    text = trace_and_compare(model_on_meta(config, torch.float32), describe(config), plan, JOB, stage)
+    assert f"on {plan.world_size} fake ranks" in text and f"bytes of rank {rank} " in text, text
+    ratios = [float(line.split()[-1]) for line in text.partition("ratio\n")[2].splitlines()]
+    assert ratios[:2] == pytest.approx([1.0, 1.0], abs=0.01) and ratios[2] == pytest.approx(1.0, abs=0.25), text
+
+
 def test_what_cannot_be_traced(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"ParallelPlan\.pp=2 is not available in a traced step"):
-        trace_and_compare(model_on_meta(config, torch.float32), describe(config), Candidate(pp=2), JOB)
+    model, shape = model_on_meta(config, torch.float32), describe(config)
+    with pytest.raises(PlanError, match="this version cannot run dp1 cp2"):
+        trace_and_compare(model, shape, Candidate(cp=2), JOB)
+    with pytest.raises(PlanError, match="--stage 2: dp1 pp2 zero0 mb1x4 has the stages 0 to 1"):
+        trace_and_compare(model, shape, Candidate(pp=2, accumulation=8), JOB, stage=2)
+    with pytest.raises(PlanError, match="has no pipeline stages; leave --stage out"):
+        trace_and_compare(model, shape, Candidate(accumulation=8), JOB, stage=0)
     unknown = tmp_path / "unknown.json"
     unknown.write_text(json.dumps({**CONFIG, "model_type": "nobody_s"}))
     with pytest.raises(PlanError, match="transformers cannot make a causal LM"):

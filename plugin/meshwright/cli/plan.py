@@ -89,6 +89,10 @@ def plan(
             "with the estimates.",
         ),
     ] = False,
+    stage: Annotated[
+        int | None,
+        typer.Option(help="With --trace, rank of the pipeline to trace (default: the one that needs the most memory)."),
+    ] = None,
     validate: Annotated[
         Path | None, typer.Option(help="Compare the estimator with the measured runs of this CSV file; plan nothing.")
     ] = None,
@@ -150,7 +154,7 @@ def plan(
             raise ValueError(f"--emit {emit.value} prints a file; leave out {'--json' if json else '--trace'}")
         _show(found, json, save, html, emit)
         if trace:
-            _trace(model, found)
+            _trace(model, found, stage)
     except ValueError as error:
         typer.echo(f"meshwright plan: {error}", err=True)
         sys.exit(2)
@@ -233,7 +237,7 @@ def _accelerate_config(found: Search, save: Path | None) -> str:
     )  # fmt: skip
 
 
-def _trace(model: Path, found: Search) -> None:
+def _trace(model: Path, found: Search, stage: int | None) -> None:
     import torch
 
     from meshwright.tracing.compare import model_on_meta, trace_and_compare
@@ -241,4 +245,4 @@ def _trace(model: Path, found: Search) -> None:
     plan = found.choices[0].plan
     typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
     dtype = torch.bfloat16 if found.job.weight_bytes == 2 else torch.float32
-    typer.echo("\n" + trace_and_compare(model_on_meta(model, dtype), found.shape, plan, found.job))
+    typer.echo("\n" + trace_and_compare(model_on_meta(model, dtype), found.shape, plan, found.job, stage))

@@ -67,7 +67,8 @@ class Pipeline:
                     pair = cut.rank_of(operation.stage), cut.rank_of(stage)
                     if pair[0] != pair[1]:
                         pairs.add(pair)
-        pipelines = plan.dims.process_mesh().array.flatten(1).T.tolist()
+        apart = plan.world_size // plan.pp  # pp is the outermost axis of the mesh
+        pipelines = [[first + stage * apart for stage in range(plan.pp)] for first in range(apart)]
         groups = {pair: new_groups(pp, pipelines, pair) for pair in sorted(pairs)}
         return Pipeline(cut=cut, tie=_tie_axis(cut, pp, pipelines), links=Links(pp, groups, device))
 
@@ -113,6 +114,10 @@ class PipelineForward(MethodOverride):
             runtime.comparison.tie = pipeline.tie
         named = decoder.named_parameters(remove_duplicate=False)
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
+
+    def foresee(self, hidden: torch.dtype, loss: torch.dtype) -> None:
+        """Take these dtypes for those of the hidden states and the loss, which other ranks would announce."""
+        self._hidden_dtypes[None], self._loss_dtypes[None] = hidden, loss
 
     # A compiled model runs its stages uncompiled, since they send and receive.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

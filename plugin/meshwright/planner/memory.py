@@ -8,7 +8,7 @@ from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_ran
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, rank_layers, stage_layers
-from meshwright.planner.footprint import footprint
+from meshwright.planner.footprint import IN_FLIGHT, footprint
 from meshwright.planner.shapes import ModelShape
 
 _CONTEXT = 0.6e9  # bytes of the device's context and kernels
@@ -194,6 +194,9 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     communication = 0.0 if job.on_cpu else groups * _GROUP + (2 * BUCKET_BYTES if plan.dp > 1 else 0)
     # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
     peak = max(working + activations, logits + activations, step)
+    if job.own_runtime and plan.pp > 1:
+        passed = activations + working + _new_gradients(shape, plan, job, stage, elements)
+        peak = max(peak, passed, _reduction(plan, job, elements))
     rest = peak - activations if peak > activations else 0.0
     is_logits = logits >= working
     held = weights + gradients + optimizer + unsharded + peak + communication
@@ -209,6 +212,27 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
         slack=_PROCESS if job.on_cpu else _CONTEXT + _SLACK * held,
         stage=stage,
     )
+
+
+def _new_gradients(shape: ModelShape, plan: Candidate, job: Job, stage: int, elements: float) -> float:
+    """Return by how much a backward pass in this runtime's pipeline grows the memory, beside the sum of earlier ones.
+
+    When it ends, it has made the gradients of a virtual stage, and has freed the activations of a micro-batch.
+    """
+    if plan.accumulation == 1:
+        return 0.0
+    saved = _saved(shape, plan, job)
+    layer = saved.kept if plan.recompute == "full" else saved.layer
+    freed = rank_layers(plan, shape.layers)[stage] / plan.chunks * layer
+    return max(0.0, elements / plan.chunks * job.weight_bytes - freed)
+
+
+def _reduction(plan: Candidate, job: Job, elements: float) -> float:
+    """Return the bytes of the buckets that are reduced at the same time over dp, when no activations are left."""
+    if plan.dp == 1 or not job.on_cpu:
+        return 0.0
+    # gloo exchanges copies of the buckets under ZeRO.
+    return (2.5 if plan.zero_stage else 1.0) * min(4 * elements, IN_FLIGHT * BUCKET_BYTES)
 
 
 def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
 from meshwright.planner.explain import grid
 from meshwright.planner.footprint import footprint
+from meshwright.planner.memory import peak_memory, stage_memory
 from meshwright.planner.shapes import ModelShape
 from meshwright.tracing.trace import Trace, trace_step
 
@@ -51,7 +53,7 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         ) from error
 
 
-def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job) -> str:
+def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:
     """Return a table of each size and each kind of collective, estimated and traced.
 
     Args:
@@ -59,9 +61,14 @@ def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job) 
         shape: the shape of the same model.
         plan: a plan that this version runs.
         job: the training job.
+        stage: the rank of the pipeline to trace; None for the one that needs the most memory.
     """
     if not plan.runs_today:
         raise PlanError(f"--trace runs the plan, but this version cannot run {plan.label}; leave out --allow-future")
+    if plan.pp > 1:
+        return _of_stage(model, shape, plan, job, stage)
+    if stage is not None:
+        raise PlanError(f"--stage {stage}: {plan.label} has no pipeline stages; leave --stage out")
     count = min(plan.accumulation, MICRO_BATCHES)
     plan = Candidate(**{**vars(plan), "accumulation": count})
     trace = trace_step(model, ParallelPlan(**runnable_fields(plan)), rows=plan.micro_batch * count, length=job.seq_len)
@@ -74,6 +81,29 @@ def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job) 
     lines = [f"Traced {plan.label} on {plan.world_size} fake ranks, {count} of its micro-batches, as on CPU with gloo:"]
     lines += ["", grid(rows), "", grid(_traffic_rows(shape, plan, trace, sizes), left=3)]
     return "\n".join(lines)
+
+
+def _of_stage(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None) -> str:
+    """Return a table of each size of the first rank of a pipeline stage; traffic is not estimated by kind."""
+    count = min(plan.accumulation, 2 * plan.pp)  # no rank holds more micro-batches in a longer step
+    plan = Candidate(**{**vars(plan), "accumulation": count})
+    stage = peak_memory(shape, plan, job).stage if stage is None else stage
+    if not 0 <= stage < plan.pp:
+        raise PlanError(f"--stage {stage}: {plan.label} has the stages 0 to {plan.pp - 1}")
+    rank, rows = stage * plan.dp * plan.tp, plan.micro_batch * count
+    run = ParallelPlan(**runnable_fields(plan))
+    trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank)
+    held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True), stage)
+    sizes = [
+        (f"bytes of rank {rank}", "estimated", "traced", "ratio"),
+        _row("parameters", held.weights, trace.parameters),
+        _row("optimizer", held.optimizer, trace.optimizer),
+        _row("peak", held.total - held.slack, trace.peak),
+    ]
+    return (
+        f"Traced {plan.label} on {plan.world_size} fake ranks, stage {stage} of {plan.pp}, {count} of its "
+        f"micro-batches, as on CPU with gloo:\n\n{grid(sizes)}"
+    )
 
 
 def _row(name: str, estimated: float, traced: float) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from meshwright.parallel import cross_entropy
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_parallel import Keep, make_shards
-from meshwright.pipeline.refusals import refuse_pipeline
+from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.traced_memory import LiveBytes
 from meshwright.tracing.traced_traffic import AxisTraffic, Traffic
@@ -89,7 +89,6 @@ def trace_step(
         >>> trace_step(model, plan, rows=1, length=8192).activations  # doctest: +SKIP
         3423600640
     """
-    refuse_pipeline(plan.pp, "in a traced step")
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model to trace is not on the meta device; build it under torch.device('meta')")
     with fake_world(plan.world_size, rank), _traceable():
@@ -169,6 +168,8 @@ def _install(
     made.attach(model)
     with fake:
         installation.install(optimizer, seed=0)
+    if isinstance(forward := installation.decoder.forward, PipelineForward):
+        forward.foresee(next(model.parameters()).dtype, torch.float32)
     return installation.runtime, optimizer
 
 
