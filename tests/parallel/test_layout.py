@@ -80,6 +80,12 @@ def test_fused_projection_is_cut_by_kind_and_head() -> None:
     assert layout.spans == (((0, 2), (4, 5), (6, 7)), ((2, 4), (5, 6), (7, 8)))
 
 
+def test_one_rank_holds_every_head() -> None:
+    heads = HeadLayout(heads=4, kv_heads=2, head_dim=8, tp=1)
+    assert all(rows.is_replicated for rows in (heads.query_rows(), heads.kv_rows(), heads.fused_rows()))
+    assert not HeadLayout(heads=4, kv_heads=2, head_dim=8, tp=2).kv_rows().is_replicated
+
+
 def test_heads_that_do_not_divide_name_the_legal_sizes() -> None:
     with pytest.raises(PlanError, match=r"tp must be one of 1, 2, 3, 4, 6, 12"):
         HeadLayout(heads=12, kv_heads=4, head_dim=8, tp=5)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM
 
 import meshwright as mw
+from benchmarks.families.models import build as build_family
 from harness.pool import WorkerError
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.row_layout import record_of
@@ -92,23 +94,120 @@ def test_recomputation_replays_the_masks(pool2: Any) -> None:
     assert all(torch.equal(kept[name], recomputed[name]) for name in kept)  # the same operations on the same numbers
 
 
-def under_autocast() -> tuple[float, float]:
-    model = distributed()
-    plain = build("llama", num_hidden_layers=4).train()
+def under_autocast() -> list[tuple[float, float]]:
+    """Losses, and those of one device, of inputs whose activations have other dtypes."""
+    model, plain = distributed(), build("llama", num_hidden_layers=4).train()
+    plain.config.use_cache = False
+    embeddings = torch.randn(4, 10, 32, generator=torch.Generator().manual_seed(5))
+    inputs = [batch()]
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs.append({"inputs_embeds": embeddings.to(dtype), "labels": batch()["labels"]})
+    found = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        plain.config.use_cache = False
-        expected = plain(**batch()).loss
+        for one in inputs:
+            loss = model(**one).loss
+            loss.backward()
+            found.append((loss.item(), plain(**one).loss.item()))
+    model(**batch()).loss.backward()  # without autocast
+    return found
+
+
+def test_autocast_and_inputs_change_the_dtype_that_crosses_the_stages(pool2: Any) -> None:
+    for found in pool2.run(under_autocast):
+        for loss, expected in found:
+            # bfloat16 has 8 bits, and rows of two micro-batches are summed in another order: half a unit in 2**-8.
+            assert abs(loss - expected) <= 2**-9 * expected, found
+
+
+def cast_to_own(layer: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Give a layer its floating-point inputs in the dtype of its weights."""
+    dtype = next(layer.parameters()).dtype
+
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return tree_map(cast, (args, kwargs))
+
+
+def partly_in_half(plan: dict[str, Any] | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two losses and the gradients of a model whose first two layers are in float32 and the others in bfloat16."""
+    model: Any = build("llama", num_hidden_layers=4).train()
+    for layer in model.model.layers[2:].to(torch.bfloat16):
+        layer.register_forward_pre_hook(cast_to_own, with_kwargs=True)
+    if plan is not None:
+        model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    losses = []
+    for _ in range(2):  # the second batch crosses boundaries whose dtypes are known
         loss = model(**batch()).loss
-    loss.backward()
-    again = model(**batch()).loss  # without autocast, where the activations have another dtype
-    again.backward()
-    return loss.item(), expected.item()
+        loss.backward()
+        losses.append(loss.item())
+    if plan is not None:
+        return losses, mw.full_gradients(model)
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_autocast_changes_the_dtype_that_crosses_the_stages(pool2: Any) -> None:
-    for loss, expected in pool2.run(under_autocast):
-        # bfloat16 has 8 bits, and rows of two micro-batches are summed in another order: half a unit in 2**-8.
-        assert abs(loss - expected) <= 2**-9 * expected
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_may_hand_over_different_dtypes(schedule: str, request: pytest.FixtureRequest) -> None:
+    plan = {"pp": 2 if schedule == "zbv" else 4, "schedule": schedule, "gradient_accumulation_steps": 2}
+    results = request.getfixturevalue(f"pool{plan['pp']}").run(partly_in_half, plan)
+    expected_losses, expected = partly_in_half(None)
+    for losses, _ in results:
+        assert losses == pytest.approx(expected_losses, rel=2**-8)
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        # bfloat16 has 8 bits, and its matrix products differ in the last one between micro-batches and whole batches.
+        assert (results[0][1][name] - gradient).abs().max() <= 2**-6 * largest, name
+
+
+def tied_and_given_embeddings(plan: dict[str, Any] | None) -> Any:
+    """The gradient of a tied weight in bfloat16; only the last stage has one, as a sum in float32. None on rank 1."""
+    model: Any = build("qwen3", num_hidden_layers=4, tie_word_embeddings=True).to(torch.bfloat16).train()
+    if plan is not None:
+        model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    embeddings = torch.randn(4, 10, 32, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    model(inputs_embeds=embeddings, labels=batch()["labels"]).loss.backward()
+    if plan is not None:
+        return mw.full_gradients(model).get("model.embed_tokens.weight")
+    return model.model.embed_tokens.weight.grad
+
+
+def test_a_tied_weight_without_a_gradient_on_its_first_stage(pool2: Any) -> None:
+    expected = tied_and_given_embeddings(None)
+    found = pool2.run(tied_and_given_embeddings, PLAN)[0]
+    # bfloat16 has 8 bits; the sum over two micro-batches is rounded to them.
+    assert (found - expected).abs().max() <= 2**-6 * expected.abs().max()
+
+
+def with_its_own_loss(plan: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Whole results of a model whose forward averages over the labels; every data-parallel rank has others."""
+    with Float64():
+        model: Any = build_family("bart", decoder_layers=4)
+        data: Any = [batch()]
+        if plan is not None:
+            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**plan), loss_averages_over="labels")
+            model, _, data = mw.to_distributed(model, None, data, config=config)
+        (rows,) = data
+        loss = model(**rows).loss
+        loss.backward()
+        found = {"loss": loss.detach()}
+        if plan is not None:
+            found |= mw.full_gradients(model)
+        else:
+            found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        with torch.no_grad():
+            found["evaluation"] = model.eval()(**rows).loss
+        return found
+
+
+def test_a_loss_that_the_model_computes_itself(pool4: Any) -> None:
+    expected, results = with_its_own_loss(None), pool4.run(with_its_own_loss, {**PLAN, "dp": 2})
+    assert results[0].keys() == expected.keys()
+    gradients = [x for name, x in expected.items() if name not in ("loss", "evaluation")]
+    largest = max(x.abs().max() for x in gradients)
+    # Only the order of sums differs, by about 1e-16 per sum.
+    off = {name: ((results[0][name] - x).abs().max() / largest).item() for name, x in expected.items()}
+    assert max(off.values()) <= 1e-10, off
+    assert all(found[name] == results[0][name] for found in results for name in ("loss", "evaluation"))
 
 
 def refusals() -> dict[str, str]:
@@ -124,7 +223,8 @@ def refusals() -> dict[str, str]:
             said[name] = "no error"
 
     def plan(**fields: Any) -> Any:
-        return mw.to_distributed(build("llama", num_hidden_layers=4), plan=mw.ParallelPlan(**fields))
+        model = build("llama", num_hidden_layers=4)
+        return mw.to_distributed(model, torch.optim.AdamW(model.parameters()), plan=mw.ParallelPlan(**fields))
 
     record("more stages than layers", lambda: plan(pp=2, schedule="interleaved", chunks=3))
     record("stages that do not add up", lambda: plan(pp=2, stages=(1, 2)))
@@ -143,6 +243,8 @@ def refusals() -> dict[str, str]:
     runtime_of(model).gathers_logits = True
     record("loss on logits", lambda: model(**batch()).logits.sum().backward())
     runtime_of(model).gathers_logits = False
+    record("state dict", model.state_dict)
+    record("optimizer's state dict", plan(pp=2)[1].state_dict)
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))
@@ -170,7 +272,9 @@ WORDS = {
     "float16": "bfloat16",
     "torch's clipping": "meshwright.clip_grad_norm_",
     "checkpointing": "gradient_checkpointing_disable",
-    "read of another stage": "full_state_dict",
+    "state dict": "another pipeline stage holds model.",
+    "optimizer's state dict": "the state of its own stages",
+    "read of another stage": "another pipeline stage holds model.",
     "three micro-batches": "a multiple of 2",
 }
 

@@ -225,7 +225,7 @@ class Installation:
 
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime
-        pipeline = Pipeline.open(cut, self.plan, runtime.axes, self.device)
+        pipeline = Pipeline.open(cut, self.plan, runtime.pp, self.device)
         if runtime.guard is not None:
             set_timeouts(self.config.timeout_s)  # of the groups just made, too
         outputs = StageOutputs(

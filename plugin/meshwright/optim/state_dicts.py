@@ -56,6 +56,8 @@ class _ModuleState:
         for name, parameter in module.named_parameters(recurse=False):
             if weights is not None and weights.holds(parameter):
                 what = f"under ZeRO stage 3 no rank has the values of {prefix}{name} outside of its layer"
+            elif not record_of(parameter).is_held:
+                what = f"another pipeline stage holds {prefix}{name}"
             elif record_of(parameter).is_sharded:
                 what = (
                     f"under tensor parallelism this rank holds a shard {list(parameter.shape)} of {prefix}{name} "
@@ -160,6 +162,8 @@ class _OptimizerState:
         """Return a text that says why this rank's state is only a part; None if the state is whole."""
         if self.runtime.zero is not None:
             return f"under ZeRO this rank holds only one of the {self.runtime.dp.size} slices of the optimizer's state"
+        if self.runtime.pp.size > 1:
+            return f"each of the {self.runtime.pp.size} pipeline ranks holds the state of its own stages"
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         records = [getattr(p, "meshwright", None) for p in parameters]
         if any(isinstance(record, ShardRecord) and record.is_sharded for record in records):

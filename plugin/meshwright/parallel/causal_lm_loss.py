@@ -59,6 +59,9 @@ class CausalLMLoss:
         check_nothing_added(self.mean, output)
         return output
 
+    def is_global(self) -> None:
+        """See BatchLoss; nothing averages the loss of an output."""
+
     def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
         if isinstance(logits, ShardedLogits):
             logits = logits.as_subclass(Tensor)

@@ -39,6 +39,9 @@ class BatchLoss(Protocol):
     def of_output(self, batch: Batch, output: Any) -> Any:
         """Return ``output``, from the model's own forward, with its loss replaced by that of the global batch."""
 
+    def is_global(self) -> None:
+        """Say that the loss of the output which the model returns next is already that of the global batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
@@ -212,6 +215,9 @@ class HeadLoss:
         check_nothing_added(self.mean, output)
         return output
 
+    def is_global(self) -> None:
+        """See BatchLoss; nothing averages the loss of an output."""
+
 
 class OutputLoss:
     """Replaces the loss in a forward's output, this rank's mean, by the mean over the global batch.
@@ -223,7 +229,7 @@ class OutputLoss:
 
     def __init__(self, kind: LossKind, mean: GlobalMean):
         self.kind, self.mean = kind, mean
-        self.is_done = False  # whether of_output has replaced the loss in the output that the hook sees next
+        self.is_done = False  # whether the output that the hook sees next already has the global loss
 
     def watch(self, model: nn.Module) -> None:
         """Replace the loss in every output of the model from now on."""
@@ -240,8 +246,12 @@ class OutputLoss:
 
     def of_output(self, batch: Batch, output: Any) -> Any:
         """See BatchLoss."""
-        self.is_done = True
+        self.is_global()
         return self._global(batch, output)
+
+    def is_global(self) -> None:
+        """See BatchLoss."""
+        self.is_done = True
 
     def _global(self, batch: Batch, output: Any) -> Any:
         own = loss_of(output)

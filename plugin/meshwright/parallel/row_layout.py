@@ -72,7 +72,10 @@ class RowLayout:
 
     @property
     def is_replicated(self) -> bool:
-        return all(spans == ((0, self.size),) for spans in self.spans)
+        """Whether every rank holds every row once, in order."""
+        return all(
+            [*(start for start, _ in spans), self.size] == [0, *(stop for _, stop in spans)] for spans in self.spans
+        )
 
     @property
     def local_size(self) -> int:

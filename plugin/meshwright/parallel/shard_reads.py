@@ -57,9 +57,10 @@ def describe(x: Tensor) -> str:
     """Return a shard's ``repr`` without communication."""
     with reading_shards():
         record, shape, dtype = record_if_any(x), list(x.shape), x.dtype
-    what = (
-        f"this rank's {shape}" if record is None else f"this rank's {shape} of {record.name} {[*record.global_shape]}"
-    )
+    what = f"this rank's {shape}"
+    if record is not None:
+        whole = f"{record.name} {[*record.global_shape]}"
+        what = f"{what} of {whole}" if record.is_held else f"another pipeline stage's {whole}"
     return f"{type(x).__name__}({what}, {dtype})"
 
 
@@ -80,7 +81,10 @@ def unreadable(
         what = "the gradient" if is_gradient else "a tensor"
         if record is not None:
             what = f"{'the gradient of ' if is_gradient else ''}{record.name} {[*record.global_shape]}"
+        is_elsewhere = record is not None and not record.is_held
         held = f"this rank holds {'a part' if values_of(x) is not None else [*x.shape]} of {what}"
+        if is_elsewhere:
+            held = f"another pipeline stage holds {what}"
         if is_cast:
             why = "a cast would not reach the parts that ZeRO stage 3 keeps"
             cure = "call model.to(...), .double(), .float() or the like before to_distributed"
@@ -111,6 +115,5 @@ def unreadable(
                 "call meshwright.full_state_dict(model) on all ranks and read the whole tensor on rank 0; for a "
                 "penalty on weights, set the optimizer's weight_decay"
             )
-    return UnreadableTensorError(
-        f"{held}, and {why}. Instead, {cure}. (This rank's part is tensor.as_subclass(torch.Tensor).)"
-    )
+    part = "" if is_elsewhere else " (This rank's part is tensor.as_subclass(torch.Tensor).)"
+    return UnreadableTensorError(f"{held}, and {why}. Instead, {cure}.{part}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +21,25 @@ Key = tuple[bool, int, int]  # whether it is an activation (or a gradient), the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boundary:
-    """The tensors that cross from stage to stage, for each micro-batch.
+class Boundaries:
+    """The tensors that cross from stage to stage. A boundary has the number of the stage that gets its hidden states.
+
+    Hidden states and their gradients have the same shape and dtype. A tensor whose dtype is not known is announced.
 
     Args:
         shapes: the shape of the hidden states of each micro-batch, on this rank.
-        dtype: their dtype; None if it is not known yet, so that every tensor is announced.
+        known: the dtype at each boundary of this rank's stages that an earlier batch crossed.
+        seen: the dtype at each boundary of this rank's stages that this batch has crossed so far.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype | None
+    known: Mapping[int, torch.dtype]
+    seen: dict[int, torch.dtype] = field(default_factory=dict)
+
+    def expected(self, key: Key) -> Expected:
+        """Return what a rank knows beforehand about a tensor that it will receive."""
+        is_forward, stage, micro_batch = key
+        return Expected(key, self.shapes[micro_batch], self.known.get(stage if is_forward else stage + 1))
 
 
 @dataclass(kw_only=True)
@@ -42,7 +51,7 @@ class Step:
         links: the channels to the other ranks.
         operations: what this rank does, in order.
         batches: the arguments of the decoder's forward, for each micro-batch.
-        boundary: the tensors that cross from stage to stage.
+        boundaries: the tensors that cross from stage to stage.
         parameters: the trained parameters of each of this rank's stages.
         finish: takes the batch and the decoder's output of a micro-batch, and returns the output whose loss counts.
         keep: called with each output of the last stage, in the order of the micro-batches.
@@ -52,12 +61,11 @@ class Step:
     links: Links
     operations: tuple[Operation, ...]
     batches: list[Batch]
-    boundary: Boundary
+    boundaries: Boundaries
     parameters: dict[int, list[nn.Parameter]]
     finish: Callable[[Batch, Any], Any]
     keep: Callable[[Any], None]
     total: Tensor | None = None
-    hidden_dtype: torch.dtype | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
     _handed: dict[Key, Tensor] = field(default_factory=dict)  # between two stages of this rank
     _alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
@@ -65,8 +73,7 @@ class Step:
     def open(self, *, trains: bool) -> None:
         """Post the first receives."""
         for sender, keys in (self._training_keys() if trains else self._evaluation_keys()).items():
-            expected = [Expected(key, self.boundary.shapes[key[-1]], self.boundary.dtype) for key in keys]
-            self._receivers[sender] = self.links.receiver(sender, expected)
+            self._receivers[sender] = self.links.receiver(sender, map(self.boundaries.expected, keys))
 
     def _training_keys(self) -> dict[int, list[Key]]:
         """Return what each rank sends to this one in a training step, in its order."""
@@ -94,7 +101,7 @@ class Step:
         received = None
         if stage > 0:
             received = self._take(True, stage, micro_batch, cut.rank_of(stage - 1))
-            self.hidden_dtype = received.dtype
+            self.boundaries.seen[stage] = received.dtype
             received.requires_grad_(trains)
         batch = self.batches[micro_batch]
         output = self.stages.run(stage, batch, received)
@@ -105,7 +112,7 @@ class Step:
             if output is not None:
                 self.total = output.detach() if self.total is None else self.total + output.detach()
         else:
-            self.hidden_dtype = output.dtype
+            self.boundaries.seen[stage + 1] = output.dtype
             self._give(Operation(Kind.FORWARD, stage, micro_batch), output.detach())
         if trains:
             self._alive[stage, micro_batch] = received, output
@@ -149,7 +156,7 @@ class Step:
         if receiver == cut.rank:
             self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = x
             return
-        if self.boundary.dtype is None:
+        if max(stage, operation.stage) not in self.boundaries.known:
             self.links.announce(x.dtype, receiver)
         self.links.send(x, receiver)
 

@@ -14,7 +14,7 @@ from meshwright.config import ParallelPlan
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
-from meshwright.parallel.collectives import Axes, Axis, all_reduce, maximum
+from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS
@@ -24,12 +24,15 @@ from meshwright.parallel.split_forward import check_inputs, split_rows
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
-from meshwright.pipeline.executor import Boundary, Step, run_evaluation, run_training
+from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
 from meshwright.pipeline.links import DTYPES, Links, new_groups
-from meshwright.pipeline.schedule import SPLIT_BACKWARD, check, rank_operations, receiving_stage
+from meshwright.pipeline.schedule import SPLIT_BACKWARD, Operation, rank_operations, receiving_stage
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import Stages, tokens_of
 from meshwright.pipeline.weight_gradients import WeightGradients
+
+# The dtype of the first parameter, that of autocast, and that of the tokens, which may be embeddings.
+_Precision = tuple[torch.dtype, torch.dtype | None, torch.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +41,24 @@ class Pipeline:
 
     Args:
         cut: the decoder's cut into stages.
-        plan: the plan.
-        axes: the axes of the plan.
         tie: the axis of the ranks that hold one tied weight on two stages; of size 1 elsewhere.
         links: the channels between the ranks.
     """
 
     cut: Cut
-    plan: ParallelPlan
-    axes: Axes
     tie: Axis
     links: Links
 
     @staticmethod
-    def open(cut: Cut, plan: ParallelPlan, axes: Axes, device: torch.device) -> Pipeline:
-        """Make the channels and groups; every rank of the world must make the call."""
+    def open(cut: Cut, plan: ParallelPlan, pp: Axis, device: torch.device) -> Pipeline:
+        """Make the channels and groups; every rank of the world must make the call.
+
+        Args:
+            cut: the decoder's cut into stages.
+            plan: the plan, which says which ranks of the world form a pipeline.
+            pp: the pipeline's axis.
+            device: the device of the tensors.
+        """
         count = len(cut.spans)
         pairs = set()
         for operations in rank_operations(cut.schedule, cut.size, count // cut.size, 4 * cut.size):
@@ -63,14 +69,8 @@ class Pipeline:
                         pairs.add(pair)
         apart = plan.world_size // plan.pp  # pp is the outermost axis of the mesh
         pipelines = [[first + stage * apart for stage in range(plan.pp)] for first in range(apart)]
-        groups = {pair: new_groups(axes.pp, pipelines, pair) for pair in sorted(pairs)}
-        return Pipeline(
-            cut=cut,
-            plan=plan,
-            axes=axes,
-            tie=_tie_axis(cut, axes.pp, pipelines),
-            links=Links(axes.pp, groups, device),
-        )
+        groups = {pair: new_groups(pp, pipelines, pair) for pair in sorted(pairs)}
+        return Pipeline(cut=cut, tie=_tie_axis(cut, pp, pipelines), links=Links(pp, groups, device))
 
 
 def _tie_axis(cut: Cut, pp: Axis, pipelines: list[list[int]]) -> Axis:
@@ -108,16 +108,18 @@ class PipelineForward(MethodOverride):
         self.stages = Stages(cut, self.method, region)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
-        self._hidden_dtypes: dict[Any, torch.dtype] = {}
-        self._loss_dtypes: dict[Any, torch.dtype] = {}
+        self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
+        self._loss_dtypes: dict[_Precision, torch.dtype] = {}
         if runtime.comparison is not None:
             runtime.comparison.tie = pipeline.tie
         named = decoder.named_parameters(remove_duplicate=False)
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
-    def foresee(self, hidden: torch.dtype, loss: torch.dtype) -> None:
-        """Take these dtypes for those of the hidden states and the loss, which other ranks would announce."""
-        self._hidden_dtypes[None], self._loss_dtypes[None] = hidden, loss
+    def foresee(self, batch: dict[str, Any], *, hidden: torch.dtype, loss: torch.dtype) -> None:
+        """Take these dtypes for those of a batch's hidden states and loss, so that no rank has to announce them."""
+        key = self._precision(batch)
+        self._boundary_dtypes[key] = dict.fromkeys(range(1, len(self.pipeline.cut.spans)), hidden)
+        self._loss_dtypes[key] = loss
 
     # A compiled model runs its stages uncompiled, since they send and receive.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -144,7 +146,7 @@ class PipelineForward(MethodOverride):
             wanted = batch.get(name)
             if getattr(getattr(self.decoder, "config", None), name, False) if wanted is None else wanted:
                 raise PlanError(
-                    f"{name}=True is not available under ParallelPlan.pp={self.pipeline.axes.pp.size}, since each rank "
+                    f"{name}=True is not available under ParallelPlan.pp={self.runtime.pp.size}, since each rank "
                     "has only the layers of its stage. Turn the option off, or use pp=1"
                 )
         for name in ("past_key_values", "use_cache"):
@@ -162,7 +164,7 @@ class PipelineForward(MethodOverride):
                 "weights after a layer that was recomputed is freed. Call model.gradient_checkpointing_disable(), or "
                 "use ParallelPlan(schedule='1f1b')"
             )
-        if self._key(batch) is torch.float16 or next(self.decoder.parameters()).dtype is torch.float16:
+        if torch.float16 in self._precision(batch):
             raise PlanError(
                 "training in float16 under ParallelPlan.pp > 1: the gradients are computed inside the model's forward, "
                 "before a GradScaler can scale the loss, so small ones would be lost. Use bfloat16, which needs no "
@@ -170,45 +172,62 @@ class PipelineForward(MethodOverride):
             )
 
     def _train(self, batch: dict[str, Any], targets: Tensor) -> Any:
-        pipeline, runtime, loss = self.pipeline, self.runtime, self.runtime.loss
+        runtime, loss = self.runtime, self.runtime.loss
         rows = targets.shape[0]
         own_count = torch.tensor(runtime.plan.count_micro_batches(rows), device=targets.device)
-        count = int(maximum(own_count, pipeline.axes.dp))
-        cut = pipeline.cut
-        _check_schedule(cut, count)
+        count = int(maximum(own_count, runtime.dp))
+        operations = self._operations(count)
         parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
         self.outputs.start(gathers_logits=runtime.gathers_logits)
+        of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
-        step = self._step(split_rows(batch, rows, count), loss)
-        step.operations = rank_operations(cut.schedule, cut.size, len(cut.spans) // cut.size, count)[cut.rank]
-        step.parameters = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in cut.own}
+        step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         with loss.mean.divided_by(divisors):
             run_training(step, sums, self.later)
+        self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
         self._sum_ties(sums)
         total = self._share_loss(step)
         assert total is not None
         row_counts = [(i + 1) * rows // count - i * rows // count for i in range(count)]
+        loss.is_global()
         return self.outputs.of_training(sums.attach(torch.zeros_like(total), total), row_counts)
+
+    def _operations(self, count: int) -> tuple[Operation, ...]:
+        """Return what this rank does with ``count`` micro-batches, in order."""
+        cut = self.pipeline.cut
+        try:
+            return rank_operations(cut.schedule, cut.size, len(cut.spans) // cut.size, count)[cut.rank]
+        except ValueError as error:
+            raise PlanError(str(error)) from None
 
     def _evaluate(self, batch: dict[str, Any], *, has_targets: bool) -> Any:
         runtime, loss = self.runtime, self.runtime.loss
         self.outputs.start(gathers_logits=runtime.gathers_logits or runtime.gathers_evaluated_logits)
-        step = self._step([batch], loss if has_targets else None)
+        step = self._step([batch], loss if has_targets else None, (), {})
         with torch.no_grad():
             run_evaluation(step)
+            self._boundary_dtypes[self._precision(batch)] = step.boundaries.seen
             total = self._share_loss(step) if has_targets else None
+            if has_targets:
+                loss.is_global()
             return self.outputs.of_evaluation(total)
 
-    def _step(self, batches: list[dict[str, Any]], loss: BatchLoss | None) -> Step:
-        key = self._key(batches[0])
+    def _step(
+        self,
+        batches: list[dict[str, Any]],
+        loss: BatchLoss | None,
+        operations: tuple[Operation, ...],
+        parameters: dict[int, list[nn.Parameter]],
+    ) -> Step:
+        known = self._boundary_dtypes.get(self._precision(batches[0]), {})
         return Step(
             stages=self.stages,
             links=self.pipeline.links,
-            operations=(),
+            operations=operations,
             batches=batches,
-            boundary=Boundary(shapes=tuple(map(self._shape, batches)), dtype=self._hidden_dtypes.get(key)),
-            parameters={},
+            boundaries=Boundaries(shapes=tuple(map(self._shape, batches)), known=known),
+            parameters=parameters,
             finish=(lambda _, output: output) if loss is None else loss.of_output,
             keep=self.outputs.keep,
         )
@@ -216,21 +235,21 @@ class PipelineForward(MethodOverride):
     def _shape(self, batch: dict[str, Any]) -> tuple[int, ...]:
         """Return the shape of the hidden states that cross between the stages."""
         rows, length = tokens_of(batch).shape[:2]
-        if self.pipeline.plan.sequence_parallel and self.pipeline.axes.tp.size > 1:
-            length = -(-length // self.pipeline.axes.tp.size)
+        if self.runtime.plan.sequence_parallel and self.runtime.tp.size > 1:
+            length = -(-length // self.runtime.tp.size)
         return rows, length, self.pipeline.cut.order.hidden_size
 
-    def _key(self, batch: dict[str, Any]) -> Any:
-        """Return what decides the dtype of the activations besides the weights."""
-        kind = tokens_of(batch).device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    def _precision(self, batch: dict[str, Any]) -> _Precision:
+        """Return what decides the dtypes of the activations."""
+        tokens = tokens_of(batch)
+        kind = tokens.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return next(self.decoder.parameters()).dtype, autocast, tokens.dtype
 
     @own_collectives()
     def _share_loss(self, step: Step) -> Tensor | None:
         """Return the loss of the last stage on every rank, and make it known whether it used num_items_in_batch."""
-        key, pp, last = self._key(step.batches[0]), self.pipeline.axes.pp, self.pipeline.cut.last_rank
-        if step.hidden_dtype is not None:
-            self._hidden_dtypes[key] = step.hidden_dtype
+        key, pp, last = self._precision(step.batches[0]), self.runtime.pp, self.pipeline.cut.last_rank
         device = tokens_of(step.batches[0]).device
         mean = self.runtime.loss.mean
         own = torch.zeros(3, dtype=torch.float64, device=device)
@@ -249,12 +268,16 @@ class PipelineForward(MethodOverride):
 
     def _sum_ties(self, sums: SummedGradients) -> None:
         """Add up the gradients of a tied weight over the stages that hold it, before they are averaged over dp."""
+        tie = self.pipeline.tie
+        if tie.size == 1:
+            return
         for parameter in sums.parameters:
             if record_of(parameter).stage_copies > 1:
                 own = sums.of(parameter)
-                own = torch.zeros_like(parameter) if own is None else own
-                if self.pipeline.tie.size > 1:
-                    sums.put(parameter, all_reduce(own.contiguous(), self.pipeline.tie))
+                if own is None:
+                    dtype = torch.promote_types(parameter.dtype, torch.float32)  # that of the other stage's sum
+                    own = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+                sums.put(parameter, all_reduce(own.contiguous(), tie))
 
 
 def _own_modules(decoder: nn.Module, cut: Cut) -> list[nn.Module]:
@@ -265,10 +288,3 @@ def _own_modules(decoder: nn.Module, cut: Cut) -> list[nn.Module]:
         if names and any(cut.holds(full) for full in names):
             found.append(module)
     return found
-
-
-def _check_schedule(cut: Cut, count: int) -> None:
-    try:
-        check(cut.schedule, cut.size, len(cut.spans) // cut.size, count)
-    except ValueError as error:
-        raise PlanError(str(error)) from None

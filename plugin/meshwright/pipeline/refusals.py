@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.method_override import MethodOverride
 
 
 def refuse_pipeline(pp: int, where: str) -> None:
@@ -29,14 +28,13 @@ def refuse_pipeline(pp: int, where: str) -> None:
 
 def refuse_generating(model: nn.Module) -> None:
     """Make ``model.generate`` raise, if the model has one."""
-    if callable(method := getattr(model, "generate", None)):
-        override: Any = _Refused(
-            method,
+    if callable(getattr(model, "generate", None)):
+        message = (
             "generate needs the keys and values of all layers on one rank, and under ParallelPlan.pp > 1 each rank has "
             "those of its stage. Save the model (model.save_pretrained) and generate on one device or under a plan "
-            "with pp=1",
+            "with pp=1"
         )
-        object.__setattr__(model, "generate", override)
+        object.__setattr__(model, "generate", _Refused(message))
 
 
 def refuse_copying(model: nn.Module) -> None:
@@ -45,14 +43,13 @@ def refuse_copying(model: nn.Module) -> None:
         "a model whose layers are spread over the ranks of pp cannot be copied. For an average of its weights or a "
         "frozen copy, use a plan with pp=1"
     )
-    object.__setattr__(model, "__deepcopy__", _Refused(nn.Module.__init__, message))
+    object.__setattr__(model, "__deepcopy__", _Refused(message))
 
 
-class _Refused(MethodOverride):
-    """Replaces a method by an error."""
+class _Refused:
+    """Takes the place of a method, and raises when it is called."""
 
-    def __init__(self, method: Any, message: str):
-        super().__init__(method)
+    def __init__(self, message: str):
         self.message = message
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

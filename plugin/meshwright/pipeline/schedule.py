@@ -198,6 +198,7 @@ def rank_operations(schedule: str, p: int, v: int, m: int) -> tuple[tuple[Operat
     return tuple(_numbered(visits(rank, p, v, m), m) for rank in range(p))
 
 
+@lru_cache(maxsize=128)
 def transfers(schedule: str, p: int, v: int, m: int) -> dict[tuple[int, int], tuple[Transfer, ...]]:
     """Return what each rank sends to each other rank, by (sender, receiver), in the order in which it is sent.
 
