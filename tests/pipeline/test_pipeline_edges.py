@@ -240,11 +240,11 @@ def refusals() -> dict[str, str]:
     record("copy", lambda: copy.deepcopy(model))
     record("base model", lambda: model.model(input_ids=ids))
     record("logits", lambda: model(**batch()).logits.sum())
-    record("state dict", model.state_dict)
-    record("optimizer's state dict", plan(pp=2)[1].state_dict)
     runtime_of(model).gathers_logits = True
     record("loss on logits", lambda: model(**batch()).logits.sum().backward())
     runtime_of(model).gathers_logits = False
+    record("state dict", model.state_dict)
+    record("optimizer's state dict", plan(pp=2)[1].state_dict)
     record("torch's clipping", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     with torch.autocast("cpu", dtype=torch.float16):
         record("float16", lambda: model(**batch()))

@@ -115,9 +115,11 @@ class PipelineForward(MethodOverride):
         named = decoder.named_parameters(remove_duplicate=False)
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
-    def foresee(self, hidden: torch.dtype, loss: torch.dtype) -> None:
-        """Take these dtypes for those of the hidden states and the loss, which other ranks would announce."""
-        self._hidden_dtypes[None], self._loss_dtypes[None] = hidden, loss
+    def foresee(self, batch: dict[str, Any], *, hidden: torch.dtype, loss: torch.dtype) -> None:
+        """Take these dtypes for those of a batch's hidden states and loss, so that no rank has to announce them."""
+        key = self._precision(batch)
+        self._boundary_dtypes[key] = dict.fromkeys(range(1, len(self.pipeline.cut.spans)), hidden)
+        self._loss_dtypes[key] = loss
 
     # A compiled model runs its stages uncompiled, since they send and receive.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -177,8 +179,8 @@ class PipelineForward(MethodOverride):
         operations = self._operations(count)
         parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
-        of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         self.outputs.start(gathers_logits=runtime.gathers_logits)
+        of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}
         divisors = loss.mean.divisors(loss.counts(batch), batch.get("num_items_in_batch"))
         step = self._step(split_rows(batch, rows, count), loss, operations, of_stages)
         with loss.mean.divided_by(divisors):

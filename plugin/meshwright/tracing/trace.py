@@ -96,6 +96,9 @@ def trace_step(
         runtime, optimizer = _install(model, plan, make_optimizer, fake)
         with fake:
             ids = torch.zeros(rows, length, dtype=torch.int64)
+            if isinstance(model.forward, PipelineForward):
+                dtype = next(model.parameters()).dtype
+                model.forward.foresee({"input_ids": ids}, hidden=dtype, loss=torch.float32)
             return Step(model, optimizer, runtime, ids).trace()
 
 
@@ -168,8 +171,6 @@ def _install(
     made.attach(model)
     with fake:
         installation.install(optimizer, seed=0)
-    if isinstance(forward := installation.decoder.forward, PipelineForward):
-        forward.foresee(next(model.parameters()).dtype, torch.float32)
     return installation.runtime, optimizer
 
 
