@@ -6,6 +6,7 @@ Tolerance 1e-10 in float64 unless a test says otherwise: only the order of sums 
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +72,48 @@ def test_documents_do_not_see_each_other(method: str, pool2: Any) -> None:
 # ---- positions that depend on the whole row -------------------------------------------------------------------------
 
 
-def long_rope(plan: dict[str, Any] | None) -> Tensor:
+FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
+
+
+def long_rope(plan: dict[str, Any] | None, kind: str) -> Tensor:
     """The loss of a row longer than the model's first length, where the rotary frequencies depend on the length."""
     with Float64():
-        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **(FACTORS if kind == "longrope" else {})}
         model = build("llama", max_position_embeddings=16, rope_parameters=rope).double()
         if plan is not None:
             model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
         return model(**batch(length=41)).loss.detach()
 
 
-def test_rotary_frequencies_are_those_of_the_whole_row(pool2: Any) -> None:
-    expected = long_rope(None)
-    assert all(abs(loss - expected) <= 1e-10 for loss in pool2.run(long_rope, {"cp": 2}))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_are_those_of_the_whole_row(kind: str, pool2: Any) -> None:
+    expected = long_rope(None, kind)
+    assert all(abs(loss - expected) <= 1e-10 for loss in pool2.run(long_rope, {"cp": 2}, kind))
+
+
+# ---- half precision -------------------------------------------------------------------------------------------------
+
+
+def autocast_gradients(plan: dict[str, Any] | None, family: str) -> dict[str, Tensor]:
+    model: Any = build(family)
+    if plan is not None:
+        model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**batch()).loss
+    loss.backward()
+    own = mw.full_gradients(model) if plan else {n: p.grad for n, p in model.named_parameters()}
+    return {"loss": loss.detach()} | {name: gradient for name, gradient in own.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast(method: str, family: str, pool2: Any) -> None:
+    """Rotary embeddings and norms make queries and keys float32 under autocast, while values are bfloat16."""
+    expected, found = autocast_gradients(None, family), pool2.run(autocast_gradients, METHODS[method], family)[0]
+    assert abs(found["loss"] - expected["loss"]) <= 0.01 * expected["loss"]
+    largest = max(value.abs().max() for name, value in expected.items() if name != "loss")
+    # bfloat16 has 8 bits, and each gradient passes some ten roundings. That of the keys' bias is nothing else.
+    assert max((found[name] - value).abs().max() / largest for name, value in expected.items()) <= 0.1
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -115,18 +145,25 @@ def gradients_of_other_losses(plan: dict[str, Any] | None, kind: str) -> dict[st
         elif kind == "items":
             loss = model(**inputs, num_items_in_batch=int((labels[:, 1:] != -100).sum())).loss
         else:
-            assert kind == "embeddings"
+            assert kind.startswith("embeddings")
             embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
-            loss = model(inputs_embeds=embedded, labels=labels).loss
+            given = embedded * 2 if "computed" in kind else embedded
+            if "own loss" in kind:
+                loss = model(inputs_embeds=given).logits.square().mean()
+            else:
+                loss = model(inputs_embeds=given, labels=labels).loss
         loss.backward()
         found = {"loss": loss.detach()}
-        if kind == "embeddings":
+        if kind.startswith("embeddings"):
             found["inputs"] = embedded.grad
         own = mw.full_gradients(model) if plan else {n: p.grad for n, p in model.named_parameters()}
         return found | {name: gradient for name, gradient in own.items() if gradient is not None}
 
 
-@pytest.mark.parametrize("kind", ["classes", "tags", "own", "base model", "items", "embeddings"])
+EMBEDDINGS = ["embeddings", "embeddings, own loss", "embeddings, computed", "embeddings, computed, own loss"]
+
+
+@pytest.mark.parametrize("kind", ["classes", "tags", "own", "base model", "items", *EMBEDDINGS])
 def test_other_losses_equal_one_process(kind: str, pool2: Any) -> None:
     expected, found = gradients_of_other_losses(None, kind), pool2.run(gradients_of_other_losses, {"cp": 2}, kind)
     assert found[0].keys() == expected.keys()
@@ -135,6 +172,47 @@ def test_other_losses_equal_one_process(kind: str, pool2: Any) -> None:
     for result in found:
         for name in result.keys() & {"loss", "inputs"}:
             assert relative_difference(result[name], expected[name]) <= 1e-10
+
+
+def second_derivative(plan: dict[str, Any]) -> str:
+    """What a penalty on a gradient says, whose gradient would lack what passed the collectives."""
+    model = distributed(plan, attn_implementation="eager")
+    embedded = model.get_input_embeddings()(tokens(2, 13)).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded).logits.square().mean()
+    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    try:
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_second_derivatives_are_refused(method: str, pool2: Any) -> None:
+    assert all("differentiate twice" in said for said in pool2.run(second_derivative, METHODS[method]))
+
+
+def warnings_of_a_hook(module: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("meshwright.parallel.user_hooks")
+    logger.addHandler(handler)
+    try:
+        model = distributed()
+        model(**batch()).loss.backward()
+        assert not said
+        model.get_submodule(module).register_forward_hook(lambda *_: None)
+        model(**batch()).loss.backward()
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize("module", ["model", "model.layers.1", "model.layers.0.mlp.up_proj", "model.norm", "lm_head"])
+def test_hooks_that_see_some_tokens_are_warned_of(module: str, pool2: Any) -> None:
+    for said in pool2.run(warnings_of_a_hook, module):
+        assert len(said) == 1 and f"a forward hook on {module} sees this rank's tokens only" in said[0]
 
 
 # ---- attention dropout ----------------------------------------------------------------------------------------------

@@ -102,8 +102,17 @@ def ring_attention(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
         v: its values.
         sinks: for each head, a score that takes its share of the probabilities and has no value, ``[heads]``.
     """
+    q, k, v = (_as_autocast(x) for x in (q, k, v))
     result: Tensor = _Ring.apply(call, q, k, v, sinks)
     return result
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Cast to the dtype in which autocast runs attention, since rotary embeddings may make keys float32 and not values."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 class _Ring(torch.autograd.Function):

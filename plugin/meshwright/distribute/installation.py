@@ -281,6 +281,7 @@ class Installation:
             structure,
             sequence_parallel=plan.sequence_parallel,
             is_split=plan.has_micro_batches or plan.pp > 1,
+            parted=None if self.context is None else self.structure,
         )
         forward = ForwardState(
             model=self.decoder,

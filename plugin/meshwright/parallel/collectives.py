@@ -191,6 +191,7 @@ class _Collective(torch.autograd.Function):
         return run(x, axis)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # a collective has no graph, so a second derivative would lack it
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.run_backward(grad, ctx.axis), None, None, None
 

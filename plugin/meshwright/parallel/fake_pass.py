@@ -58,21 +58,28 @@ class _ReadAsZero(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _fake_values(model: nn.Module) -> Iterator[None]:
-    """Replace all parameters and buffers by fake ones on the CPU; must run inside a FakeTensorMode."""
+    """Replace all parameters and buffers by fake ones on the CPU, and undo all that the pass sets in the modules.
+
+    Must run inside a FakeTensorMode.
+    """
     made: dict[int, Tensor] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
-    for module in model.modules():
-        owners: list[dict[str, Any]] = [module._parameters, module._buffers, vars(module)]
-        for owner in owners:
-            before += [(owner, name, value) for name, value in owner.items() if isinstance(value, Tensor)]
-    for _, _, value in before:
-        if id(value) not in made:
-            fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            made[id(value)] = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
+    owners: list[dict[str, Any]] = [
+        owner for module in model.modules() for owner in (module._parameters, module._buffers, vars(module))
+    ]
+    before = [(owner, dict(owner)) for owner in owners]
     try:
-        for owner, name, value in before:
-            owner[name] = made[id(value)]
+        for owner, values in before:
+            for name, value in values.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if id(value) not in made:
+                    fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    is_parameter = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
+                owner[name] = made[id(value)]
         yield
     finally:
-        for owner, name, value in before:
-            owner[name] = value
+        for owner, values in before:
+            for name in owner.keys() - values.keys():  # what the pass has kept, such as frequencies of longrope
+                del owner[name]
+            owner.update(values)

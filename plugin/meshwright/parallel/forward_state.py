@@ -91,22 +91,27 @@ class ForwardState:
             self.follow()
         self._keeps_sharded = module is self.model and self.has_sharded_loss and module.training and labels is not None
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
-        has_global_loss = self.has_known_loss and labels is not None
-        if self.dp.size == 1 or not torch.is_grad_enabled() or not has_global_loss:
+        if not torch.is_grad_enabled() or self.dp.size == 1:
             return None
-        return tuple(self._averaged(x) for x in args), {name: self._averaged(x) for name, x in kwargs.items()}
+        factor = self.dp.size if self.has_known_loss and labels is not None else self.axes.cp.size
+        return tuple(self._averaged(x, factor) for x in args), {n: self._averaged(x, factor) for n, x in kwargs.items()}
 
-    def _averaged(self, x: Any) -> Any:
-        """Return ``x``; if it is a leaf input, backward divides its gradient by dp.
+    def _averaged(self, x: Any, factor: int) -> Any:
+        """Return ``x``; backward divides its gradient by the factor that the loss carries, if ``x`` is a leaf input.
 
-        That gradient carries the loss's factor dp, and no reduction averages it. Inputs computed from parameters stay
-        as they are, since the parameters' gradients are averaged.
+        No reduction averages the gradient of a leaf. Inputs computed from parameters keep the factor, since the
+        parameters' gradients are averaged. Each rank of cp has the gradient of its own tokens only, so backward gives
+        every rank their sum, divided by cp.
+
+        Args:
+            x: an argument of the pass.
+            factor: dp in a pass that computes the loss of the global batch, and otherwise cp.
         """
-        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not isinstance(x, nn.Parameter):
-            return share(
-                scale_gradient(x, 1 / self.dp.size), self.axes.cp
-            )  # each rank of cp has the gradient of a part
-        return x
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            return x
+        if not x.is_leaf or isinstance(x, nn.Parameter):
+            factor = self.axes.cp.size
+        return x if factor == 1 else share(scale_gradient(x, 1 / factor), self.axes.cp)
 
     def _compare(self, guard: Guard, module: nn.Module, inputs: dict[str, Any], *, trains: bool) -> None:
         if trains:

@@ -18,6 +18,10 @@ _CUT = (
     "sequence parallelism and by heads or channels inside blocks. A loss computed from this part differs from one "
     "device. Compute the loss from the model's output, or use ParallelPlan(tp=1)"
 )
+_PARTED = (
+    "a forward hook on %s sees this rank's tokens only, since ParallelPlan.cp > 1 cuts every sequence. A loss computed "
+    "from them differs from one device. Compute the loss from the model's output, or use ParallelPlan(cp=1)"
+)
 _SPLIT = (
     "a forward hook on %s runs once for each micro-batch, and the backward passes of all but the last are over when "
     "the model returns: a loss on their activations cannot run backward. Compute the loss from the model's output, or "
@@ -36,15 +40,24 @@ class HookedModules:
         structure: the model's structure; None without tensor parallelism.
         sequence_parallel: whether the layers have this rank's tokens only.
         is_split: whether modules run once for each of several micro-batches; this attribute may change later.
+        parted: the model's structure under context parallelism, where modules have this rank's tokens only.
     """
 
     def __init__(
-        self, model: nn.Module, structure: DecoderStructure | None, *, sequence_parallel: bool, is_split: bool
+        self,
+        model: nn.Module,
+        structure: DecoderStructure | None,
+        *,
+        sequence_parallel: bool,
+        is_split: bool,
+        parted: DecoderStructure | None = None,
     ):
         cut_ids = {id(module) for module in _cut(structure, sequence_parallel)}
         # The runtime's own hooks make the outputs of these modules whole.
         border_ids = set() if structure is None else {id(structure.embedding), id(structure.final_norm)}
         self._modules = [(name, module) for name, module in model.named_modules() if name]
+        parted_ids = {id(module) for module in _parted(model, parted)}
+        self._parted = {name for name, module in self._modules if id(module) in parted_ids}
         self._cut = {name for name, module in self._modules if id(module) in cut_ids}
         self._borders = {name for name, module in self._modules if id(module) in border_ids}
         self._hooks_seen = -1
@@ -53,7 +66,7 @@ class HookedModules:
 
     def look(self) -> None:
         """Warn once if a loss that is computed from what the program's hooks see would be wrong."""
-        if self._has_warned or not (self._cut or self._borders or self.is_split):
+        if self._has_warned or not (self._cut or self._borders or self._parted or self.is_split):
             return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)
         if hooks == self._hooks_seen:
@@ -62,9 +75,11 @@ class HookedModules:
         found = {name: module for name, module in self._modules if any(map(_is_foreign, _hooks_of(module)))}
         cut = [name for name in found if name in self._cut]
         cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
-        if cut or (found and self.is_split):
+        parted = [name for name in found if name in self._parted]
+        if cut or parted or (found and self.is_split):
             self._has_warned = True
-            logger.warning(_CUT if cut else _SPLIT, cut[0] if cut else next(iter(found)))
+            text = _PARTED if parted else _CUT if cut else _SPLIT
+            logger.warning(text, next(iter(parted or cut or found)))
 
 
 def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn.Module]:
@@ -74,6 +89,15 @@ def _cut(structure: DecoderStructure | None, sequence_parallel: bool) -> list[nn
     if sequence_parallel:
         return [module for layer in structure.layers for module in layer.modules()]
     return [inner for block in structure.blocks for inner in block.module.modules() if inner is not block.module]
+
+
+def _parted(model: nn.Module, structure: DecoderStructure | None) -> list[nn.Module]:
+    """Return the modules whose inputs or outputs hold some of the tokens under context parallelism."""
+    if structure is None:
+        return []
+    around = [module for module in model.modules() if structure.layers[0] in set(module.modules())]
+    after = [module for module in (structure.final_norm, structure.head) if module is not None]
+    return [*around, *after, *(inner for layer in structure.layers for inner in layer.modules())]
 
 
 def _comes_first(module: nn.Module) -> bool:
