@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.context.methods import local_tokens
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate
@@ -59,9 +60,9 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     members = list(parameters(shape, plan))
     elements = sum(member.numel for member in members)
     saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b)
-    is_sharded = plan.zero_stage > 0 and plan.dp > 1
+    is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     state = 4 if is_sharded else b
-    ranks = plan.dp if is_sharded else 1
+    ranks = plan.data_ranks if is_sharded else 1
     is_gathered = is_sharded and plan.zero_stage == 3
     optimizer = elements * (2 * state + (4 if is_sharded and b < 4 and not is_gathered else 0)) / ranks
     gradients = elements * state / ranks
@@ -126,9 +127,14 @@ class _MicroBatch:
     recomputed: int
     gathered: _Gathered
 
+    @property
+    def positions(self) -> int:
+        """The tokens that a rank holds."""
+        return self.plan.micro_batch * local_tokens(self.seq_len, self.plan.cp)
+
 
 def _forward(micro: _MicroBatch) -> float:
-    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words = -(-shape.vocab // plan.tp)
     # The loss reads 32-bit logits, a copy if the logits are 16-bit. It overwrites sharded logits in place.
@@ -147,7 +153,7 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
 
 
 def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
-    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
     total = saved.total(shape.layers, recomputed)
@@ -164,7 +170,7 @@ def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
         attention += 2 * n * b * micro.seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
     counts = Counter(member.layer for member in members)
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
-    is_reduced = plan.zero_stage > 1 and plan.dp > 1
+    is_reduced = plan.zero_stage > 1 and plan.data_ranks > 1
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
     at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
@@ -197,9 +203,9 @@ def _gradients(
     The bytes are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket, the
     most bytes are their largest size while the reduction of the bucket starts.
     """
-    is_gathered = plan.zero_stage == 3 and plan.dp > 1
+    is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     in_flight = 1 if is_gathered else IN_FLIGHT
-    groups = [bucket for bucket in buckets(members, b) if plan.dp > 1 or members[bucket[0]].is_grad_partial]
+    groups = [bucket for bucket in buckets(members, b) if plan.data_ranks > 1 or members[bucket[0]].is_grad_partial]
     groups = units(members) if is_gathered else groups
     bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}
     missing = [len(bucket) for bucket in groups]
@@ -217,8 +223,8 @@ def _gradients(
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
         if is_sharded:
             # gloo receives into its own buffer, and frees the tensor that it has sent.
-            most = max(most, held + flat / plan.dp + (flat if cpu else 0))
-            held += flat / plan.dp - raw
+            most = max(most, held + flat / plan.data_ranks + (flat if cpu else 0))
+            held += flat / plan.data_ranks - raw
         most = max(most, held)
         if number >= in_flight:
             finish(number - in_flight)
