@@ -10,6 +10,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.context_memory import attention_memory
 from meshwright.planner.shapes import ModelShape
 
 IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: number of buckets that are reduced at the same time; 1 under ZeRO-3
@@ -132,6 +133,11 @@ class _MicroBatch:
         """The tokens that a rank holds."""
         return self.plan.micro_batch * local_tokens(self.seq_len, self.plan.cp)
 
+    @property
+    def attention(self) -> tuple[float, float]:
+        """The temporary bytes of one attention under context parallelism, in forward and in backward."""
+        return attention_memory(self.shape, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes)
+
 
 def _forward(micro: _MicroBatch) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
@@ -144,7 +150,8 @@ def _forward(micro: _MicroBatch) -> float:
     # reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head
     in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
-    return max(at_loss + gathered.head, in_layer + gathered.layers)
+    in_attention = before + saved.attention - (saved.kept if recomputed else saved.layer) + micro.attention[0]
+    return max(at_loss + gathered.head, max(in_layer, in_attention) + gathered.layers)
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
@@ -168,6 +175,7 @@ def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
     if shape.traits.keeps_scores:
         attention += 2 * n * b * micro.seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
+    attention = max(attention, micro.attention[1] + rows)
     counts = Counter(member.layer for member in members)
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
     is_reduced = plan.zero_stage > 1 and plan.data_ranks > 1
