@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.context.methods import local_tokens
 from meshwright.planner.activations import Saved, saved_activations
@@ -14,6 +15,8 @@ from meshwright.planner.context_memory import attention_memory
 from meshwright.planner.shapes import ModelShape
 
 IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: number of buckets that are reduced at the same time; 1 under ZeRO-3
+
+_Gradients = tuple[tuple[Parameter, float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,10 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
         True
     """
     b = element_bytes
-    members = list(parameters(shape, plan))
+    layout = Candidate(
+        shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage
+    )
+    members = _members(shape, layout)
     elements = sum(member.numel for member in members)
     saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b)
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
@@ -75,7 +81,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     micro = _MicroBatch(
         shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered
     )
-    forward, backward = _forward(micro), _backward(micro, members, cpu)
+    forward, backward = _forward(micro), _backward(micro, members, _gradients(shape, layout, b, cpu))
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
@@ -110,7 +116,7 @@ class _Gathered:
     head: float = 0
 
     @staticmethod
-    def of(members: list[Parameter], shape: ModelShape, b: int) -> _Gathered:
+    def of(members: Sequence[Parameter], shape: ModelShape, b: int) -> _Gathered:
         layer = sum(member.numel for member in members if member.layer == 0) * b
         head = members[0 if shape.tied else -1].numel * b
         return _Gathered(layers=layer * min(2, shape.layers), head=head)
@@ -159,7 +165,7 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
     return n * shape.hidden * b * (2 if plan.tp > 1 else 1)
 
 
-def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
+def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Gradients) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
@@ -184,7 +190,7 @@ def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
     at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
     at_loss, at_head = at_loss + gathered.head, at_head + gathered.head
     peak, arrived = max(total + before + at_once, max(at_loss, at_head) + left_over), Counter[int]()
-    for member, arrival, most in _gradients(members, plan, b, cpu):
+    for member, arrival, most in gradients:
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:
             # A layer's activations are freed as its gradients arrive, first those of the MLP.
@@ -203,14 +209,22 @@ def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
     return peak
 
 
-def _gradients(
-    members: list[Parameter], plan: Candidate, b: int, cpu: bool
-) -> Iterator[tuple[Parameter, float, float]]:
-    """Yield (parameter, bytes, most bytes) in the order in which the gradients arrive.
+@lru_cache(maxsize=64)
+def _members(shape: ModelShape, layout: Candidate) -> tuple[Parameter, ...]:
+    return tuple(parameters(shape, layout))
+
+
+@lru_cache(maxsize=64)
+def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Gradients:
+    """Return (parameter, bytes, most bytes) in the order in which the gradients arrive.
+
+    In a search many plans have one layout of the weights: the sizes of tp and of the data axis, and the ZeRO stage.
 
     The bytes are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket, the
     most bytes are their largest size while the reduction of the bucket starts.
     """
+    members, plan = list(_members(shape, layout)), layout
+    found: list[tuple[Parameter, float, float]] = []
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     in_flight = 1 if is_gathered else IN_FLIGHT
     groups = [bucket for bucket in buckets(members, b) if plan.data_ranks > 1 or members[bucket[0]].is_grad_partial]
@@ -254,4 +268,5 @@ def _gradients(
             if index == 0:
                 for number in range(started, len(groups)):
                     start(number)
-        yield members[index], arrival, most
+        found.append((members[index], arrival, most))
+    return tuple(found)

@@ -189,9 +189,13 @@ class Space:
         found = []
         for context, ulysses, reason in methods(self.shape, cp, tp):
             name = context if ulysses is None else f"{context}-{ulysses}"
+            if ulysses is not None and reason is None and ulysses * tp > self.cluster.domain:
+                reason = f"exchanges heads beyond the fast domain of {self.cluster.domain} devices"
             if not self._rejected(f"cp={cp}({name})", reason):
                 found.append((context, ulysses))
-        return found
+        # The largest groups of "hybrid" send the least, as long as they stay in the fast domain.
+        groups = [ulysses for _, ulysses in found if ulysses is not None]
+        return [method for method in found if method[1] is None or method[1] == max(groups)]
 
     def _pp_reason(self, pp: int) -> str | None:
         if pp == 1:
