@@ -11,7 +11,13 @@ _DP = (
     "num_replicas ddp"
 )
 _PP = "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size pp_degree"
-_CP = "context_parallel context_parallel_size cp_size cp_degree ulysses_size sequence_parallel_size"
+_CP = "context_parallel context_parallel_size cp_size cp_degree context_parallel_degree sequence_parallel_degree"
+_ULYSSES = (
+    "sequence_parallel_size sp_size ulysses_size ulysses_degree ulysses_parallel_size ulysses_sequence_parallel_size"
+)
+_RING = "ring_size ring_degree ring_attn_size ring_sequence_parallel_size"
+_METHOD = "cp_comm_type cp_comm_strategy cp_rotate_method context_parallel_rotate_method context_method"
+_HYBRID = "hierarchical_context_parallel_sizes hybrid_context_parallel"
 _SP = "sp enable_sequence_parallel megatron_sp"
 _ZERO = "zero stage sharding sharding_stage zero_optimization zero_level use_distributed_optimizer"
 _FULL = "fsdp dp_shard_size fsdp_size fully_shard data_parallel_shard_degree sharding_strategy"
@@ -35,6 +41,10 @@ PLAN_NAMES: dict[str, str] = {
         (_DP, "dp=N"),
         (_PP, "pp=N"),
         (_CP, "cp=N"),
+        (_ULYSSES, "cp=N, context='ulysses'"),
+        (_RING, "cp=N, context='ring'"),
+        (_METHOD, "context='gather', 'ulysses', 'ring' or 'hybrid'"),
+        (_HYBRID, "cp=N, context='hybrid', ulysses=N"),
         (_SP, "sequence_parallel=True"),
         (_ZERO, "zero_stage=1, 2 or 3"),
         (_FULL, "dp=N, zero_stage=3"),

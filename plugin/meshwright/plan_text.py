@@ -10,7 +10,7 @@ from meshwright.config_fields import nearest
 from meshwright.errors import PlanError
 
 _FORMS = (
-    "dp2, tp2, tp2+sp, cp2, pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 (2 micro-batches of 4 rows), ga2 "
+    "dp2, tp2, tp2+sp, cp2, cp2(ring), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 (2 micro-batches of 4 rows), ga2 "
     "(2 micro-batches) and recompute=full"
 )
 _ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
@@ -65,7 +65,7 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     if fields.get("tp", 1) > 1 or fields.get("sequence_parallel"):
         words.append(f"tp{fields.get('tp', 1)}" + ("+sp" if fields.get("sequence_parallel") else ""))
     if fields.get("cp", 1) > 1:
-        words.append(f"cp{fields['cp']}")
+        words.append(context_word(fields["cp"], fields.get("context", "gather"), fields.get("ulysses")))
     if fields.get("pp", 1) > 1:
         words += _pipeline_words(fields)
     words.append(f"zero{fields.get('zero_stage', 0)}")
@@ -76,6 +76,17 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     if fields.get("recompute", "none") != "none":
         words.append(f"recompute={fields['recompute']}")
     return " ".join(words)
+
+
+def context_word(cp: int, method: str, ulysses: int | None) -> str:
+    """Return the word for context parallelism.
+
+    Example:
+        >>> context_word(4, "gather", None), context_word(4, "ring", None), context_word(8, "hybrid", 2)
+        ('cp4', 'cp4(ring)', 'cp8(hybrid-2)')
+    """
+    of_method = {"gather": "", "hybrid": f"(hybrid-{ulysses})"}.get(method, f"({method})")
+    return f"cp{cp}{of_method}"
 
 
 def _pipeline_words(fields: Mapping[str, Any]) -> list[str]:
@@ -133,7 +144,8 @@ def _sizes(axis: str, size: str, times: str | None, inner: str | None, sequence:
     if axis == "pp" and has == (False, True, False):
         return fields | {"schedule": inner}
     if axis == "cp" and has == (False, True, False):
-        return fields | {"context": inner}
+        hybrid = re.fullmatch(r"hybrid-(\d+)", inner or "")
+        return fields | ({"context": "hybrid", "ulysses": int(hybrid.group(1))} if hybrid else {"context": inner})
     factors = re.fullmatch(r"(\d+)x\d+", inner or "")
     if axis == "dp" and factors and has == (False, True, False):
         return fields | {"replicate": int(factors.group(1))}

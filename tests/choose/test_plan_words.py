@@ -15,13 +15,20 @@ import meshwright as mw
 from meshwright.choose.given_plan import config_with, given_plan, plan_of_fields, resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_fields, read_plan, runnable_fields, save_plan
 from meshwright.config import PLAN_FIELDS
+from meshwright.context.methods import METHODS
 from meshwright.pipeline.schedule import SCHEDULES
 from meshwright.plan_text import format_plan, parse_plan
 from meshwright.planner.candidate import Candidate
 
 sizes = st.integers(1, 4096)
+contexts = st.one_of(
+    st.just({}),
+    st.builds(dict, cp=sizes, context=st.sampled_from(["gather", "ulysses", "ring"])),
+    st.builds(lambda u, groups: {"cp": u * groups, "context": "hybrid", "ulysses": u}, st.integers(2, 8), st.integers(2, 8)),
+).map(lambda fields: {} if fields.get("cp") == 1 else fields)
 plans = st.builds(
-    dict,
+    lambda context, **fields: fields | context,
+    context=contexts,
     dp=sizes,
     tp=sizes,
     sequence_parallel=st.booleans(),
@@ -54,7 +61,8 @@ def test_what_is_printed_is_read_again(fields: dict[str, Any]) -> None:
         tp=sizes,
         sequence_parallel=st.booleans(),
         cp=st.integers(1, 4),
-        ring=st.booleans(),
+        context=st.sampled_from(METHODS),
+        ulysses=st.integers(2, 4),
         pp=st.integers(1, 4),
         schedule=st.sampled_from(SCHEDULES),
         chunks=st.integers(2, 4),
@@ -72,20 +80,22 @@ def test_the_planners_own_words(plan: Candidate) -> None:
         return  # no such plan is searched: ZeRO over one shard
     if plan.pp == 1:
         plan = dataclasses.replace(plan, schedule="1f1b", stages=None)
+    if plan.context != "hybrid" or plan.cp == 1:
+        plan = dataclasses.replace(plan, ulysses=None, context="ring" if plan.context == "hybrid" else plan.context)
     if plan.recomputed is not None and plan.recompute != "full":
         return
     sharing = plan.sequence_parallel and plan.tp > 1  # the label has no sequence parallelism of one rank
     wanted = plan_fields(plan) | {"sequence_parallel": sharing, "recompute": plan.recompute}
     if plan.accumulation == 1:
         wanted["micro_batch_size"] = None
-    if plan.cp > 1 and plan.ring:
-        wanted.pop("context")  # ring, by default
+    if plan.cp > 1 and plan.context == "gather":
+        wanted.pop("context")  # by default
     found = parse_plan(plan.label)
     if plan.pp > 1 and plan.schedule == "1f1b":
         wanted.pop("schedule")  # by default
     default = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False, "recompute": "none"}
     assert default | found == wanted
-    if plan.runs_today:
+    if plan.runs_today and (plan.context != "hybrid" or plan.cp % plan.ulysses == 0 and plan.ulysses < plan.cp):
         fields = runnable_fields(plan) | {"sequence_parallel": sharing}
         assert resolve_plan(plan.label) == mw.ParallelPlan(**fields)
 
@@ -100,6 +110,10 @@ def test_the_planners_own_words(plan: Candidate) -> None:
         ("dp4(2x2) zero0", {"dp": 4, "zero_stage": 0}),
         ("mb4x1", {"micro_batch_size": None}),
         ("mb4x2 recompute=full", {"micro_batch_size": 4, "recompute": "full"}),
+        ("cp4", {"cp": 4}),
+        ("cp4(ring) dp2", {"cp": 4, "context": "ring", "dp": 2}),
+        ("CP8(Hybrid-2)", {"cp": 8, "context": "hybrid", "ulysses": 2}),
+        ("cp=4 context=ulysses", {"cp": 4, "context": "ulysses"}),
         ("tp2 zero_stage=1 tp2", {"tp": 2, "zero_stage": 1}),
     ],
 )
@@ -117,6 +131,12 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
         ("dp2 tp2 dp4", "gives dp twice, as 2 and 4"),
         ("fast please", "'fast' is not a word of a plan"),
         ("tp2+sp(4)", "not a word of a plan"),
+        ("cp4(circle)", "context='circle' must be 'gather', 'ulysses', 'ring' or 'hybrid'"),
+        ("cp4(hybrid)", "context='hybrid' with ulysses=None and cp=4: set ulysses"),
+        ("cp4(hybrid-3)", "context='hybrid' with ulysses=3 and cp=4: set ulysses"),
+        ("cp2 pp2", "cp=2 with pp=2 is not available"),
+        ("cp_size=2", "a plan has no field 'cp_size'; write cp=N"),
+        ("ulysses_size=2", "a plan has no field 'ulysses_size'; write cp=N, context='ulysses'"),
         ("zero7", "zero_stage=7 must be 0, 1, 2 or 3"),
         ("dp0", "dp must be a positive integer, not 0"),
         ("pp2(zb-h2)", "schedule='zb-h2' must be"),
@@ -228,10 +248,14 @@ def test_every_field_has_its_words() -> None:
         "dp": 3, "tp": 3, "cp": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1, "micro_batch_size": 3,
         "gradient_accumulation_steps": 3, "recompute": "full",
     }  # fmt: skip
+    of_context = {"context": "ring", "ulysses": 3}
     of_pipeline = {"schedule": "zbv", "chunks": 3, "stages": [1, 3, 2]}
     for name in PLAN_FIELDS:
         if name in changed:
             assert parse_plan(format_plan({name: changed[name]}))[name] == changed[name]
+        elif name in of_context:
+            fields = {"cp": 6, "context": "hybrid" if name == "ulysses" else "ring", name: of_context[name]}
+            assert parse_plan(format_plan(fields))[name] == of_context[name]
         else:
             fields = {"pp": 3, "schedule": "interleaved" if name == "chunks" else "1f1b", name: of_pipeline[name]}
             assert parse_plan(format_plan(fields))[name] == of_pipeline[name]

@@ -99,7 +99,9 @@ PLANS = [
     Candidate(shard=8, zero_stage=3, accumulation=8, recompute="selective"),
     Candidate(replicate=2, shard=4, zero_stage=3, accumulation=8),
     Candidate(shard=4, cp=2, zero_stage=1, accumulation=16),
-    Candidate(shard=4, cp=2, ring=False, zero_stage=2, accumulation=16),
+    Candidate(shard=4, cp=2, context="ring", zero_stage=3, accumulation=16),
+    Candidate(shard=2, cp=4, context="hybrid", ulysses=2, accumulation=32),
+    Candidate(shard=4, cp=2, context="ulysses", zero_stage=2, accumulation=16),
 ]
 
 

@@ -141,6 +141,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 tp=tp,
                 sequence_parallel=bool(number("sp", int, 0)),
                 cp=cp,
+                context="ring",  # the default of Megatron-LM, NeMo and torchtitan, which the tables do not state
                 pp=pp,
                 schedule=schedule,
                 chunks=chunks,

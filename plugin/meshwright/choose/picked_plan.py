@@ -19,6 +19,8 @@ from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.plan_file import runnable_fields
 from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.context.check_method import check_method
+from meshwright.context.record import record_context
 from meshwright.errors import OptimizerMismatchError, PlanError
 from meshwright.faults.together import on_first_rank
 from meshwright.mesh.process_group import node_count, world_size
@@ -162,9 +164,11 @@ def _refusals(
     try:
         if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
-        if plan.tp > 1:
+        if plan.tp * plan.cp > 1:
             sharding = config.sharding_plan or plan_for(model)
-            describe_structure(model, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+            structure = describe_structure(model, sharding, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+            if plan.cp > 1:
+                check_method(record_context(decoder, structure), ParallelPlan(**runnable_fields(plan)))
     except (PlanError, OptimizerMismatchError) as error:
         yield str(error)
 

@@ -44,7 +44,9 @@ def plan_fields(plan: Candidate) -> dict[str, Any]:
         "recompute": plan.recompute,
     }
     if plan.cp > 1:
-        fields["context"] = "ring" if plan.ring else "ulysses"
+        fields["context"] = plan.context
+        if plan.ulysses is not None:
+            fields["ulysses"] = plan.ulysses
     if plan.pp > 1:
         fields["schedule"] = plan.schedule
         if plan.schedule == "interleaved":

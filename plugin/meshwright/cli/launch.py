@@ -27,6 +27,15 @@ class Schedule(StrEnum):
     zero_bubble_v = "zbv"
 
 
+class Context(StrEnum):
+    """The methods of context parallelism, which are those of ``meshwright.context.methods``."""
+
+    gather = "gather"
+    ulysses = "ulysses"
+    ring = "ring"
+    hybrid = "hybrid"
+
+
 class MixedPrecision(StrEnum):
     """The precision of accelerate's autocast."""
 
@@ -51,6 +60,15 @@ def launch(
         typer.Option(help="Data-parallel size (default: --num_processes / --tp, or 1 without --num_processes)."),
     ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).")] = None,
+    cp: Annotated[
+        int | None, typer.Option(help="Context-parallel size: ranks that share each sequence (default: 1).")
+    ] = None,
+    context: Annotated[
+        Context | None, typer.Option(help="With --cp, how attention reaches the whole sequence (default: gather).")
+    ] = None,
+    ulysses: Annotated[
+        int | None, typer.Option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
+    ] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline-parallel size, for a plain loop (default: 1).")] = None,
     schedule: Annotated[
         Schedule | None, typer.Option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
@@ -160,7 +178,7 @@ def launch(
       meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """
     sizes: dict[str, Any] = {
-        "dp": dp, "tp": tp, "pp": pp, "schedule": schedule and schedule.value,
+        "dp": dp, "tp": tp, "cp": cp, "context": context and context.value, "ulysses": ulysses, "pp": pp, "schedule": schedule and schedule.value,
         "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
         "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
     }  # fmt: skip

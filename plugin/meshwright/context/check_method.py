@@ -10,8 +10,8 @@ from torch import Tensor
 from meshwright.config import ParallelPlan
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import stock_attention
-from meshwright.context.head_exchange import can_exchange
 from meshwright.context.masks import ContextMask
+from meshwright.context.methods import can_exchange, group_sizes
 from meshwright.context.record import AttentionSite, ContextRecord
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
@@ -59,10 +59,7 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
 
 def sizes(plan: ParallelPlan) -> tuple[int, int]:
     """Return how many ranks of cp exchange tokens for heads, and how many are in a ring."""
-    if plan.context == "hybrid":
-        assert plan.ulysses is not None
-        return plan.ulysses, plan.cp // plan.ulysses
-    return {"gather": (1, 1), "ulysses": (plan.cp, 1), "ring": (1, plan.cp)}[plan.context]
+    return group_sizes(plan.context, plan.cp, plan.ulysses)
 
 
 def _check_heads(site: AttentionSite, plan: ParallelPlan, ranks: int) -> None:

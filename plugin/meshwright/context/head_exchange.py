@@ -50,8 +50,3 @@ class HeadExchange:
         """Repeat the heads of keys or values, so that each rank gets one."""
         heads, size = x.shape[1], self.axis.size
         return x if heads % size == 0 else x.repeat_interleave(size // heads, 1)
-
-
-def can_exchange(heads: int, key_heads: int, ranks: int) -> bool:
-    """Return whether so many heads can be exchanged over so many ranks."""
-    return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)

@@ -188,7 +188,7 @@ class Installation:
             make: a function of the model, its layouts, the TP axis, the device and, under stage 3, a function that
                 keeps this rank's part of a shard.
         """
-        if self.plan.zero_stage < 3 or self.plan.dp == 1:
+        if self.plan.zero_stage < 3 or self.runtime.dp.size == 1:
             return make(self.model, self.layouts, self.runtime.tp, self.device)
         layouts = self.layouts
         sharded = ShardedWeights(
@@ -321,7 +321,7 @@ class Installation:
         every = self.config.check_replicas_every
         if every is None:
             # In ZeRO stages 1 and 2 the next step overwrites all copies of a weight with the owner's, even if faulty.
-            every = 1 if plan.zero_stage in (1, 2) and plan.dp > 1 else 50
+            every = 1 if plan.zero_stage in (1, 2) and runtime.dp.size > 1 else 50
         return ReplicaComparison(
             self.model,
             tp=runtime.tp,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.context.methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.context_cost import exchanged_keys
 from meshwright.planner.family_traits import Traits
 from meshwright.planner.shapes import ModelShape
 
@@ -68,8 +70,8 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
 
     Args:
         shape: the model.
-        plan: the plan; only its tp, sequence_parallel and micro_batch are used.
-        seq_len: tokens per sequence.
+        plan: the plan; its dp and its ZeRO stage make no difference.
+        seq_len: tokens per sequence, of which a rank of cp holds a part.
         element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
 
     Example:
@@ -80,9 +82,10 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
         45.53
     """
     b, traits, tp = element_bytes, shape.traits, plan.tp
-    n = plan.micro_batch * seq_len
+    tokens = local_tokens(seq_len, plan.cp)
+    n = plan.micro_batch * tokens
     # This rank's share of the positions between blocks, after padding to a multiple of tp.
-    share = -(-seq_len // tp) / seq_len if plan.sequence_parallel else 1.0
+    share = -(-tokens // tp) / tokens if plan.sequence_parallel else 1.0
     sizes = _Sizes(
         hidden=shape.hidden * share,
         query=shape.query_width / tp,
@@ -98,20 +101,22 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     norm += 4 * shape.hidden if traits.norm_copies_weight else 0
     inputs = 2 * n * sizes.hidden * b  # inputs of the attention's and the MLP's first projections
     block = (traits.norms * norm + inputs) / 2
-    attention = block + n * _attention(shape, sizes, seq_len, b) + _query_norm(sizes, traits, n, b, tp)
+    of_attention = _attention(shape, sizes, seq_len, b) if plan.cp == 1 else _in_parts(shape, sizes, plan, b)
+    attention = block + n * of_attention + _query_norm(sizes, traits, n, b, tp)
     mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
 
     logits = 4.0 * n * sizes.words
     # The head's input has all positions. The last term is the targets and, with tp, which rank has each target's logit.
     head = norm + n * shape.hidden * b + logits + n * (8 if tp == 1 else 22)
     head += n * sizes.words * b if traits.caps_logits else 0
-    shared = 2.0 * seq_len * shape.head_dim * (4 if traits.rotates_in_float32 else b)
+    shared = 2.0 * tokens * shape.head_dim * (4 if traits.rotates_in_float32 else b)
     return Saved(
         layer=attention + mlp,
         attention=attention,
         kept=n * sizes.hidden * b,
         shared=shared,
-        arguments=8 * seq_len + _masks(shape, n, seq_len, b),
+        # Under cp, masks are functions, of which a block is made where it is needed.
+        arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 else 0),
         head=head,
         logits=logits,
     )
@@ -145,6 +150,19 @@ def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
     if shape.traits.fused_qkv:
         values = sizes.query + (keys if masked else sizes.query + 2 * sizes.keys)
     return b * (2 * sizes.query + keys + values + (seq_len if masked else 0)) + 4 * sizes.heads
+
+
+def _in_parts(shape: ModelShape, sizes: _Sizes, plan: Candidate, b: int) -> float:
+    """Return the bytes per position that attention saves under context parallelism."""
+    inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
+    keys = exchanged_keys(shape, plan)
+    runs_whole = inner == plan.cp and not shape.traits.keeps_scores and shape.window is None
+    # q, k and v, the output as the output projection reads it and, unless attention runs again in backward, the output
+    # as attention returns it, with the logarithm of each row's sum of exponentials.
+    is_kept = outer > 1 or runs_whole
+    # Without an exchange, the values of a fused projection are a view that keeps the whole projection alive.
+    values = sizes.query + 2 * keys if shape.traits.fused_qkv and inner == 1 else keys
+    return b * (2 * sizes.query + keys + values + (sizes.query if is_kept else 0)) + (4 * sizes.heads if is_kept else 0)
 
 
 def _query_norm(sizes: _Sizes, traits: Traits, n: int, b: int, tp: int) -> float:

@@ -10,6 +10,7 @@ from typing import Literal
 from meshwright.errors import PlanError
 from meshwright.pipeline.partition import even_stages
 from meshwright.pipeline.schedule import SPLIT_BACKWARD, stages_of_rank
+from meshwright.plan_text import context_word
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp8"]
@@ -85,7 +86,8 @@ class Candidate:
         tp: tensor-parallel size.
         sequence_parallel: whether to shard the activations between blocks over tp too.
         cp: context-parallel size.
-        ring: whether context parallelism exchanges keys and values in a ring, rather than by all-to-all (Ulysses).
+        context: how attention reaches the whole sequence: "gather", "ulysses", "ring" or "hybrid".
+        ulysses: number of neighbouring ranks of cp that exchange heads, if ``context`` is "hybrid".
         pp: number of ranks in the pipeline.
         schedule: the order of the forwards and backwards, one of ``meshwright.pipeline.schedule.SCHEDULES``.
         chunks: number of virtual stages of each rank.
@@ -106,7 +108,8 @@ class Candidate:
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
-    ring: bool = True
+    context: str = "gather"
+    ulysses: int | None = None
     pp: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
@@ -122,8 +125,13 @@ class Candidate:
         return self.replicate * self.shard
 
     @property
+    def data_ranks(self) -> int:
+        """The number of ranks that hold different tokens of a batch: dp x cp."""
+        return self.dp * self.cp
+
+    @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.cp * self.pp
+        return self.data_ranks * self.tp * self.pp
 
     @property
     def global_batch(self) -> int:
@@ -138,7 +146,7 @@ class Candidate:
     def runs_today(self) -> bool:
         """Whether this version's runtime can run the plan."""
         return (
-            self.cp == 1
+            (self.cp == 1 or self.pp == 1)
             and self.recompute != "selective"
             and self.recomputed is None
             and (self.zero_stage == 0 or self.replicate == 1)
@@ -158,7 +166,7 @@ class Candidate:
         if self.tp > 1:
             parts.append(f"tp{self.tp}" + ("+sp" if self.sequence_parallel else ""))
         if self.cp > 1:
-            parts.append(f"cp{self.cp}" + ("" if self.ring else "(ulysses)"))
+            parts.append(context_word(self.cp, self.context, self.ulysses))
         if self.pp > 1:
             kind = f"x{self.chunks}" if self.schedule == "interleaved" else f"({self.schedule})"
             parts.append(f"pp{self.pp}" + ("" if self.schedule == "1f1b" else kind))

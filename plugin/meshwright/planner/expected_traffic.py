@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from meshwright.context.methods import local_tokens
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.context_cost import exchanges
 from meshwright.planner.shapes import ModelShape
 
 
@@ -51,13 +53,26 @@ def step_traffic(
     phases = {name: {axis: AxisTraffic() for axis in _axes(plan)} for name in ("forward", "backward", "optimizer")}
     if plan.tp > 1:
         _tensor(shape, plan, seq_len, element_bytes, gloo, phases)
-    if plan.dp > 1:
+    if plan.cp > 1:
+        _context(shape, plan, seq_len, element_bytes, gloo, phases)
+    if plan.data_ranks > 1:
         _data(shape, plan, element_bytes, gloo, phases)
     return phases
 
 
 def _axes(plan: Candidate) -> list[str]:
-    return [name for name, size in (("tp", plan.tp), ("dp", plan.dp)) if size > 1]
+    return [name for name, size in (("tp", plan.tp), ("cp", plan.cp), ("dp", plan.data_ranks)) if size > 1]
+
+
+def _context(
+    shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
+) -> None:
+    forward, backward = exchanges(shape, plan, seq_len=seq_len, element_bytes=b)
+    again = forward if plan.recompute == "full" else []
+    for phase, sent in (("forward", forward), ("backward", [*backward, *again])):
+        for exchange in sent:
+            kind = "all-to-all" if gloo and exchange.kind == "reduce-scatter" else exchange.kind
+            phases[phase]["cp"].add(kind, plan.accumulation * shape.layers * exchange.count, exchange.bytes)
 
 
 def _tensor(
@@ -65,17 +80,18 @@ def _tensor(
 ) -> None:
     forward, backward = phases["forward"]["tp"], phases["backward"]["tp"]
     traits, micro, blocks = shape.traits, plan.accumulation, 2 * shape.layers
-    rows = plan.micro_batch * seq_len
+    tokens = local_tokens(seq_len, plan.cp)
+    rows = plan.micro_batch * tokens
     whole = rows * shape.hidden * b
     # Recompute reduces the outputs of blocks again, except a layer's last output if no norm reads that output.
     again = 0
     if plan.recompute == "full":
         again = blocks if traits.norms_outputs else shape.layers
-    forward.add("all-reduce", micro, whole)  # the embedding's output
+    forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
     forward.add("all-gather", micro, 3 * rows * 4 * plan.tp)  # the loss: three numbers per token
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input
     if plan.sequence_parallel:
-        padded = plan.micro_batch * -(-seq_len // plan.tp) * plan.tp * shape.hidden * b
+        padded = plan.micro_batch * -(-tokens // plan.tp) * plan.tp * shape.hidden * b
         scatter = "all-to-all" if gloo else "reduce-scatter"
         forward.add("all-gather", micro * (blocks + 1), padded)
         forward.add(scatter, micro * blocks, padded)
@@ -88,9 +104,9 @@ def _tensor(
         forward.add("all-reduce", micro * blocks, rows * 4)
         backward.add("all-reduce", micro * blocks * (2 if plan.recompute == "full" else 1), rows * 4)
     members = list(parameters(shape, plan))
-    is_gathered = plan.zero_stage == 3 and plan.dp > 1
+    is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     # Stages 2 and 3 reduce the gradients of every micro-batch.
-    times = micro if plan.zero_stage > 1 and plan.dp > 1 else 1
+    times = micro if plan.zero_stage > 1 and plan.data_ranks > 1 else 1
     for bucket in units(members) if is_gathered else buckets(members, b):
         wide = 4 if plan.zero_stage else b
         backward.add("all-reduce", times * any(members[index].is_grad_partial for index in bucket),
@@ -98,9 +114,9 @@ def _tensor(
 
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
-    phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.dp)  # the loss's sum and token count
+    phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.data_ranks)  # the loss's sum and token count
     if plan.accumulation > 1:
-        phases["forward"]["dp"].add("all-gather", 1, 8 * plan.dp)  # the count of the batch's tokens
+        phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
     members = list(parameters(shape, plan))
     if plan.zero_stage == 3:
@@ -109,7 +125,7 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
     for bucket in buckets(members, b):
         numel = sum(members[index].numel for index in bucket)
         if plan.zero_stage:
-            numel = math.ceil(numel / plan.dp) * plan.dp
+            numel = math.ceil(numel / plan.data_ranks) * plan.data_ranks
             times = plan.accumulation if plan.zero_stage == 2 else 1
             phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * 4)
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
@@ -126,7 +142,7 @@ def _gathered_weights(
     forward, backward = phases["forward"]["dp"], phases["backward"]["dp"]
     micro = plan.accumulation
     for unit in units(members):
-        numel = math.ceil(sum(members[index].numel for index in unit) / plan.dp) * plan.dp
+        numel = math.ceil(sum(members[index].numel for index in unit) / plan.data_ranks) * plan.data_ranks
         first = members[unit[0]]
         is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
         # The embedding and the head both gather a tied matrix. The head keeps the gathered matrix until backward, and

@@ -13,6 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
+from meshwright.planner.method_choice import method_reasons
 from meshwright.planner.search import Choice, Search, search
 
 TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
@@ -148,6 +149,7 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
         f"Memory of a device: {_shares(best.memory.parts, best.memory.total, 'GiB')}",
         f"Budget {gib(found.budget)}; {found.considered} legal plans, {found.fitting} fit, "
         f"{found.simulated} simulated.",
+        *_of_method(found),
         "",
         "Not chosen:",
         *(f"  {name}: {reason}" for name, reason in reasons(found)),
@@ -158,6 +160,12 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
         error_band(found),
     ]
     return "\n".join(lines)
+
+
+def _of_method(found: Search) -> list[str]:
+    """Return the lines on the method of context parallelism of the first plan, if it has one."""
+    lines = [f"  {line}" for line in method_reasons(found, found.choices[0].plan)]
+    return ["", f"Method of cp={found.choices[0].plan.cp}:", *lines] if lines else []
 
 
 def reasons(found: Search) -> Iterator[tuple[str, str]]:
@@ -216,6 +224,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
         "fitting": found.fitting,
         "simulated": found.simulated,
         "not_chosen": dict(reasons(found)),
+        "context_methods": list(method_reasons(found, found.choices[0].plan)) if found.choices else [],
         "changes": [
             {"what": change.what, "plan": change.plan and change.plan.label, "speed": change.speed}
             for change in changed

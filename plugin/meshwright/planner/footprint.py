@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from meshwright.context.methods import local_tokens
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.context_memory import attention_memory
 from meshwright.planner.shapes import ModelShape
 
 IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: number of buckets that are reduced at the same time; 1 under ZeRO-3
+
+_Gradients = tuple[tuple[Parameter, float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +61,15 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
         True
     """
     b = element_bytes
-    members = list(parameters(shape, plan))
+    layout = Candidate(
+        shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage
+    )
+    members = _members(shape, layout)
     elements = sum(member.numel for member in members)
     saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b)
-    is_sharded = plan.zero_stage > 0 and plan.dp > 1
+    is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     state = 4 if is_sharded else b
-    ranks = plan.dp if is_sharded else 1
+    ranks = plan.data_ranks if is_sharded else 1
     is_gathered = is_sharded and plan.zero_stage == 3
     optimizer = elements * (2 * state + (4 if is_sharded and b < 4 and not is_gathered else 0)) / ranks
     gradients = elements * state / ranks
@@ -73,7 +81,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     micro = _MicroBatch(
         shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered
     )
-    forward, backward = _forward(micro), _backward(micro, members, cpu)
+    forward, backward = _forward(micro), _backward(micro, members, _gradients(shape, layout, b, cpu))
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
         # ZeRO-2 and 3 reduce gradients as they arrive, and each rank adds up its shard.
@@ -108,7 +116,7 @@ class _Gathered:
     head: float = 0
 
     @staticmethod
-    def of(members: list[Parameter], shape: ModelShape, b: int) -> _Gathered:
+    def of(members: Sequence[Parameter], shape: ModelShape, b: int) -> _Gathered:
         layer = sum(member.numel for member in members if member.layer == 0) * b
         head = members[0 if shape.tied else -1].numel * b
         return _Gathered(layers=layer * min(2, shape.layers), head=head)
@@ -126,9 +134,19 @@ class _MicroBatch:
     recomputed: int
     gathered: _Gathered
 
+    @property
+    def positions(self) -> int:
+        """The tokens that a rank holds."""
+        return self.plan.micro_batch * local_tokens(self.seq_len, self.plan.cp)
+
+    @property
+    def attention(self) -> tuple[float, float]:
+        """The temporary bytes of one attention under context parallelism, in forward and in backward."""
+        return attention_memory(self.shape, self.plan, seq_len=self.seq_len, element_bytes=self.element_bytes)
+
 
 def _forward(micro: _MicroBatch) -> float:
-    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words = -(-shape.vocab // plan.tp)
     # The loss reads 32-bit logits, a copy if the logits are 16-bit. It overwrites sharded logits in place.
@@ -138,7 +156,8 @@ def _forward(micro: _MicroBatch) -> float:
     # reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head
     in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
-    return max(at_loss + gathered.head, in_layer + gathered.layers)
+    in_attention = before + saved.attention - (saved.kept if recomputed else saved.layer) + micro.attention[0]
+    return max(at_loss + gathered.head, max(in_layer, in_attention) + gathered.layers)
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
@@ -146,8 +165,8 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
     return n * shape.hidden * b * (2 if plan.tp > 1 else 1)
 
 
-def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
-    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.plan.micro_batch * micro.seq_len
+def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Gradients) -> float:
+    shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
     words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
     total = saved.total(shape.layers, recomputed)
@@ -162,15 +181,16 @@ def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
     if shape.traits.keeps_scores:
         attention += 2 * n * b * micro.seq_len * shape.heads / plan.tp  # scores, capped, their softmax, their gradients
+    attention = max(attention, micro.attention[1] + rows)
     counts = Counter(member.layer for member in members)
     # The sum over earlier micro-batches is first cast to the gradients' dtype, then becomes the gradients one by one.
-    is_reduced = plan.zero_stage > 1 and plan.dp > 1
+    is_reduced = plan.zero_stage > 1 and plan.data_ranks > 1
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
     at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
     at_loss, at_head = at_loss + gathered.head, at_head + gathered.head
     peak, arrived = max(total + before + at_once, max(at_loss, at_head) + left_over), Counter[int]()
-    for member, arrival, most in _gradients(members, plan, b, cpu):
+    for member, arrival, most in gradients:
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:
             # A layer's activations are freed as its gradients arrive, first those of the MLP.
@@ -189,17 +209,25 @@ def _backward(micro: _MicroBatch, members: list[Parameter], cpu: bool) -> float:
     return peak
 
 
-def _gradients(
-    members: list[Parameter], plan: Candidate, b: int, cpu: bool
-) -> Iterator[tuple[Parameter, float, float]]:
-    """Yield (parameter, bytes, most bytes) in the order in which the gradients arrive.
+@lru_cache(maxsize=64)
+def _members(shape: ModelShape, layout: Candidate) -> tuple[Parameter, ...]:
+    return tuple(parameters(shape, layout))
+
+
+@lru_cache(maxsize=64)
+def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Gradients:
+    """Return (parameter, bytes, most bytes) in the order in which the gradients arrive.
+
+    In a search many plans have one layout of the weights: the sizes of tp and of the data axis, and the ZeRO stage.
 
     The bytes are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket, the
     most bytes are their largest size while the reduction of the bucket starts.
     """
-    is_gathered = plan.zero_stage == 3 and plan.dp > 1
+    members, plan = list(_members(shape, layout)), layout
+    found: list[tuple[Parameter, float, float]] = []
+    is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     in_flight = 1 if is_gathered else IN_FLIGHT
-    groups = [bucket for bucket in buckets(members, b) if plan.dp > 1 or members[bucket[0]].is_grad_partial]
+    groups = [bucket for bucket in buckets(members, b) if plan.data_ranks > 1 or members[bucket[0]].is_grad_partial]
     groups = units(members) if is_gathered else groups
     bucket_of = {index: number for number, bucket in enumerate(groups) for index in bucket}
     missing = [len(bucket) for bucket in groups]
@@ -217,8 +245,8 @@ def _gradients(
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
         if is_sharded:
             # gloo receives into its own buffer, and frees the tensor that it has sent.
-            most = max(most, held + flat / plan.dp + (flat if cpu else 0))
-            held += flat / plan.dp - raw
+            most = max(most, held + flat / plan.data_ranks + (flat if cpu else 0))
+            held += flat / plan.data_ranks - raw
         most = max(most, held)
         if number >= in_flight:
             finish(number - in_flight)
@@ -240,4 +268,5 @@ def _gradients(
             if index == 0:
                 for number in range(started, len(groups)):
                     start(number)
-        yield members[index], arrival, most
+        found.append((members[index], arrival, most))
+    return tuple(found)

@@ -74,8 +74,8 @@ def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
 
 
 def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
-    """Return the bytes that forward saves for one micro-batch on one context-parallel rank."""
-    return saved_activations(shape, plan, seq_len=job.seq_len // plan.cp, element_bytes=job.activation_bytes)
+    """Return the bytes that forward saves for one micro-batch."""
+    return saved_activations(shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes)
 
 
 def pending_weight_grads(shape: ModelShape, plan: Candidate, job: Job) -> float:
@@ -143,7 +143,7 @@ def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     rest = held.peak - held.parameters - held.optimizer
     gradients = min(rest, held.gradients if phase == "optimizer" else held.accumulated)
     activations = 0.0 if phase == "optimizer" else min(rest - gradients, held.activations)
-    groups = sum(size > 1 for size in (plan.dp, plan.tp))
+    groups = _groups(plan)
     return Memory(
         weights=held.parameters,
         gradients=gradients,
@@ -190,8 +190,8 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
         unit = max(shape.layer_parameters, shape.vocab * shape.hidden if first or last else 0) / t
         unsharded = 2 * unit * job.weight_bytes + unit * job.gradient_bytes
     step = 4 * elements / sharded  # the 32-bit update of one step, when the activations are already freed
-    groups = sum(size > 1 for size in (plan.dp, plan.tp, plan.cp, plan.pp))
-    communication = 0.0 if job.on_cpu else groups * _GROUP + (2 * BUCKET_BYTES if plan.dp > 1 else 0)
+    buckets = 2 * BUCKET_BYTES if plan.data_ranks > 1 else 0
+    communication = 0.0 if job.on_cpu else _groups(plan) * _GROUP + buckets
     # The backward of the head, the backward of the last layer and the optimizer step peak at different times.
     peak = max(working + activations, logits + activations, step)
     if job.own_runtime and plan.pp > 1:
@@ -250,6 +250,12 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     uneven = plan.stages is not None or (plan.chunks > 1 and shape.layers % (plan.pp * plan.chunks))
     stages = range(plan.pp) if plan.pp <= 2 or uneven else (0, 1, plan.pp - 1)
     return max((stage_memory(shape, plan, job, stage) for stage in stages), key=lambda memory: memory.total)
+
+
+def _groups(plan: Candidate) -> int:
+    """Return the number of communicators of a rank."""
+    parts_of_cp = 2 if plan.context == "hybrid" else 0
+    return sum(size > 1 for size in (plan.data_ranks, plan.tp, plan.cp, plan.pp)) + parts_of_cp
 
 
 def _optimizer_bytes(plan: Candidate, job: Job) -> int:

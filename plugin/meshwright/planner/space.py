@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from meshwright.context.methods import local_tokens
 from meshwright.pipeline.schedule import SPLIT_BACKWARD
 from meshwright.planner.candidate import Candidate, Job, Recompute
+from meshwright.planner.context_cost import methods
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
 FUTURE = "this version cannot run it; --allow-future plans it anyway"
 _CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
 _CONTEXT = 64  # largest context-parallel size
+_SHORTEST = 512  # tokens of the shortest chunk that context parallelism gives a rank; shorter ones do not fill a device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +24,14 @@ class Region:
 
     Args:
         dp: data-parallel size.
-        tp, cp, ring, pp, schedule, chunks: as in ``Candidate``.
+        tp, cp, context, ulysses, pp, schedule, chunks: as in ``Candidate``.
     """
 
     dp: int
     tp: int
     cp: int = 1
-    ring: bool = True
+    context: str = "gather"
+    ulysses: int | None = None
     pp: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
@@ -74,24 +78,25 @@ class Space:
             if self._rejected(f"tp={tp}", self._tp_reason(tp)):
                 continue
             for cp in divisors(gpus // tp):
-                if self._rejected(f"cp={cp}", self._cp_reason(cp, tp)):
+                if self._rejected(f"cp={cp}", self._cp_reason(cp)):
                     continue
                 for pp in divisors(gpus // tp // cp):
                     if self._rejected(f"pp={pp}", self._pp_reason(pp)):
+                        continue
+                    if cp > 1 < pp and not self.allow_future:
+                        self._rejected("cp>1 with pp>1", FUTURE)
                         continue
                     dp = gpus // (tp * cp * pp)
                     if self.job.global_batch % dp:
                         self._rejected(f"dp={dp}", f"the global batch of {self.job.global_batch} sequences is not "
                                        f"divisible by {dp}")  # fmt: skip
                         continue
-                    for ring in (True, False) if cp > 1 else (True,):
-                        if not ring and (self.shape.heads // tp) % cp:
-                            self._rejected(
-                                f"cp={cp}(ulysses)", f"{self.shape.heads} heads over tp={tp} are not divisible by {cp}"
-                            )
-                            continue
+                    for context, ulysses in self._methods(cp, tp):
                         for schedule, chunks in self._schedules(pp, self.job.global_batch // dp):
-                            yield Region(dp=dp, tp=tp, cp=cp, ring=ring, pp=pp, schedule=schedule, chunks=chunks)
+                            yield Region(
+                                dp=dp, tp=tp, cp=cp, context=context, ulysses=ulysses,
+                                pp=pp, schedule=schedule, chunks=chunks,
+                            )  # fmt: skip
 
     def micro_batches(self, region: Region) -> list[int]:
         """Return the micro-batch sizes that divide a rank's sequences and leave enough micro-batches for a pipeline."""
@@ -141,9 +146,10 @@ class Space:
             replicate=replicate,
             shard=shard,
             tp=region.tp,
-            sequence_parallel=region.tp > 1 and self.job.seq_len % (region.tp * region.cp) == 0,
+            sequence_parallel=region.tp > 1 and local_tokens(self.job.seq_len, region.cp) % region.tp == 0,
             cp=region.cp,
-            ring=region.ring,
+            context=region.context,
+            ulysses=region.ulysses,
             pp=region.pp,
             schedule=region.schedule,
             chunks=region.chunks,
@@ -170,18 +176,27 @@ class Space:
                 return f"{name}={getattr(shape, name)} is not divisible by {tp}"
         return None
 
-    def _cp_reason(self, cp: int, tp: int) -> str | None:
+    def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:
             return None
-        if not self.allow_future:
-            return FUTURE
         if cp > _CONTEXT:
             return f"more than {_CONTEXT} context-parallel ranks"
-        if self.job.seq_len % (2 * cp * tp):
-            return f"seq_len={self.job.seq_len} is not divisible into 2 x cp x tp = {2 * cp * tp} chunks"
-        if self.job.seq_len // (2 * cp) < 512:
-            return f"chunks of {self.job.seq_len // (2 * cp)} tokens are too short to fill a device"
+        if self.job.seq_len < 2 * cp * _SHORTEST:
+            return f"cuts {self.job.seq_len} tokens into chunks of fewer than {_SHORTEST}, too short to fill a device"
         return None
+
+    def _methods(self, cp: int, tp: int) -> list[tuple[str, int | None]]:
+        """Return the methods of context parallelism that the model's heads allow, as (context, ulysses)."""
+        found = []
+        for context, ulysses, reason in methods(self.shape, cp, tp):
+            name = context if ulysses is None else f"{context}-{ulysses}"
+            if ulysses is not None and reason is None and ulysses * tp > self.cluster.domain:
+                reason = f"exchanges heads beyond the fast domain of {self.cluster.domain} devices"
+            if not self._rejected(f"cp={cp}({name})", reason):
+                found.append((context, ulysses))
+        # The largest groups of "hybrid" send the least, as long as they stay in the fast domain.
+        groups = [ulysses for _, ulysses in found if ulysses is not None]
+        return [method for method in found if method[1] is None or method[1] == max(groups)]
 
     def _pp_reason(self, pp: int) -> str | None:
         if pp == 1:

@@ -10,6 +10,7 @@ from meshwright.pipeline.partition import balanced_stages, even_stages
 from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.breakdown import StepTime, Work
 from meshwright.planner.candidate import Candidate, Job, rank_layers, recomputed_share, stage_layers
+from meshwright.planner.context_cost import Exchange, attends_twice, exchanges, score_bytes
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import Pipeline, pipeline_time
@@ -19,6 +20,7 @@ _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softma
 _ALIGNED = 8  # without a fused kernel, head widths that are not a multiple of this cannot use the matrix units
 _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the peak rate, but nearly reach their rate
 _CAST_BYTES = 4  # bytes moved per element cast to 8 bits: one read, one write, one transposed write for backward
+_SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
 _REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
 
@@ -84,8 +86,8 @@ class StepModel:
 
     def layer(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of one layer for one micro-batch."""
-        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.ring, plan.micro_batch, plan.recompute,
-               plan.splits_backward, job)  # fmt: skip
+        key = (plan.tp, plan.sequence_parallel, plan.cp, plan.context, plan.ulysses, plan.micro_batch,
+               plan.recompute, plan.splits_backward, job)  # fmt: skip
         if key not in self._layers:
             self._layers[key] = self._layer(plan, job)
         return self._layers[key]
@@ -119,28 +121,36 @@ class StepModel:
             cast = k.elementwise * _CAST_BYTES * rows * (2 * h + q + f) / self.memory_rate
         elementwise += cast
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
-        exchange = self._context(plan, job, rows, attention)
+        in_ring = [k.elementwise * size / self.memory_rate for size in score_bytes(shape, plan, job)]
+        attended = attention + in_ring[0]
+        attended_back = (3.5 if attends_twice(shape, plan, job) else 2.5) * attention + in_ring[1]
+        sent, sent_back = exchanges(
+            shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
+        )
+        exchange = self._exposed(sent, attended, plan)
+        exchange_back = self._exposed(sent_back, attended_back, plan)
 
-        busy = matmul + attention + elementwise
+        busy = matmul + attended + elementwise
         forward = self._launched(busy + 2 * reduce + exchange, k.launch)
-        back = 2 * matmul + 2.5 * attention + 2 * elementwise
-        backward = self._launched(back + 2 * reduce + 2 * exchange, 2 * k.launch)
+        back = 2 * matmul + attended_back + 2 * elementwise
+        backward = self._launched(back + 2 * reduce + exchange_back, 2 * k.launch)
         again = 0.0
         if plan.recompute == "selective":
-            again = attention + k.elementwise * scores / self.memory_rate
+            again = attended + k.elementwise * scores / self.memory_rate
         elif plan.recompute == "full":
             again = forward
         # Weight gradients that wait do not keep the whole sequence, and gather it again.
         regathered = reduce if plan.splits_backward and plan.sequence_parallel else 0.0
         backward += regathered
-        communication = 4 * reduce + regathered + 3 * exchange
+        exchanged = exchange + exchange_back
+        communication = 4 * reduce + regathered + exchanged
         return Work(
             matmul=3 * matmul,
-            attention=3.5 * attention,
-            elementwise=forward + backward - 3 * matmul - 3.5 * attention - communication,
+            attention=attended + attended_back,
+            elementwise=forward + backward - 3 * matmul - attended - attended_back - communication,
             recompute=again,
             tensor=4 * reduce + regathered,
-            context=3 * exchange,
+            context=exchanged,
             forward=forward,
             backward=backward + again,
             weight_grad=matmul + regathered,
@@ -150,16 +160,17 @@ class StepModel:
         """Return the time of kernels with launches, which do not overlap if the device is the host's processor."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
-    def _context(self, plan: Candidate, job: Job, rows: float, attention: float) -> float:
-        if plan.cp == 1:
-            return 0.0
-        shape, t = self.shape, plan.tp
-        if plan.ring:
-            hop = job.activation_bytes * rows * 2 * shape.kv_width / t
-            sent = self.ring(hop * plan.cp, plan.cp, t)
-            return max(0.0, sent - self.k.overlap * attention) + 0.1 * sent
-        volume = job.activation_bytes * rows * (2 * shape.query_width + 2 * shape.kv_width) / t
-        return self.ring(volume, plan.cp, t)
+    def _exposed(self, sent: Sequence[Exchange], attention: float, plan: Candidate) -> float:
+        """Return the seconds of a layer's exchanges over cp that its attention does not hide."""
+        together, apart = 0.0, 0.0
+        for exchange in sent:
+            volume = exchange.bytes * (exchange.ranks if exchange.kind == "send" else 1)
+            once = self.ring(volume, exchange.ranks, exchange.neighbours * plan.tp)
+            if exchange.overlaps:
+                together += once * exchange.count / (exchange.ranks - 1)
+            else:
+                apart += once * exchange.count
+        return apart + max(0.0, together - self.k.overlap * attention) + _SLOWED * together
 
     def head(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
@@ -275,7 +286,7 @@ class StepModel:
 
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
-        size = plan.dp * plan.cp
+        size = plan.data_ranks
         if size == 1:
             return 0.0
         k, m = self.k, plan.accumulation

@@ -15,11 +15,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
 from meshwright.construct.initial_weights import NewTensors
+from meshwright.distribute import installation as distribution
 from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel import cross_entropy
@@ -145,7 +146,7 @@ class Step:
     @contextlib.contextmanager
     def _phase(self, memory: LiveBytes, name: str) -> Iterator[None]:
         memory.restart_peak()
-        with AxisTraffic(self.runtime.tp, self.runtime.dp) as traffic:
+        with AxisTraffic(self.runtime.tp, self.runtime.cp, self.runtime.dp) as traffic:
             yield
         self.peaks[name], self.traffic[name] = memory.peak, traffic.axes
 
@@ -185,6 +186,16 @@ def _empty_buffers(model: nn.Module, fake: FakeTensorMode) -> list[tuple[dict[st
     return found
 
 
+def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes real tensors inside a FakeTensorMode."""
+
+    def call(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return call
+
+
 @contextlib.contextmanager
 def _traceable() -> Iterator[None]:
     """Patch code that fake tensors do not support: subclasses that guard reads, and loops over cache-sized pieces."""
@@ -196,6 +207,9 @@ def _traceable() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
         patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
+        # Ranks are read as numbers, to make the groups of "hybrid".
+        context_axes = distribution.context_axes
+        patches.enter_context(mock.patch.object(distribution, "context_axes", _without_fakes(context_axes)))
         # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
         patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))
         # transformers checks for packed rows, which fake positions cannot show, and builds a mask if in doubt.

@@ -20,12 +20,16 @@ KINDS = {
     "allreduce_": "all-reduce",
     "alltoall_base_": "all-to-all",
     "broadcast_": "broadcast",
+    "send": "send",
 }
 
 
 @dataclass
 class Traffic:
-    """The collectives over one axis: the number of each kind, and the bytes of their whole (gathered) tensors."""
+    """The collectives over one axis: the number of each kind, and the bytes of their whole (gathered) tensors.
+
+    Of a pair of ranks that send to each other, only the send is counted.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
@@ -39,12 +43,15 @@ class AxisTraffic(TorchDispatchMode):
     """Counts every collective over each axis inside this context.
 
     Args:
-        axes: the axes of the mesh.
+        axes: the axes of the mesh. A collective over a part of an axis counts for the first axis that holds its ranks.
     """
 
     def __init__(self, *axes: Axis):
         super().__init__()
         self._names = {axis.group.group_name: axis.name for axis in axes if axis.group is not None}
+        self._ranks = {
+            axis.name: set(dist.get_process_group_ranks(axis.group)) for axis in axes if axis.group is not None
+        }
         self.axes = {axis.name: Traffic() for axis in axes if axis.size > 1}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,9 +60,15 @@ class AxisTraffic(TorchDispatchMode):
             leaves = tree_leaves((args, kwargs))
             groups = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
             groups = [leaf for leaf in groups if leaf._type().name() == "ProcessGroup"]  # type: ignore[attr-defined]
-            name = self._names.get(dist.ProcessGroup.unbox(groups[0]).group_name) if groups else None
+            name = self._name(dist.ProcessGroup.unbox(groups[0])) if groups else None
             if name in self.axes:
                 traffic = self.axes[name]
                 traffic.counts[kind] += 1
                 traffic.bytes += max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         return result
+
+    def _name(self, group: dist.ProcessGroup) -> str | None:
+        if (name := self._names.get(group.group_name)) is None:
+            ranks = set(dist.get_process_group_ranks(group))
+            name = next((name for name, of_axis in self._ranks.items() if ranks <= of_axis), None)
+        return name

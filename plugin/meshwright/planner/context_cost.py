@@ -1,0 +1,134 @@
+"""Context parallelism in the planner: which methods a model can use, what each sends, and what it adds to attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.context.methods import can_exchange, group_sizes, local_tokens
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.shapes import ModelShape
+
+Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
+# Bytes moved through memory for each visible score of 16-bit queries and keys in the ring, whose blocks are computed
+# by separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
+_RING_FORWARD, _RING_BACKWARD = 68, 86
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Collectives of one layer and one micro-batch over ranks of cp.
+
+    Args:
+        kind: the kind of collective.
+        count: number of calls.
+        bytes: size of the whole tensor that one call gathers, reduces, exchanges or sends.
+        ranks: number of ranks that take part.
+        neighbours: distance on cp between two of these ranks.
+        overlaps: whether attention is computed at the same time.
+    """
+
+    kind: Kind
+    count: int
+    bytes: int
+    ranks: int
+    neighbours: int = 1
+    overlaps: bool = False
+
+
+def exchanges(
+    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, own_runtime: bool = True
+) -> tuple[list[Exchange], list[Exchange]]:
+    """Return what one layer sends over cp for one micro-batch, in forward and in backward without recompute.
+
+    Args:
+        shape: the model.
+        plan: the plan.
+        seq_len: tokens per sequence.
+        element_bytes: bytes per element of the activations.
+        own_runtime: whether this version's runtime sends. Its ranks add up the gradients of keys and values in 32 bits
+            or more, over one hop more than Transformer Engine's, which begins with the last keys of forward.
+
+    Example:
+        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> forward, backward = exchanges(shape, Candidate(cp=4, context="ring"), seq_len=64, element_bytes=2)
+        >>> [(x.kind, x.count, x.bytes) for x in (*forward, *backward)]
+        [('send', 3, 4096), ('send', 3, 4096), ('send', 4, 8192)]
+    """
+    if plan.cp == 1:
+        return [], []
+    rows = plan.micro_batch * local_tokens(seq_len, plan.cp)
+    keys, wide = shape.local_kv_width(plan.tp), max(4, element_bytes) if own_runtime else element_bytes
+    if plan.context == "gather":
+        whole = plan.cp * rows * 2 * keys
+        gather = Exchange(kind="all-gather", count=1, bytes=whole * element_bytes, ranks=plan.cp)
+        return [gather], [gather, Exchange(kind="reduce-scatter", count=1, bytes=whole * wide, ranks=plan.cp)]
+    inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
+    forward: list[Exchange] = []
+    if inner > 1:
+        query = shape.query_width // plan.tp
+        keys = exchanged_keys(shape, plan)
+        sizes = (query + 2 * keys, query)  # q, k and v together, and the output
+        forward = [Exchange(kind="all-to-all", count=1, bytes=rows * n * element_bytes, ranks=inner) for n in sizes]
+    backward = list(forward)
+    if outer > 1:
+
+        def shifts(count: int, width: int) -> Exchange:
+            size = rows * 2 * keys * width
+            return Exchange(kind="send", count=count, bytes=size, ranks=outer, neighbours=inner, overlaps=True)
+
+        forward.append(shifts(outer - 1, element_bytes))
+        backward += [shifts(outer - 1, element_bytes), shifts(outer - 1 + own_runtime, wide)]
+    return forward, backward
+
+
+def exchanged_keys(shape: ModelShape, plan: Candidate) -> int:
+    """Return the elements of k for each position of a rank, after its heads are repeated for an exchange of heads."""
+    inner, _ = group_sizes(plan.context, plan.cp, plan.ulysses)
+    keys = shape.local_kv_width(plan.tp)
+    return max(keys, inner * shape.head_dim) if inner > 1 else keys
+
+
+def score_bytes(shape: ModelShape, plan: Candidate, job: Job) -> tuple[float, float]:
+    """Return the bytes that this version's ring moves for the scores of one layer, in forward and in backward."""
+    if plan.cp == 1 or group_sizes(plan.context, plan.cp, plan.ulysses)[1] == 1 or not job.own_runtime:
+        return 0.0, 0.0
+    rows = plan.micro_batch * job.seq_len / plan.cp
+    scores = rows * shape.heads / plan.tp * shape.attended(job.seq_len) * job.activation_bytes / 2
+    return _RING_FORWARD * scores, _RING_BACKWARD * scores
+
+
+def attends_twice(shape: ModelShape, plan: Candidate, job: Job) -> bool:
+    """Return whether backward runs this version's attention again, block by block, instead of keeping its result."""
+    if plan.cp == 1 or not job.own_runtime:
+        return False
+    has_window = shape.window is not None and shape.window < job.seq_len
+    return plan.context == "gather" or (plan.context == "ulysses" and (has_window or shape.traits.keeps_scores))
+
+
+def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[str, int | None, str | None]]:
+    """Yield each method over ``cp`` ranks as (context, ulysses, the reason against it or None).
+
+    Example:
+        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=6, kv_heads=2, head_dim=16, ffn=128, vocab=100)
+        >>> [(context, ulysses) for context, ulysses, reason in methods(shape, 4, 1) if reason is None]
+        [('gather', None), ('ring', None), ('hybrid', 2)]
+    """
+    if cp == 1:
+        yield "gather", None, None
+        return
+    heads, key_heads = shape.heads // tp, shape.local_kv_width(tp) // shape.head_dim
+
+    def reason(ranks: int) -> str | None:
+        if can_exchange(heads, key_heads, ranks):
+            return None
+        of_tp = f" of each rank of tp={tp}" if tp > 1 else ""
+        return f"{heads} query and {key_heads} key heads{of_tp} cannot be shared by {ranks} ranks"
+
+    yield "gather", None, None
+    yield "ulysses", None, reason(cp)
+    yield "ring", None, None
+    for ranks in range(2, cp):
+        if cp % ranks == 0:
+            yield "hybrid", ranks, reason(ranks)

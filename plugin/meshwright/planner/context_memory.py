@@ -1,0 +1,66 @@
+"""The temporary memory of one attention under context parallelism, which computes a block of queries at a time."""
+
+from __future__ import annotations
+
+from meshwright.context.methods import group_sizes, local_tokens
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.context_cost import exchanged_keys
+from meshwright.planner.shapes import ModelShape
+
+BLOCK = 1024  # context.masks.BLOCK: queries that are computed at a time
+# Bytes of all tensors of the size of a block's scores that are alive at the same time, the last block's included.
+_SCORES_FORWARD = {2: 14, 4: 16}
+_SCORES_BACKWARD = {2: 18, 4: 20}
+
+
+def attention_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int) -> tuple[float, float]:
+    """Return the bytes that the attention of one layer needs in forward and in backward, besides what it saves.
+
+    Example:
+        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
+        >>> gather, ring = (attention_memory(shape, Candidate(cp=8, context=method), seq_len=32768, element_bytes=2)
+        ...                 for method in ("gather", "ring"))
+        >>> gather[0] < ring[0]
+        True
+    """
+    if plan.cp == 1:
+        return 0.0, 0.0
+    b, inner = element_bytes, group_sizes(plan.context, plan.cp, plan.ulysses)[0]
+    if plan.context == "gather" or _is_masked(shape, plan):
+        return _in_blocks(shape, plan, seq_len, b)
+    rows = plan.micro_batch * local_tokens(seq_len, plan.cp)
+    query, keys = shape.query_width / plan.tp, exchanged_keys(shape, plan)
+    sent = b * rows * (query + 2 * keys) * 2 if inner > 1 else 0.0  # both sides of an exchange of heads
+    if plan.context == "ulysses":
+        return sent, sent
+    # A rank of the ring has two runs of tokens; a block has up to BLOCK queries and the keys of a run.
+    run = inner * local_tokens(seq_len, plan.cp) // 2
+    scores = plan.micro_batch * shape.heads / plan.tp / inner * min(BLOCK, run) * run
+    shifted = 2 * rows * 2 * keys * b
+    forward = _SCORES_FORWARD[b] * scores + rows * query * 4 + shifted
+    backward = _SCORES_BACKWARD[b] * scores + rows * (2 * 4 + b) * query + shifted + 3 * rows * 2 * keys * 4
+    return max(forward, sent), max(backward, sent)
+
+
+def _is_masked(shape: ModelShape, plan: Candidate) -> bool:
+    return plan.context == "ulysses" and (shape.traits.keeps_scores or shape.window is not None)
+
+
+def _in_blocks(shape: ModelShape, plan: Candidate, seq_len: int, b: int) -> tuple[float, float]:
+    """Return the bytes of attention over all keys by the model's own function, a block of queries at a time."""
+    inner = plan.cp if plan.context == "ulysses" else 1
+    padded = plan.cp * local_tokens(seq_len, plan.cp)
+    whole = plan.micro_batch * padded
+    query, keys = shape.query_width / plan.tp / inner, exchanged_keys(shape, plan) / inner
+    block = min(BLOCK, padded // 2 if inner > 1 else local_tokens(seq_len, plan.cp) // 2)
+    seen = padded if shape.window_layers < shape.layers or shape.window is None else min(padded, shape.window + block)
+    repeated = plan.micro_batch * seen * 2 * query * b if keys < query else 0.0
+    scores = plan.micro_batch * shape.heads / plan.tp / inner * block * seen if shape.traits.keeps_scores else 0.0
+    places = block * seen  # a mask is made as booleans, and then has the dtype of the scores
+    gathered = whole * 2 * keys * b if inner == 1 else 0.0
+    own = plan.micro_batch * block * query * b * 4
+    forward = max(2 * gathered, gathered + repeated + (b + 2) * places + own + _SCORES_FORWARD[b] * scores)
+    sums = whole * 2 * keys * 4
+    at_block = sums + 2 * repeated + 2 * plan.micro_batch * seen * 2 * keys * b + (b + 0.5) * places
+    backward = gathered + max(at_block + _SCORES_BACKWARD[b] * scores, 4 * sums if inner == 1 else 0.0)
+    return forward, backward
