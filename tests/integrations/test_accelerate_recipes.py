@@ -165,7 +165,9 @@ def test_collectives_of_the_accelerator_are_over_the_data_parallel_ranks(
         assert found["counts"] == (dp, dp, len(ranks))
         assert torch.equal(found["rows"], rows)
         assert (found["sum"], found["mean"], found["most"]) == (8, 8 / dp, 8 / dp)
-        assert found["part"] == ([0, 1, 2, 3, 4] if dp == 1 else [[0, 1, 2], [3, 4]][index // (tp * plan.get("cp", 1)) % dp])
+        assert found["part"] == (
+            [0, 1, 2, 3, 4] if dp == 1 else [[0, 1, 2], [3, 4]][index // (tp * plan.get("cp", 1)) % dp]
+        )
         assert found["is_last"] == (index == len(ranks) - 1)
 
 

@@ -64,8 +64,15 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "cp2(ring)+dp2+zero3+recompute": {"cp": 2, "context": "ring", "dp": 2, "zero_stage": 3, "recompute": "full"},
 }  # fmt: skip
 PLANS |= CONTEXT
-CASES = [(family, plan, torch.float32) for family in FAMILIES for plan in PLANS if plan not in ("dp2+zero3+micro", *CONTEXT)]
-CASES += [(family, plan, torch.bfloat16) for family in ("llama", "gemma2") for plan in PLANS if plan not in ("dp2xtp2+sp+zero3", *CONTEXT)]
+CASES = [
+    (family, plan, torch.float32) for family in FAMILIES for plan in PLANS if plan not in ("dp2+zero3+micro", *CONTEXT)
+]
+CASES += [
+    (family, plan, torch.bfloat16)
+    for family in ("llama", "gemma2")
+    for plan in PLANS
+    if plan not in ("dp2xtp2+sp+zero3", *CONTEXT)
+]
 CASES += [("gemma2", "dp2xtp2+sp+zero3", torch.bfloat16), ("olmo2", "dp2+zero3+micro", torch.float32)]
 CASES += [("llama", plan, torch.float32) for plan in CONTEXT]
 CASES += [("gemma2", "cp2", torch.float32), ("mistral", "cp8(ulysses)", torch.float32), ("phi3", "cp2", torch.float32)]
@@ -142,7 +149,9 @@ def test_the_peak_of_a_long_sequence_is_in_attention(fields: dict[str, Any], dty
     held = footprint(shape, plan, cpu=True, **sizes)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     if fields["context"] in ("ring", "hybrid"):  # what a formula without these blocks would miss
-        saved = footprint(shape, Candidate(cp=4, **{**fields, "context": "ulysses", "ulysses": None}), cpu=True, **sizes)
+        saved = footprint(
+            shape, Candidate(cp=4, **{**fields, "context": "ulysses", "ulysses": None}), cpu=True, **sizes
+        )
         assert saved.peak < 0.9 * trace.peak
 
 

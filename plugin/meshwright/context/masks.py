@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,18 +52,45 @@ class ContextMask:
         return self.is_plain and (self.window is None or self.length <= self.window)
 
     def visible(self, queries: Run) -> tuple[int, int]:
-        """Return the smallest range of keys that holds all keys that the queries' attention depends on; never empty.
+        """Return a range of keys that holds all keys that the queries' attention depends on; never empty.
 
-        For a mask that depends on values, such as packed documents, the host waits for the device, once for each block
-        of queries in a forward pass.
+        For a mask that depends on values, such as packed documents, the host waits for the device, at most once for
+        each block of queries in a forward pass.
         """
         if queries not in self._visible:
-            self._visible[queries] = self._analytic(queries) if self.is_plain else self._measured(queries)
+            self._visible[queries] = self._derived(queries) or self._measured(queries)
         return self._visible[queries]
 
-    def _analytic(self, queries: Run) -> tuple[int, int]:
-        low = 0 if self.window is None else max(0, min(queries.start, self.length - 1) - self.window + 1)
+    def _derived(self, queries: Run) -> tuple[int, int] | None:
+        """Return the range as far as the mask's functions show it; None if they show nothing."""
+        may_be_blind = self.averages_blind and self.padding is not None
+        if not (self.is_plain or self._reach.is_causal) or may_be_blind:
+            return None
+        first = min(queries.start, self.length - 1)
+        low = 0
+        if self.is_plain and self.window is not None:
+            low = max(0, first - self.window + 1)
+        elif (starts := self._document_starts) is not None:
+            low = starts[first]
         return low, max(low + 1, min(queries.stop, self.length))
+
+    @cached_property
+    def _reach(self) -> _Reach:
+        return _reach_of(self.function)
+
+    @cached_property
+    def _document_starts(self) -> list[int] | None:
+        """For each token, where the earliest of the documents begins that hold it in the rows; None if unknown."""
+        documents = self._reach.documents
+        if documents is None:
+            return None
+        documents = documents.cpu()
+        places = torch.arange(documents.shape[1])
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        starts = torch.where(begins, places, 0).cummax(1).values
+        found: list[int] = starts.min(0).values.tolist()
+        return found
 
     def _measured(self, queries: Run) -> tuple[int, int]:
         seen = self.block(queries, Run(0, self.length))
@@ -100,6 +128,43 @@ class ContextMask:
             found = found & self.padding[:, inside][:, None, None]
         result: Tensor = found if keys.stop <= self.length else found & (k < self.length)
         return result
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """What is known of the pairs that a mask function lets through.
+
+    Args:
+        is_causal: whether no query attends to a later key.
+        documents: the number of each token's document, ``[B, S]``, if no query attends to another document.
+    """
+
+    is_causal: bool = False
+    documents: Tensor | None = None
+
+
+def _reach_of(function: Any) -> _Reach:
+    """Return what the functions show that transformers has combined to a mask function.
+
+    Its ``and_masks`` lets through what all of its functions let through, so it is enough that one of them shows a
+    limit. Of functions that are not known, nothing is assumed.
+    """
+    if getattr(function, "__name__", "") == "causal_mask_function":
+        return _Reach(is_causal=True)
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=False)) if code else {}
+    maker = getattr(function, "__qualname__", "").partition(".")[0]
+    if maker == "packed_sequence_mask_function":
+        return _Reach(documents=inside.get("packed_sequence_mask"))
+    if maker == "remap_positions_for_packed_sequence":  # positions rise within a document
+        return _reach_of(inside.get("mask_function"))
+    if maker != "and_masks":
+        return _Reach()
+    parts = [_reach_of(part) for part in inside.get("mask_functions", ())]
+    documents = next((part.documents for part in parts if part.documents is not None), None)
+    remaps = any(getattr(f, "__qualname__", "").startswith("remap_") for f in inside.get("mask_functions", ()))
+    is_causal = any(part.is_causal for part in parts) and (documents is not None or not remaps)
+    return _Reach(is_causal=is_causal, documents=documents)
 
 
 def query_blocks(runs: tuple[Run, ...]) -> list[tuple[slice, Run]]:
