@@ -251,10 +251,13 @@ def _start_shift(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     )
 
     sent = x  # must live until it has left
+    # Gloo's waits for one message have the timeout that the group was made with, unless they are given another.
+    is_gloo = x.device.type == "cpu"
+    limits = (axis.group._get_backend(x.device).options._timeout,) if is_gloo else ()
 
     def wait() -> Tensor:
         for work in works:
-            work.wait()
+            work.wait(*limits)
         assert sent.shape == out.shape
         return out
 
