@@ -108,7 +108,7 @@ def ring_attention(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """Cast to the dtype in which autocast runs attention, since rotary embeddings may make keys float32 and not values."""
+    """Cast to autocast's dtype for attention, since rotary embeddings may make keys float32 but not values."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x
