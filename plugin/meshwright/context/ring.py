@@ -108,7 +108,7 @@ def ring_attention(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """Cast to autocast's dtype, since rotary embeddings may make keys float32 and not values."""
+    """Cast to autocast's dtype for attention, since rotary embeddings may make keys float32 but not values."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x
@@ -251,10 +251,13 @@ def _start_shift(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     )
 
     sent = x  # must live until it has left
+    # Gloo's waits for one message have the timeout that the group was made with, unless they are given another.
+    is_gloo = x.device.type == "cpu"
+    limits = (axis.group._get_backend(x.device).options._timeout,) if is_gloo else ()
 
     def wait() -> Tensor:
         for work in works:
-            work.wait()
+            work.wait(*limits)
         assert sent.shape == out.shape
         return out
 
