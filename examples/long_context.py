@@ -79,6 +79,6 @@ if __name__ == "__main__":
         "--context", choices=("gather", "ulysses", "ring"), default="gather", help="method (default: gather)"
     )
     parser.add_argument("--length", type=int, default=32768, help="tokens in the row (default: 32768)")
-    parser.add_argument("--limit-mb", type=int, default=2500, help="memory of each process; 0 for none (default: 2500)")
+    parser.add_argument("--limit-mb", type=int, default=1500, help="memory of each process; 0 for none (default: 1500)")
     arguments = parser.parse_args()
     main(arguments.steps, arguments.context, arguments.length, arguments.limit_mb)
