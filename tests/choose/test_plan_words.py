@@ -24,7 +24,7 @@ sizes = st.integers(1, 4096)
 contexts = st.one_of(
     st.just({}),
     st.builds(dict, cp=sizes, context=st.sampled_from(["gather", "ulysses", "ring"])),
-    st.builds(lambda u, groups: {"cp": u * groups, "context": "hybrid", "ulysses": u}, st.integers(2, 8), st.integers(2, 8)),
+    st.builds(lambda u, n: {"cp": u * n, "context": "hybrid", "ulysses": u}, st.integers(2, 8), st.integers(2, 8)),
 ).map(lambda fields: {} if fields.get("cp") == 1 else fields)
 plans = st.builds(
     lambda context, **fields: fields | context,
@@ -95,7 +95,7 @@ def test_the_planners_own_words(plan: Candidate) -> None:
         wanted.pop("schedule")  # by default
     default = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False, "recompute": "none"}
     assert default | found == wanted
-    if plan.runs_today and (plan.context != "hybrid" or plan.cp % plan.ulysses == 0 and plan.ulysses < plan.cp):
+    if plan.runs_today and (plan.context != "hybrid" or (plan.cp % plan.ulysses == 0 and plan.ulysses < plan.cp)):
         fields = runnable_fields(plan) | {"sequence_parallel": sharing}
         assert resolve_plan(plan.label) == mw.ParallelPlan(**fields)
 
