@@ -163,6 +163,6 @@ def find_plan(plan: str | Path | None, sizes: dict[str, Any], num_processes: int
     if num_processes is None or "dp" in sizes:
         return sized
     if num_processes % sized.world_size:
-        stages = f" x --pp {sized.pp}" if sized.pp > 1 else ""
-        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {sized.tp}{stages}")
+        others = "".join(f" x --{name} {size}" for name in ("cp", "pp") if (size := getattr(sized, name)) > 1)
+        raise PlanError(f"--num_processes {num_processes} is not divisible by --tp {sized.tp}{others}")
     return dataclasses.replace(sized, dp=num_processes // sized.world_size)

@@ -10,8 +10,8 @@ from meshwright.config_fields import nearest
 from meshwright.errors import PlanError
 
 _FORMS = (
-    "dp2, tp2, tp2+sp, cp2, cp2(ring), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 (2 micro-batches of 4 rows), ga2 "
-    "(2 micro-batches) and recompute=full"
+    "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 "
+    "(2 micro-batches of 4 rows), ga2 (2 micro-batches) and recompute=full"
 )
 _ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
 _SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}

@@ -24,9 +24,7 @@ sizes = st.integers(1, 4096)
 contexts = st.one_of(
     st.just({}),
     st.builds(dict, cp=sizes, context=st.sampled_from(["gather", "ulysses", "ring"])),
-    st.builds(
-        lambda u, groups: {"cp": u * groups, "context": "hybrid", "ulysses": u}, st.integers(2, 8), st.integers(2, 8)
-    ),
+    st.builds(lambda u, n: {"cp": u * n, "context": "hybrid", "ulysses": u}, st.integers(2, 8), st.integers(2, 8)),
 ).map(lambda fields: {} if fields.get("cp") == 1 else fields)
 plans = st.builds(
     lambda context, **fields: fields | context,

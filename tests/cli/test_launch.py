@@ -26,7 +26,8 @@ from harness.launchers import run_command
 from meshwright.choose.given_plan import given_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line, read_plan
 from meshwright.cli import app
-from meshwright.cli.launch import Schedule
+from meshwright.cli.launch import Context, Schedule
+from meshwright.context.methods import METHODS
 from meshwright.mesh.process_group import node_count
 from meshwright.pipeline.schedule import SCHEDULES
 from meshwright_hf import launcher, network
@@ -87,7 +88,7 @@ def test_another_plan_in_the_config_is_an_error_that_names_both(monkeypatch: pyt
         ('{"version": 1, "dp": ', "MESHWRIGHT_PLAN: line 1: .*a plan has one field per line"),
         ('{"version": 2, "dp": 2}', "MESHWRIGHT_PLAN: the plan has version 2"),
         ('{"version": 1, "tpp": 2}', "MESHWRIGHT_PLAN: a plan has no field 'tpp'; write tp"),
-        ('{"version": 1, "context": "ring"}', "MESHWRIGHT_PLAN: context is not available"),
+        ('{"version": 1, "replicate": 2}', "MESHWRIGHT_PLAN: replicate is not available"),
         ("nowhere.yaml", "nowhere.yaml: no such plan"),
     ],
 )
@@ -116,6 +117,11 @@ def test_sizes_file_and_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert find_plan(None, {"tp": 2}, None) == mw.ParallelPlan(tp=2)
     assert find_plan(None, {"pp": 2, "schedule": "zbv"}, 4) == mw.ParallelPlan(pp=2, dp=2, schedule="zbv")
     assert tuple(schedule.value for schedule in Schedule) == SCHEDULES
+    hybrid = {"cp": 4, "context": "hybrid", "ulysses": 2}
+    assert find_plan(None, hybrid, 8) == mw.ParallelPlan(dp=2, cp=4, context="hybrid", ulysses=2)
+    assert tuple(method.value for method in Context) == METHODS
+    with pytest.raises(mw.PlanError, match="--num_processes 6 is not divisible by --tp 1 x --cp 4"):
+        find_plan(None, {"cp": 4}, 6)
     monkeypatch.setenv(PLAN_VARIABLE, plan_line({"dp": 2}))
     assert find_plan(None, {}, None) == mw.ParallelPlan(dp=2)
     assert find_plan(None, {"tp": 4}, None) == mw.ParallelPlan(tp=4)

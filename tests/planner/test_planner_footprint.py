@@ -64,15 +64,9 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "cp2(ring)+dp2+zero3+recompute": {"cp": 2, "context": "ring", "dp": 2, "zero_stage": 3, "recompute": "full"},
 }  # fmt: skip
 PLANS |= CONTEXT
-CASES = [
-    (family, plan, torch.float32) for family in FAMILIES for plan in PLANS if plan not in ("dp2+zero3+micro", *CONTEXT)
-]
-CASES += [
-    (family, plan, torch.bfloat16)
-    for family in ("llama", "gemma2")
-    for plan in PLANS
-    if plan not in ("dp2xtp2+sp+zero3", *CONTEXT)
-]
+PLAIN = [plan for plan in PLANS if plan not in CONTEXT]
+CASES = [(family, plan, torch.float32) for family in FAMILIES for plan in PLAIN if plan != "dp2+zero3+micro"]
+CASES += [(family, plan, torch.bfloat16) for family in ("llama", "gemma2") for plan in PLAIN if "+sp+zero3" not in plan]
 CASES += [("gemma2", "dp2xtp2+sp+zero3", torch.bfloat16), ("olmo2", "dp2+zero3+micro", torch.float32)]
 CASES += [("llama", plan, torch.float32) for plan in CONTEXT]
 CASES += [("gemma2", "cp2", torch.float32), ("mistral", "cp8(ulysses)", torch.float32), ("phi3", "cp2", torch.float32)]
@@ -115,7 +109,7 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
         assert held.activations == pytest.approx(trace.activations, rel=0.01)
     assert held.parameters == pytest.approx(trace.parameters, abs=8 * LENGTH * ROWS + 8 * 16)  # and the input
     assert held.optimizer == pytest.approx(trace.optimizer, rel=0.002)
-    # With the few tokens of a rank of cp, stage 3's buffers weigh more, of which the planner counts up to a layer too much.
+    # With a rank of cp's few tokens the weights that stage 3 gathers weigh more, of which up to a layer is too much.
     assert held.peak == pytest.approx(trace.peak, rel=0.08 if spread.cp > 1 and spread.zero_stage == 3 else 0.05)
     estimated, seen = step_traffic(shape, spread, gloo=True, **sizes), trace.traffic
     for axis in estimated["forward"]:
@@ -149,9 +143,8 @@ def test_the_peak_of_a_long_sequence_is_in_attention(fields: dict[str, Any], dty
     held = footprint(shape, plan, cpu=True, **sizes)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
     if fields["context"] in ("ring", "hybrid"):  # what a formula without these blocks would miss
-        saved = footprint(
-            shape, Candidate(cp=4, **{**fields, "context": "ulysses", "ulysses": None}), cpu=True, **sizes
-        )
+        other = Candidate(cp=4, context="ulysses")
+        saved = footprint(shape, other, cpu=True, **sizes)
         assert saved.peak < 0.9 * trace.peak
 
 

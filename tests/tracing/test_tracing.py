@@ -25,6 +25,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2xtp2+sp+zero1": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1},
     "tp4+sp": {"tp": 4, "sequence_parallel": True},
 }
+CONTEXT: dict[str, dict[str, Any]] = {
+    "cp2(ring)": {"cp": 2, "context": "ring"},
+    "cp2+zero3": {"cp": 2, "zero_stage": 3},
+    "cp4(hybrid-2)": {"cp": 4, "context": "hybrid", "ulysses": 2},
+    "cp2(ulysses)xtp2+sp+zero1": {
+        "cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True, "zero_stage": 1
+    },
+}  # fmt: skip
 
 
 def make(family: str, **overrides: Any) -> Any:
@@ -68,8 +76,9 @@ def test_live_bytes_are_those_of_what_is_held() -> None:
         assert (memory.now, memory.peak) == (440, 440) and z.sum() == 10
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "plan"), [
+    *((family, plan) for family in FAMILIES for plan in PLANS), *(("llama", plan) for plan in CONTEXT),
+])  # fmt: skip
 def test_a_trace_is_what_a_run_measures(family: str, plan: str, pool2: Any, pool4: Any) -> None:
     """Of a few steps the nearest counts: gloo's threads may hold a buffer for a moment longer than the step does, which
     adds to what a phase leaves or, if it was held as the phase began, takes away from it.
@@ -77,9 +86,10 @@ def test_a_trace_is_what_a_run_measures(family: str, plan: str, pool2: Any, pool
     Equal to 128 bytes, which are scalars. What a trace would get wrong is far off: with the mask that transformers
     builds for fake tensors, Llama's activations are 12 to 20 % too many.
     """
-    world = mw.ParallelPlan(**PLANS[plan]).world_size
-    steps = (pool2 if world == 2 else pool4).run(measured, family, PLANS[plan])[0]
-    trace = traced(family, PLANS[plan])
+    fields = (PLANS | CONTEXT)[plan]
+    world = mw.ParallelPlan(**fields).world_size
+    steps = (pool2 if world == 2 else pool4).run(measured, family, fields)[0]
+    trace = traced(family, fields)
     assert all(trace.traffic == step.traffic for step in steps)
     for name in ("parameters", "activations", "gradients", "optimizer"):
         assert min(abs(getattr(step, name) - getattr(trace, name)) for step in steps) <= SCALARS, name

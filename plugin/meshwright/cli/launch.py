@@ -178,7 +178,8 @@ def launch(
       meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """
     sizes: dict[str, Any] = {
-        "dp": dp, "tp": tp, "cp": cp, "context": context and context.value, "ulysses": ulysses, "pp": pp, "schedule": schedule and schedule.value,
+        "dp": dp, "tp": tp, "cp": cp, "context": context and context.value, "ulysses": ulysses,
+        "pp": pp, "schedule": schedule and schedule.value,
         "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
         "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
     }  # fmt: skip

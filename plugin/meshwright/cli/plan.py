@@ -117,9 +117,8 @@ def plan(
 
     Prints their time and memory, and why other plans were not chosen. Needs no GPU, no cluster and no weights.
 
-    A plan is a split of the devices over data (dp), tensor (tp) and pipeline (pp) parallelism (in a later version also
-    over context (cp) parallelism), a ZeRO stage, a micro-batch size, and a choice of layers that backward recomputes.
-    It is printed in words:
+    A plan is a split of the devices over data (dp), tensor (tp), pipeline (pp) and context (cp) parallelism, a ZeRO
+    stage, a micro-batch size, and a choice of layers that backward recomputes. It is printed in words:
     "dp32 tp2+sp zero1 mb1x16" means 32 data-parallel x 2 tensor-parallel ranks with sequence parallelism (sp), ZeRO
     stage 1, and 16 micro-batches of 1 sequence per step.
 

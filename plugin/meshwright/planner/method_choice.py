@@ -43,11 +43,11 @@ def method_reasons(found: Search, plan: Candidate) -> Iterator[str]:
             continue
         time, memory = model.step(other, job), peak_memory(shape, other, job).total
         fits = "" if memory <= found.budget else f", and needs {gib(memory)}, more than the budget"
-        longer = time.total - best.total
+        longer = time.total / best.total
         parts = {"attention": time.attention - best.attention, "communication": time.context - best.context}
         cause = max(parts, key=lambda name: abs(parts[name]))
-        because = f" ({cause} {parts[cause] / best.total:+.1%})" if abs(longer) > 0.001 * best.total else ""
-        yield f"{_name(other)}: {sent(other)}; the step takes {longer / best.total:+.1%}{because}{fits}"
+        because = f", for the most part by {cause}" if longer > 1.005 else ""
+        yield f"{_name(other)}: {sent(other)}; the step takes {longer:.2f} times as long{because}{fits}"
 
 
 def _name(plan: Candidate) -> str:

@@ -191,7 +191,7 @@ class Space:
         for context, ulysses, reason in methods(self.shape, cp, tp):
             name = context if ulysses is None else f"{context}-{ulysses}"
             if ulysses is not None and reason is None and ulysses * tp > self.cluster.domain:
-                reason = f"exchanges heads beyond the fast domain of {self.cluster.domain} devices"
+                reason = f"with tp={tp} exchanges heads beyond the fast domain of {self.cluster.domain} devices"
             if not self._rejected(f"cp={cp}({name})", reason):
                 found.append((context, ulysses))
         # The largest groups of "hybrid" send the least, as long as they stay in the fast domain.

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
 from meshwright.construct.initial_weights import NewTensors
+from meshwright.context.attention import context_axes
 from meshwright.distribute import installation as distribution
 from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
@@ -208,7 +209,6 @@ def _traceable() -> Iterator[None]:
         patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
         patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
         # Ranks are read as numbers, to make the groups of "hybrid".
-        context_axes = distribution.context_axes
         patches.enter_context(mock.patch.object(distribution, "context_axes", _without_fakes(context_axes)))
         # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
         patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))

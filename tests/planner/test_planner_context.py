@@ -1,0 +1,117 @@
+"""Context parallelism in the planner: which methods it weighs, what they send, and why it takes one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.choose.picked_plan import _refusals
+from meshwright.planner import explain
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.context_cost import exchanges
+from meshwright.planner.hardware import Cluster, Coefficients, device
+from meshwright.planner.method_choice import method_reasons
+from meshwright.planner.search import Search, search
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.space import Space
+from meshwright.planner.time import StepModel
+from support.models import build
+
+EIGHT = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
+LONG = Job(seq_len=131_072, global_batch=4, own_runtime=True)
+
+
+def find(shape: ModelShape = EIGHT, job: Job = LONG, *, gpus: int = 32, **more: Any) -> Search:
+    return search(Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=gpus), job=job, **more))
+
+
+def test_sequences_longer_than_a_device_are_split_over_cp_without_allow_future() -> None:
+    found = find()
+    plan = found.choices[0].plan
+    assert plan.cp > 1 and all(choice.plan.runs_today for choice in found.choices)
+    lines = list(method_reasons(found, plan))
+    assert len(lines) >= 3 and lines[0].startswith(f"{plan.context}: a rank sends")
+    assert all("times as long" in line or "cannot be shared" in line for line in lines[1:])
+    text = explain.text(found, changed=())
+    assert f"Method of cp={plan.cp}:" in text and all(line in text for line in lines)
+    assert not list(method_reasons(found, Candidate()))
+
+
+@pytest.mark.parametrize("length", [100_001, 131_072])
+def test_a_length_need_not_be_divisible(length: int) -> None:
+    assert find(job=dataclasses.replace(LONG, seq_len=length)).choices[0].plan.cp > 1
+
+
+def test_heads_and_short_chunks_rule_methods_out_with_the_reason() -> None:
+    space = Space(
+        shape=dataclasses.replace(EIGHT, heads=12, kv_heads=4), cluster=Cluster(device=device("h100-sxm"), gpus=8),
+        job=Job(seq_len=8192, global_batch=8, own_runtime=True),
+    )  # fmt: skip
+    of_eight = {(r.context, r.ulysses) for r in space.regions() if r.cp == 8}
+    assert of_eight == {("gather", None), ("ring", None), ("hybrid", 4)}
+    assert space.pruned["cp=8(ulysses)"] == "12 query and 4 key heads cannot be shared by 8 ranks"
+    short = dataclasses.replace(space, job=dataclasses.replace(space.job, seq_len=2047))
+    assert {region.cp for region in short.regions()} == {1}
+    assert "chunks of fewer than 512" in short.pruned["cp=2"]
+
+
+def test_context_and_pipeline_parallelism_together_do_not_run() -> None:
+    assert Candidate(cp=2, context="ring", zero_stage=3, recompute="full").runs_today
+    assert not Candidate(cp=2, pp=2).runs_today
+    assert not any(choice.plan.cp > 1 < choice.plan.pp for choice in find().choices)
+
+
+def sent(context: str, cp: int, tp: int = 1, ulysses: int | None = None) -> tuple[float, float]:
+    """The elements that a rank sends in forward and in backward for each of its positions; a 32-bit one counts two."""
+    plan = Candidate(cp=cp, tp=tp, context=context, ulysses=ulysses)
+    phases = exchanges(EIGHT, plan, seq_len=8192, element_bytes=2)
+    share = {"send": lambda x: 1.0}
+    totals = [sum(x.count * x.bytes * share.get(x.kind, lambda x: (x.ranks - 1) / x.ranks)(x) for x in phase)
+              for phase in phases]  # fmt: skip
+    return totals[0] / (8192 / cp) / 2, totals[1] / (8192 / cp) / 2
+
+
+def test_what_each_method_sends() -> None:
+    """q = 4096 and v = 1024 elements per position; see the formulas in docs/planner.md."""
+    q, v = 4096, 1024
+    for c in (2, 4, 8):
+        assert sent("gather", c) == (2 * v * (c - 1), 3 * 2 * v * (c - 1))
+        assert sent("ulysses", c) == ((c - 1) / c * (2 * q + 2 * v),) * 2
+        assert sent("ring", c) == ((c - 1) * 2 * v, (c - 1) * 2 * v + 2 * c * 2 * v)
+    assert sent("gather", 4, tp=2) == (v * 3, 9 * v)
+    assert sent("ulysses", 16) == (15 / 16 * (2 * q + 2 * 16 * 128),) * 2  # each of 8 key heads goes to two ranks
+    hops = (1, 1 + 2 * 2)  # a ring of two groups
+    assert sent("hybrid", 8, ulysses=4) == tuple(3 / 4 * (2 * q + 2 * v) + n * 2 * v for n in hops)
+
+
+def test_time_by_method() -> None:
+    model = StepModel(EIGHT, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
+    step = {
+        (context, own): model.step(
+            Candidate(cp=8, context=context, accumulation=4), dataclasses.replace(LONG, own_runtime=own)
+        )
+        for context in ("gather", "ulysses", "ring")
+        for own in (True, False)
+    }
+    # Gather's backward runs attention once more: 4.5 instead of 3.5 times its forward.
+    ratio = step["gather", True].attention / step["ulysses", True].attention
+    assert ratio == pytest.approx(4.5 / 3.5)
+    # The ring of fused kernels, as in Transformer Engine, computes as fast; our ring's blocks move their scores.
+    assert step["ring", False].attention == step["ulysses", False].attention
+    assert step["ring", True].attention > 5 * step["ulysses", True].attention
+    assert step["ring", False].context < step["gather", False].context  # hidden by attention
+    for time in step.values():
+        assert min(time.parts.values()) >= 0
+
+
+def test_a_method_that_the_model_cannot_use_is_not_picked() -> None:
+    """The ring computes probabilities again in backward, so it refuses attention dropout."""
+    model = build("llama", attention_dropout=0.1)
+    config = mw.ToDistributedConfig()
+    plans = {context: Candidate(cp=2, context=context) for context in ("gather", "ring")}
+    refusals = {context: next(_refusals(plan, model, None, config), None) for context, plan in plans.items()}
+    assert refusals["gather"] is None
+    assert "drops attention probabilities" in str(refusals["ring"])
