@@ -1,4 +1,4 @@
-"""Masks as functions: the blocks that are made are those of transformers' own masks, and the ranges hold what is seen."""
+"""Masks as functions: blocks are those of transformers' own masks, and the ranges hold all that is seen."""
 
 from __future__ import annotations
 

@@ -185,6 +185,12 @@ def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, en
             f"ParallelPlan.pp={plan.pp} with {engine}: its engine runs the backward pass of the whole model, and a "
             "pipeline runs its own; use pp=1, or train without the engine: to_distributed(model, optimizer, loader)"
         )
+    if plan.cp > 1 and engine is not None:
+        raise PlanError(
+            f"ParallelPlan.cp={plan.cp} with {engine}: its engine averages gradients over dp alone, and each rank of "
+            "cp has those of its own tokens; use cp=1, or train without the engine: to_distributed(model, optimizer, "
+            "loader)"
+        )
     if plan.pp > 1 and not has_known_loss:
         raise PlanError(
             f"ParallelPlan.pp={plan.pp} runs the backward pass inside the model's forward, but what the loss of "

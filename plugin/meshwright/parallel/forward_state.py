@@ -181,6 +181,6 @@ def _refuse_internals(model: nn.Module, kwargs: dict[str, Any]) -> None:
         if getattr(getattr(model, "config", None), option, False) if value is None else value:
             raise ValueError(
                 f"{option}=True is not available under tensor or context parallelism: each rank has only its own "
-                "heads, and under sequence and context parallelism only its own tokens. Turn the option off, or run the "
-                "model on one device"
+                "heads, and under sequence and context parallelism only its own tokens. Turn the option off, or run "
+                "the model on one device"
             )

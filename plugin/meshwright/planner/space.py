@@ -50,6 +50,7 @@ class Space:
         allow_future: whether to include plans that this version's runtime cannot run.
         most_zero: the highest ZeRO stage to include.
         no_stages: the reason against all plans with pipeline stages; None to include them.
+        no_context: the reason against all plans with context parallelism; None to include them.
 
     Example:
         >>> from meshwright.planner.hardware import device
@@ -57,7 +58,7 @@ class Space:
         ...                    vocab=32000)
         >>> space = Space(shape=shape, cluster=Cluster(device=device("a100-80"), gpus=4), job=Job(seq_len=4096,
         ...               global_batch=2))
-        >>> [(region.dp, region.tp) for region in space.regions() if region.pp == 1]
+        >>> [(region.dp, region.tp) for region in space.regions() if region.pp == region.cp == 1]
         [(2, 2), (1, 4)]
         >>> space.pruned["dp=4"]
         'the global batch of 2 sequences is not divisible by 4'
@@ -69,6 +70,7 @@ class Space:
     allow_future: bool = False
     most_zero: int = 3
     no_stages: str | None = None
+    no_context: str | None = None
     pruned: dict[str, str] = field(default_factory=dict, init=False)
 
     def regions(self) -> Iterator[Region]:
@@ -179,6 +181,8 @@ class Space:
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:
             return None
+        if self.no_context is not None:
+            return self.no_context
         if cp > _CONTEXT:
             return f"more than {_CONTEXT} context-parallel ranks"
         if self.job.seq_len < 2 * cp * _SHORTEST:
