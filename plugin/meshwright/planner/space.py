@@ -178,6 +178,8 @@ class Space:
     def _cp_reason(self, cp: int) -> str | None:
         if cp == 1:
             return None
+        if not self.shape.traits.context:
+            return "the family has an attention of its own, which does not call transformers' attention interface"
         if cp > _CONTEXT:
             return f"more than {_CONTEXT} context-parallel ranks"
         if self.job.seq_len < 2 * cp * _SHORTEST:
