@@ -84,6 +84,8 @@ def test_signatures() -> None:
         "dp",
         "tp",
         "cp",
+        "context",
+        "ulysses",
         "pp",
         "schedule",
         "chunks",
