@@ -57,7 +57,7 @@ class Space:
         ...                    vocab=32000)
         >>> space = Space(shape=shape, cluster=Cluster(device=device("a100-80"), gpus=4), job=Job(seq_len=4096,
         ...               global_batch=2))
-        >>> [(region.dp, region.tp) for region in space.regions()]
+        >>> [(region.dp, region.tp) for region in space.regions() if region.cp == 1]
         [(2, 2), (1, 4)]
         >>> space.pruned["dp=4"]
         'the global batch of 2 sequences is not divisible by 4'
