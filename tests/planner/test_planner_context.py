@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 import meshwright as mw
+from benchmarks.families.models import build as build_family
 from meshwright.choose.picked_plan import _refusals
+from meshwright.context.methods import METHODS
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.context_cost import exchanges
+from meshwright.planner.family_traits import traits_of
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.method_choice import method_reasons
 from meshwright.planner.search import Search, search
@@ -56,6 +59,16 @@ def test_heads_and_short_chunks_rule_methods_out_with_the_reason() -> None:
     short = dataclasses.replace(space, job=dataclasses.replace(space.job, seq_len=2047))
     assert {region.cp for region in short.regions()} == {1}
     assert "chunks of fewer than 512" in short.pruned["cp=2"]
+
+
+def test_families_whose_attention_cannot_be_split() -> None:
+    """Bloom's layers do not call transformers' attention interface; GraniteSWA's sinks are read for all heads."""
+    for family, methods in (("bloom", set()), ("granite_swa", {"gather", "ring"}), ("llama", {*METHODS})):
+        shape = dataclasses.replace(EIGHT, traits=traits_of(family, {}))
+        space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=LONG)
+        assert {region.context for region in space.regions() if region.cp > 1} == methods
+    model = build_family("bloom")
+    assert "attention of its own" in str(next(_refusals(Candidate(cp=2), model, None, mw.ToDistributedConfig())))
 
 
 def test_context_and_pipeline_parallelism_together_do_not_run() -> None:

@@ -121,6 +121,8 @@ def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[str, int | No
     heads, key_heads = shape.heads // tp, shape.local_kv_width(tp) // shape.head_dim
 
     def reason(ranks: int) -> str | None:
+        if "ulysses" not in shape.traits.context:
+            return "the attention reads all heads, so it cannot run on some of them"
         if can_exchange(heads, key_heads, ranks):
             return None
         of_tp = f" of each rank of tp={tp}" if tp > 1 else ""

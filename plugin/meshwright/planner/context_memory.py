@@ -18,9 +18,9 @@ def attention_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, elemen
 
     Example:
         >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
-        >>> gather, ring = (attention_memory(shape, Candidate(cp=8, context=method), seq_len=32768, element_bytes=2)
-        ...                 for method in ("gather", "ring"))
-        >>> gather[0] < ring[0]
+        >>> ulysses, ring = (attention_memory(shape, Candidate(cp=4, context=method), seq_len=32768, element_bytes=2)
+        ...                  for method in ("ulysses", "ring"))
+        >>> ulysses[0] < ring[0] < ring[1]
         True
     """
     if plan.cp == 1:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from meshwright.context.methods import METHODS
+
 # Families whose MLP has two matrices, up and down. The config does not show this: BitNet's MLP has the same activation
 # as Arcee's, but is gated.
 NOT_GATED = frozenset(
@@ -35,6 +37,12 @@ UNKNOWN_SIZES = {
     "moshi": "its MLP is half as wide as its config says",
     "youtu": "it uses latent attention",
 }
+
+# Families whose attention does not call transformers' attention interface, which context parallelism works through.
+_OWN_ATTENTION = frozenset(
+    {"bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm"}
+)
+_READS_ALL_HEADS = frozenset({"granite_swa"})  # whose attention cannot run on some of the heads
 
 
 def is_tied(family: str, config: Mapping[str, Any]) -> bool:
@@ -71,6 +79,7 @@ class Traits:
         keeps_scores: whether attention stores its scores, as eager attention does, for example to cap them.
         caps_logits: whether the head's logits are capped.
         qkv_bias, output_bias, mlp_bias: whether these projections have biases.
+        context: the methods of context parallelism that the attention can use.
 
     Example:
         >>> Traits().norms
@@ -88,11 +97,18 @@ class Traits:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    context: tuple[str, ...] = METHODS
 
     @property
     def norms_outputs(self) -> bool:
         """Whether a block's output is normalized before it is added to the residual stream."""
         return self.norms == 4 or self.query_norm == "whole"
+
+
+def _context_methods(family: str) -> tuple[str, ...]:
+    if family in _OWN_ATTENTION:
+        return ()
+    return ("gather", "ring") if family in _READS_ALL_HEADS else METHODS
 
 
 def traits_of(family: str, config: Mapping[str, Any]) -> Traits:
@@ -111,6 +127,7 @@ def traits_of(family: str, config: Mapping[str, Any]) -> Traits:
         "qkv_bias": bool(config.get("attention_bias", family == "qwen2")),
         "output_bias": bool(config.get("attention_bias")) and family != "qwen2",
         "mlp_bias": bool(config.get("mlp_bias")),
+        "context": _context_methods(family),
     }
     if family == "qwen3":
         return Traits(query_norm="head", **common)

@@ -183,6 +183,8 @@ class Space:
             return None
         if self.no_context is not None:
             return self.no_context
+        if not self.shape.traits.context:
+            return "the family has an attention of its own, which does not call transformers' attention interface"
         if cp > _CONTEXT:
             return f"more than {_CONTEXT} context-parallel ranks"
         if self.job.seq_len < 2 * cp * _SHORTEST:
