@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,17 @@ def test_the_planners_own_words(plan: Candidate) -> None:
         wanted.pop("schedule")  # by default
     default = {"dp": 1, "tp": 1, "cp": 1, "pp": 1, "sequence_parallel": False, "recompute": "none"}
     assert default | found == wanted
-    if plan.runs_today and (plan.context != "hybrid" or (plan.cp % plan.ulysses == 0 and plan.ulysses < plan.cp)):
+    if plan.runs_today:
         fields = runnable_fields(plan) | {"sequence_parallel": sharing}
-        assert resolve_plan(plan.label) == mw.ParallelPlan(**fields)
+        assert made(lambda: resolve_plan(plan.label)) == made(lambda: mw.ParallelPlan(**fields))
+
+
+def made(make: Callable[[], mw.ParallelPlan]) -> mw.ParallelPlan | None:
+    """The plan; None if its fields do not fit each other."""
+    try:
+        return make()
+    except mw.PlanError:
+        return None
 
 
 @pytest.mark.parametrize(

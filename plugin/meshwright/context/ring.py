@@ -252,8 +252,8 @@ def _start_shift(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
     sent = x  # must live until it has left
     # Gloo's waits for one message have the timeout that the group was made with, unless they are given another.
-    is_gloo = x.device.type == "cpu"
-    limits = (axis.group._get_backend(x.device).options._timeout,) if is_gloo else ()
+    options = axis.group._get_backend(x.device).options if x.device.type == "cpu" else None
+    limits = () if options is None else (options._timeout,)  # a fake rank's group has no options
 
     def wait() -> Tensor:
         for work in works:
