@@ -83,8 +83,8 @@ def test_any_stage_agrees(config: Path, plan: Candidate, stage: int | None, rank
 
 def test_what_cannot_be_traced(config: Path, tmp_path: Path) -> None:
     model, shape = model_on_meta(config, torch.float32), describe(config)
-    with pytest.raises(PlanError, match="this version cannot run dp1 cp2"):
-        trace_and_compare(model, shape, Candidate(cp=2), JOB)
+    with pytest.raises(PlanError, match="this version cannot run dp1 cp2 pp2"):
+        trace_and_compare(model, shape, Candidate(cp=2, pp=2), JOB)
     with pytest.raises(PlanError, match="--stage 2: dp1 pp2 zero0 mb1x4 has the stages 0 to 1"):
         trace_and_compare(model, shape, Candidate(pp=2, accumulation=8), JOB, stage=2)
     with pytest.raises(PlanError, match="has no pipeline stages; leave --stage out"):

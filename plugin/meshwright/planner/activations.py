@@ -157,12 +157,13 @@ def _in_parts(shape: ModelShape, sizes: _Sizes, plan: Candidate, b: int) -> floa
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
     keys = exchanged_keys(shape, plan)
     runs_whole = inner == plan.cp and not shape.traits.keeps_scores and shape.window is None
-    # q, k and v, the output as the output projection reads it and, unless attention runs again in backward, the output
-    # as attention returns it, with the logarithm of each row's sum of exponentials.
+    # q, k and v, the output as the output projection reads it and, unless attention runs again in backward, the
+    # logarithm of each row's sum of exponentials. An exchange of heads copies the output that attention keeps.
     is_kept = outer > 1 or runs_whole
+    copied = sizes.query if is_kept and inner > 1 else 0
     # Without an exchange, the values of a fused projection are a view that keeps the whole projection alive.
     values = sizes.query + 2 * keys if shape.traits.fused_qkv and inner == 1 else keys
-    return b * (2 * sizes.query + keys + values + (sizes.query if is_kept else 0)) + (4 * sizes.heads if is_kept else 0)
+    return b * (2 * sizes.query + keys + values + copied) + (4 * sizes.heads if is_kept else 0)
 
 
 def _query_norm(sizes: _Sizes, traits: Traits, n: int, b: int, tp: int) -> float:
