@@ -4,9 +4,8 @@ torchrun --nproc-per-node 4 -m examples.long_context
 torchrun --nproc-per-node 4 -m examples.long_context --context ring --steps 5
 python -m examples.long_context
 
-The model is a small Llama that learns the bytes of this repository's documents, packed into one row; no document sees
-another. With four processes each holds a quarter of the row. One process holds all of it and exceeds the limit. With
---limit-mb 0, which sets no limit, one process trains to the same losses.
+The model is a small Llama that learns the bytes of Meshwright's source files, packed into one row; no file sees
+another. With four processes each holds a quarter of the row. One process holds all of it and exceeds the limit.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def packed_row(length: int) -> dict[str, torch.Tensor]:
     """Return one row of whole documents, whose positions begin anew with each document."""
     tokens: list[int] = []
     positions: list[int] = []
-    texts = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    texts = sorted(Path(mw.__file__).parent.rglob("*.py"))
     while len(tokens) < length:
         for text in texts:
             document = list(text.read_bytes())[:1024]
@@ -42,10 +41,14 @@ def packed_row(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": row, "labels": labels, "position_ids": torch.tensor([positions[:length]])}
 
 
+def limit_memory(megabytes: int) -> None:
+    """Let this process allocate so much memory, besides what it has now; Linux alone can."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    limit = int(status["VmData"].split()[0]) * 1024 + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
 def main(steps: int, context: str, length: int, limit_mb: int) -> None:
-    if limit_mb:
-        limit = limit_mb * 2**20
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=length, **SIZES, **HEADS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -54,6 +57,8 @@ def main(steps: int, context: str, length: int, limit_mb: int) -> None:
     model, optimizer, _ = mw.to_distributed(model, optimizer, plan=plan)
 
     batch = packed_row(length)
+    if limit_mb:
+        limit_memory(limit_mb)
     for step in range(1, steps + 1):
         start = time.perf_counter()
         try:
@@ -79,6 +84,8 @@ if __name__ == "__main__":
         "--context", choices=("gather", "ulysses", "ring"), default="gather", help="method (default: gather)"
     )
     parser.add_argument("--length", type=int, default=32768, help="tokens in the row (default: 32768)")
-    parser.add_argument("--limit-mb", type=int, default=1500, help="memory of each process; 0 for none (default: 1500)")
+    parser.add_argument(
+        "--limit-mb", type=int, default=1000, help="MB that each process may allocate; 0 for any (default: 1000)"
+    )
     arguments = parser.parse_args()
     main(arguments.steps, arguments.context, arguments.length, arguments.limit_mb)
