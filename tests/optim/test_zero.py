@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,11 @@ def bytes_at_rest(plan: dict[str, Any] | None, *, use_no_sync: bool = False) -> 
                 optimizer.step()
                 optimizer.zero_grad()
         gc.collect()
-        return memory.now, built
+        least = memory.now
+        for _ in range(10):  # gloo's threads let go of a collective's tensors shortly after it has ended
+            time.sleep(0.02)
+            least = min(least, memory.now)
+        return least, built
 
 
 def test_bytes_of_a_rank(pool2: Any, pool4: Any) -> None:
