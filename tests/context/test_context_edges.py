@@ -230,17 +230,7 @@ def test_blocks_are_run_again_with_the_same_dropout(implementation: str) -> None
         generator = torch.Generator().manual_seed(0)
         shapes = [(2, 8, 9, 4), (2, 4, 9, 4), (2, 4, 9, 4)]
         inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-        mask = ContextMask(
-            function=lambda row, head, q, k: k <= q,
-            padding=None,
-            rows=2,
-            length=9,
-            window=None,
-            is_plain=True,
-            averages_blind=False,
-            is_vectorized=True,
-            device=torch.device("cpu"),
-        )
+        mask = ContextMask.causal(rows=2, length=9)
         call = AttentionCall(
             module=module,
             stock=stock_attention(module)[0],

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from meshwright.choose.context import against_context, why_no_context
 from meshwright.choose.given_plan import with_sequence_parallel
 from meshwright.choose.plan_file import runnable_fields
 from meshwright.choose.stages import against_stages, why_not_cut
@@ -75,17 +74,12 @@ def choose_plan(
 
     def pick() -> dict[str, Any]:
         rows, length = _batch(dataloader, config)
-        nodes = node_num or node_count()
-        no_stages, no_context = against_stages(model, config), against_context(config)
-        while True:  # at most three times: the decoder is looked at only if a plan is picked that needs it
-            found = _search(model, rows, length, nodes, config, device, no_stages=no_stages, no_context=no_context)
+        nodes, reason = node_num or node_count(), against_stages(model, config)
+        found = _search(model, rows, length, nodes, config, device, no_stages=reason)
+        choice = _first_runnable(found, model, optimizer, config)
+        if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
+            found = _search(model, rows, length, nodes, config, device, no_stages=reason)
             choice = _first_runnable(found, model, optimizer, config)
-            if choice.plan.pp > 1 and (reason := why_not_cut(model, config)) is not None:
-                no_stages = reason
-            elif choice.plan.cp > 1 and (reason := why_no_context(model, choice.plan, config)) is not None:
-                no_context = reason
-            else:
-                break
         logger.warning("%s", "\n".join(_lines(found, choice, type(model).__name__)))  # INFO is hidden by default
         return runnable_fields(choice.plan)
 
@@ -101,7 +95,6 @@ def _search(
     device: torch.device,
     *,
     no_stages: str | None,
-    no_context: str | None,
 ) -> Search:
     shape = _shape(model, config)
     profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
@@ -119,6 +112,7 @@ def _search(
             "by the same factor. To choose the plan yourself, pass ToDistributedConfig(plan=ParallelPlan(...))",
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
+    no_context = None if config.engine is None else f"{config.engine} averages gradients over dp alone"
     space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages, no_context=no_context)
     found = search(space, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
@@ -299,8 +293,7 @@ def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device:
     if not _is_mapped(getattr(dataloader, "dataset", None)):
         raise PlanError("the dataset is a stream, which does not show the length of a row")
     config, length = ToDistributedConfig(), _length(dataloader)  # type: ignore[arg-type]
-    no_stages, no_context = against_stages(model, config), against_context(config)
-    found = _search(model, rows, length, 1, config, device, no_stages=no_stages, no_context=no_context)
+    found = _search(model, rows, length, 1, config, device, no_stages=against_stages(model, config))
     choice = found.choices[0]
     speed = choice.tokens_per_second * found.cluster.gpus
     return "\n".join([*_lines(found, choice, type(model).__name__)[:2], f"  expected: {speed:,.0f} tokens/s in all"])

@@ -6,6 +6,7 @@ config (a ``LocalConfig``), which also holds the ``ContextAttention`` that they 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from meshwright.parallel.sequence_parts import SequenceParts
 
 NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention
-Attend = Callable[[AttentionCall, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +93,8 @@ class ContextAttention:
 
     def _ring(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outer, inner = self.axes.outer, self.axes.inner.size
-        scale = call.options.get("scaling")
-        ring = RingCall(
-            axis=outer,
-            runs_of=tuple(self.parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size)),
-            mask=call.mask,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            softcap=call.options.get("softcap"),
-        )
+        runs_of = tuple(self.parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size))
+        ring = RingCall.of(call, outer, runs_of, width=q.shape[-1])
         return ring_attention(ring, q, k, v, call.options.get("s_aux"))
 
 
@@ -109,10 +103,7 @@ def _with_own_heads(call: AttentionCall, rank: int, ranks: int) -> AttentionCall
     sinks = call.options.get("s_aux")
     if sinks is None:
         return call
-    options = {**call.options, "s_aux": sinks.chunk(ranks)[rank]}
-    return AttentionCall(
-        module=call.module, stock=call.stock, is_additive=call.is_additive, mask=call.mask, options=options
-    )
+    return dataclasses.replace(call, options={**call.options, "s_aux": sinks.chunk(ranks)[rank]})
 
 
 def stock_attention(module: nn.Module) -> tuple[StockAttention, str]:

@@ -35,7 +35,7 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
     Raises:
         PlanError: if the plan's method cannot run an attention. The message names a method that can.
     """
-    exchange_size, ring_size = sizes(plan)
+    exchange_size, ring_size = group_sizes(plan.context, plan.cp, plan.ulysses)
     for site in record.sites:
         name = type(site.module).__name__
         _, implementation = stock_attention(site.module)
@@ -55,11 +55,6 @@ def check_method(record: ContextRecord, plan: ParallelPlan) -> None:
             _check_some_heads(site, name, plan)
         if ring_size > 1:
             _check_ring(site, name, plan)
-
-
-def sizes(plan: ParallelPlan) -> tuple[int, int]:
-    """Return how many ranks of cp exchange tokens for heads, and how many are in a ring."""
-    return group_sizes(plan.context, plan.cp, plan.ulysses)
 
 
 def _check_heads(site: AttentionSite, plan: ParallelPlan, ranks: int) -> None:
@@ -98,14 +93,7 @@ def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
     given = call.options.get("s_aux")
     sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
     whole = call.run_with(trained, q, k, v, _mask(call))
-    scale = call.options.get("scaling")
-    ring = RingCall(
-        axis=Axis("cp"),
-        runs_of=((Run(0, _LENGTH),),),
-        mask=call.mask,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=call.options.get("softcap"),
-    )
+    ring = RingCall.of(call, Axis("cp"), ((Run(0, _LENGTH),),), width=q.shape[-1])
     own = ring_attention(ring, q, k, v, sinks)
     if unknown or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
         raise PlanError(
@@ -128,19 +116,12 @@ def _example(site: AttentionSite) -> tuple[AttentionCall, Tensor, Tensor, Tensor
     options |= {name: 0.0 for name in options if "dropout" in name}
     options |= {name: site.module._parameters[own] for name, own in site.shared.items()}
     stock, implementation = stock_attention(site.module)
-    mask = ContextMask(
-        function=lambda row, head, q, k: k <= q,
-        padding=None,
-        rows=1,
-        length=_LENGTH,
-        window=None,
-        is_plain=True,
-        averages_blind=False,
-        is_vectorized=True,
-        device=torch.device("cpu"),
-    )
     call = AttentionCall(
-        module=site.module, stock=stock, is_additive=implementation == "eager", mask=mask, options=options
+        module=site.module,
+        stock=stock,
+        is_additive=implementation == "eager",
+        mask=ContextMask.causal(rows=1, length=_LENGTH),
+        options=options,
     )
     shapes = (site.heads, site.key_size), (site.key_heads, site.key_size), (site.key_heads, site.value_size)
     q, k, v = (random(1, heads, _LENGTH, size) for heads, size in shapes)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.context.region import ContextRegion
 from meshwright.errors import PlanError
 from meshwright.parallel.forward_state import arguments
-from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.method_override import MethodOverride, RefusedMethod
 from meshwright.parallel.tensor_guards import UnreadableTensor
 
 
@@ -116,14 +116,10 @@ def _check(batch: dict[str, Any]) -> None:
 
 def refuse_generating_parts(model: nn.Module) -> None:
     """Make ``model.generate`` raise, if the model has one."""
-    if callable(method := getattr(model, "generate", None)):
-        object.__setattr__(model, "generate", _NoGenerate(method))
-
-
-class _NoGenerate(MethodOverride):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(
+    if callable(getattr(model, "generate", None)):
+        message = (
             "generate needs the keys and values of all tokens on one rank, and under ParallelPlan.cp > 1 each rank has "
             "those of its part. Save the model (model.save_pretrained) and generate on one device or under a plan "
             "with cp=1"
         )
+        object.__setattr__(model, "generate", RefusedMethod(message))

@@ -46,6 +46,21 @@ class ContextMask:
     _visible: dict[Run, tuple[int, int]] = field(default_factory=dict)
     _blind: dict[Run, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def causal(cls, *, rows: int, length: int) -> ContextMask:
+        """Return the mask of causal attention alone, on the CPU."""
+        return cls(
+            function=lambda row, head, q, k: k <= q,
+            padding=None,
+            rows=rows,
+            length=length,
+            window=None,
+            is_plain=True,
+            averages_blind=False,
+            is_vectorized=True,
+            device=torch.device("cpu"),
+        )
+
     @property
     def is_causal_alone(self) -> bool:
         """Whether the mask is that of causal attention without a window."""

@@ -34,7 +34,7 @@ class ContextRegion:
         self.record, self.parts = record, parts
         self.length = 0  # the number of tokens of the last sequence
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
-        self._joins = False
+        self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._first = structure.layers[0]
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # what several layers are given, cut once in a pass
@@ -44,19 +44,14 @@ class ContextRegion:
         if record.reshapes and structure.head is not None:
             structure.head.register_forward_pre_hook(self._enter_head)
 
-    @property
-    def joins(self) -> bool:
-        """Whether all passes join their tokens after the final norm, also those of a causal LM."""
-        return self._joins
-
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
         """Join the tokens after the final norm in passes inside this context, for a head that is not the model's."""
-        before, self._joins = self._joins, True
+        before, self.joins = self.joins, True
         try:
             yield
         finally:
-            self._joins = before
+            self.joins = before
 
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

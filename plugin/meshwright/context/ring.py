@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.context.attend import AttentionCall
 from meshwright.context.masks import ContextMask, query_blocks
 from meshwright.faults.interpose import own_collectives
 from meshwright.parallel.collectives import Axis
@@ -42,6 +43,18 @@ class RingCall:
     mask: ContextMask
     scale: float
     softcap: float | None = None
+
+    @classmethod
+    def of(cls, call: AttentionCall, axis: Axis, runs_of: tuple[tuple[Run, ...], ...], *, width: int) -> RingCall:
+        """Return a call of a model's attention function as one over the ring; queries have ``width`` channels."""
+        scale = call.options.get("scaling")
+        return cls(
+            axis=axis,
+            runs_of=runs_of,
+            mask=call.mask,
+            scale=width**-0.5 if scale is None else scale,
+            softcap=call.options.get("softcap"),
+        )
 
     @property
     def runs(self) -> tuple[Run, ...]:

@@ -1,10 +1,12 @@
-"""A replacement for a model's method that is copied with the model."""
+"""Replacements for a model's methods, which are copied with the model."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any
+
+from meshwright.errors import PlanError
 
 
 class MethodOverride:
@@ -20,3 +22,13 @@ class MethodOverride:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+class RefusedMethod:
+    """Takes the place of a method, and raises when it is called."""
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(self.message)

@@ -51,10 +51,6 @@ class SequenceParts:
         """Return the number of tokens in a chunk of a sequence of ``length`` tokens."""
         return -(-length // (2 * self.axis.size))
 
-    def local_length(self, length: int) -> int:
-        """Return the number of tokens that each rank holds, padding included."""
-        return 2 * self.chunk(length)
-
     def runs(self, length: int, first: int | None = None, ranks: int = 1) -> tuple[Run, Run]:
         """Return the tokens that this rank holds, or those of ``ranks`` ranks beginning with ``first``."""
         first = self.axis.rank if first is None else first

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel.method_override import RefusedMethod
 
 
 def refuse_pipeline(pp: int, where: str) -> None:
@@ -34,7 +33,7 @@ def refuse_generating(model: nn.Module) -> None:
             "those of its stage. Save the model (model.save_pretrained) and generate on one device or under a plan "
             "with pp=1"
         )
-        object.__setattr__(model, "generate", _Refused(message))
+        object.__setattr__(model, "generate", RefusedMethod(message))
 
 
 def refuse_copying(model: nn.Module) -> None:
@@ -43,14 +42,4 @@ def refuse_copying(model: nn.Module) -> None:
         "a model whose layers are spread over the ranks of pp cannot be copied. For an average of its weights or a "
         "frozen copy, use a plan with pp=1"
     )
-    object.__setattr__(model, "__deepcopy__", _Refused(message))
-
-
-class _Refused:
-    """Takes the place of a method, and raises when it is called."""
-
-    def __init__(self, message: str):
-        self.message = message
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(self.message)
+    object.__setattr__(model, "__deepcopy__", RefusedMethod(message))
