@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,3 +177,14 @@ def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:
     elif isinstance(value, dict):
         for name, item in value.items():
             yield from tensors_in(item, (*place, name))
+
+
+def map_tensors(change: Callable[[Tensor, Place], Any], value: Any, place: Place = ()) -> Any:
+    """Return ``value`` with ``change(tensor, keys that lead to it)`` for each tensor inside tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return change(value, place)
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(change, item, (*place, index)) for index, item in enumerate(value))
+    if type(value) is dict:
+        return {name: map_tensors(change, item, (*place, name)) for name, item in value.items()}
+    return value

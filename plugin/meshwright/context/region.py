@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.context.record import ContextRecord, Place, tensors_in
+from meshwright.context.record import ContextRecord, Place, map_tensors, tensors_in
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.sequence_parts import SequenceParts
@@ -61,21 +61,15 @@ class ContextRegion:
             self.length = hidden.shape[1]
         dims = self.record.token_dims[layer]
 
-        def cut(value: Any, place: Place) -> Any:
-            if isinstance(value, Tensor):
-                dim = dims.get(place, 1 if self._is_input(value) else None)
-                if dim is None or (value is hidden and layer is not self._first):
-                    return value
-                return self._own(value, dim, keep=value is not hidden)
-            if isinstance(value, tuple | list):
-                return type(value)(cut(item, (*place, i)) for i, item in enumerate(value))
-            if type(value) is dict:
-                return {name: cut(item, (*place, name)) for name, item in value.items()}
-            return value
+        def cut(x: Tensor, place: Place) -> Tensor:
+            dim = dims.get(place, 1 if self._is_input(x) else None)
+            if dim is None or (x is hidden and layer is not self._first):
+                return x
+            return self._own(x, dim, keep=x is not hidden)
 
         self._check_known(layer, args, kwargs)
-        own_args: tuple[Any, ...] = cut(args, (0,))
-        return own_args, cut(kwargs, (1,))
+        own_args: tuple[Any, ...] = map_tensors(cut, args, (0,))
+        return own_args, map_tensors(cut, kwargs, (1,))
 
     def _check_known(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         known = self.record.arguments[layer]

@@ -12,6 +12,8 @@ from torch import Tensor
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.tensor_guards import ShardedLogits, UnreadableTensor
 
+_Join = Callable[[Tensor, list[Any]], Tensor]
+
 
 class Pieces:
     """Collects the outputs of one batch's micro-batches.
@@ -45,32 +47,35 @@ class Pieces:
         return empty.expand(sum(self.rows), *last.shape[1:]).as_subclass(_Unkept)
 
 
-def _mapped(output: Any, join: Callable[[Tensor, list[Any]], Tensor], before: list[Any], loss: Any = None) -> Any:
+def _mapped(output: Any, join: _Join, before: list[Any], loss: Any = None) -> Any:
     """Return an output in which ``join(tensor, [its counterparts in before])`` replaces each tensor but the loss."""
-
-    def at(value: Any, others: list[Any]) -> Any:
-        if isinstance(value, ShardedLogits):  # these already raise when they are read
-            return value
-        if isinstance(value, Tensor) and value.ndim:
-            return join(value, others)
-        if isinstance(value, tuple | list):
-            return tuple(at(x, [other[i] for other in others]) for i, x in enumerate(value))
-        return None if not isinstance(value, Tensor) else value  # drop a cache, which training does not use
 
     if isinstance(output, Tensor):
         return output if loss is None else loss
     if isinstance(output, tuple | list):
-        rest = [at(x, [other[i] for other in before]) for i, x in enumerate(output) if i]
+        rest = [_joined(x, [other[i] for other in before], join) for i, x in enumerate(output) if i]
         values = [output[0] if loss is None else loss, *rest]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     names = list(output) if isinstance(output, MutableMapping) else list(vars(output))
-    named = {n: at(getattr(output, n), [getattr(other, n) for other in before]) for n in names if n != "loss"}
+    others = {n: [getattr(other, n) for other in before] for n in names}
+    named = {n: _joined(getattr(output, n), others[n], join) for n in names if n != "loss"}
     named["loss"] = output.loss if loss is None else loss
     if isinstance(output, MutableMapping):
         return type(output)(**named)
     new = copy.copy(output)
     vars(new).update(named)
     return new
+
+
+# Not a closure: one that calls itself is a reference cycle, which would hold the outputs until the next collection.
+def _joined(value: Any, others: list[Any], join: _Join) -> Any:
+    if isinstance(value, ShardedLogits):  # these already raise when they are read
+        return value
+    if isinstance(value, Tensor) and value.ndim:
+        return join(value, others)
+    if isinstance(value, tuple | list):
+        return tuple(_joined(x, [other[i] for other in others], join) for i, x in enumerate(value))
+    return None if not isinstance(value, Tensor) else value  # drop a cache, which training does not use
 
 
 def read_only(logits: Tensor) -> Tensor:
