@@ -100,10 +100,6 @@ class ParallelPlan:
     def _check_context(self) -> None:
         check_choice("ParallelPlan", "context", self.context, ("gather", "ulysses", "ring", "hybrid"))
         check_int("ParallelPlan", "ulysses", self.ulysses, optional=True)
-        if self.cp > 1 and self.pp > 1:
-            raise PlanError(
-                f"ParallelPlan.cp={self.cp} with pp={self.pp} is not available in this version; set pp=1 or cp=1"
-            )
         if self.context == "hybrid" and self.cp > 1:
             size = self.ulysses
             if size is None or self.cp % size or size in (1, self.cp):

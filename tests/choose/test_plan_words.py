@@ -123,6 +123,7 @@ def made(make: Callable[[], mw.ParallelPlan]) -> mw.ParallelPlan | None:
         ("cp4(ring) dp2", {"cp": 4, "context": "ring", "dp": 2}),
         ("CP8(Hybrid-2)", {"cp": 8, "context": "hybrid", "ulysses": 2}),
         ("cp=4 context=ulysses", {"cp": 4, "context": "ulysses"}),
+        ("pp2 cp2(ring) mb1", {"pp": 2, "cp": 2, "context": "ring", "micro_batch_size": 1}),
         ("tp2 zero_stage=1 tp2", {"tp": 2, "zero_stage": 1}),
     ],
 )
@@ -143,7 +144,6 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
         ("cp4(circle)", "context='circle' must be 'gather', 'ulysses', 'ring' or 'hybrid'"),
         ("cp4(hybrid)", "context='hybrid' with ulysses=None and cp=4: set ulysses"),
         ("cp4(hybrid-3)", "context='hybrid' with ulysses=3 and cp=4: set ulysses"),
-        ("cp2 pp2", "cp=2 with pp=2 is not available"),
         ("cp_size=2", "a plan has no field 'cp_size'; write cp=N"),
         ("ulysses_size=2", "a plan has no field 'ulysses_size'; write cp=N, context='ulysses'"),
         ("zero7", "zero_stage=7 must be 0, 1, 2 or 3"),

@@ -403,7 +403,6 @@ def test_what_cannot_run_is_an_error_on_every_rank(pool2: Any) -> None:
     ("fields", "word"),
     [
         ({"cp": 2, "context": "rings"}, "'ring'"),
-        ({"cp": 2, "pp": 2}, "set pp=1 or cp=1"),
         ({"cp": 4, "context": "hybrid"}, "a divisor of cp"),
         ({"cp": 4, "context": "hybrid", "ulysses": 3}, "a divisor of cp"),
         ({"cp": 4, "context": "hybrid", "ulysses": 4}, "between 1 and cp"),

@@ -110,7 +110,6 @@ CASES: dict[str, tuple[Callable[[], None], str, str]] = {
         "UncoveredParameterError",
         r"3 parameter\(s\):\s+model.layers.1.mlp.temperature\s+model.extra.weight\s+model.extra.bias",
     ),
-    "cp with pp": (lambda: call(cp=2, pp=2), "PlanError", r"cp=2 with pp=2 is not available"),
     "zero 4": (lambda: call(dp=2, zero_stage=4), "PlanError", r"zero_stage=4 must be 0, 1, 2 or 3"),
     "tp=0": (lambda: call(tp=0), "PlanError", r"ParallelPlan.tp must be a positive integer, not 0"),
     "two ways to accumulate": (

@@ -16,11 +16,12 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.context_cost import exchanges
 from meshwright.planner.family_traits import traits_of
 from meshwright.planner.hardware import Cluster, Coefficients, device
+from meshwright.planner.memory import held_activations
 from meshwright.planner.method_choice import method_reasons
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
-from meshwright.planner.time import StepModel
+from meshwright.planner.time import StepModel, boundary_bytes
 from support.models import build
 
 EIGHT = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
@@ -71,10 +72,14 @@ def test_families_whose_attention_cannot_be_split() -> None:
     assert "attention of its own" in str(next(_refusals(Candidate(cp=2), model, None, mw.ToDistributedConfig())))
 
 
-def test_context_and_pipeline_parallelism_together_do_not_run() -> None:
-    assert Candidate(cp=2, context="ring", zero_stage=3, recompute="full").runs_today
-    assert not Candidate(cp=2, pp=2).runs_today
-    assert not any(choice.plan.cp > 1 < choice.plan.pp for choice in find().choices)
+def test_context_and_pipeline_parallelism_together() -> None:
+    """Each rank of cp sends its own tokens from stage to stage, and holds the activations of its own tokens."""
+    alone, both = Candidate(pp=2, accumulation=4), Candidate(pp=2, cp=4, context="ulysses", accumulation=4)
+    assert both.runs_today and boundary_bytes(EIGHT, both, LONG) == boundary_bytes(EIGHT, alone, LONG) / 4
+    held = [held_activations(EIGHT, plan, LONG, 0) for plan in (alone, both)]
+    assert held[1] == pytest.approx(held[0] / 4, rel=0.01)
+    space = Space(shape=EIGHT, cluster=Cluster(device=device("h100-sxm"), gpus=8), job=LONG)
+    assert {(region.cp, region.pp) for region in space.regions()} >= {(2, 2), (2, 4), (4, 2)}
 
 
 def sent(context: str, cp: int, tp: int = 1, ulysses: int | None = None) -> tuple[float, float]:

@@ -36,7 +36,7 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import CATALOGUE, Cluster, HardwareProfile
 from meshwright.planner.search import Choice, Search, search
 from meshwright.planner.shapes import ModelShape, describe
-from meshwright.planner.space import FUTURE, Space
+from meshwright.planner.space import Space
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
 
@@ -262,9 +262,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
             slower = f"next {other.plan.label}, {other.time.total / choice.time.total - 1:+.0%} time; "
             break
     against = "; ".join(
-        f"{value} {reason}"
-        for value, reason in explain.reasons(found)
-        if reason != FUTURE and value.partition("=")[0] in _AXES
+        f"{value} {reason}" for value, reason in explain.reasons(found) if value.partition("=")[0] in _AXES
     )
     return [
         f"picked {choice.plan.label} for {name} ({found.shape.parameters / 1e6:,.1f} M parameters), "

@@ -24,7 +24,8 @@ class ContextForward(MethodOverride):
         region: the region in which each rank has its own tokens.
         has_token_loss: whether the head and the loss take each token by itself, as those of a causal LM do. Otherwise
             the tokens are joined after the final norm.
-        gathers_logits: a function that returns whether the logits are joined in training with labels, too.
+        joins_logits: a function that returns whether the logits of a pass are joined, given whether the pass is one of
+            training with labels.
     """
 
     def __init__(
@@ -33,16 +34,16 @@ class ContextForward(MethodOverride):
         region: ContextRegion,
         *,
         has_token_loss: bool,
-        gathers_logits: Callable[[], bool],
+        joins_logits: Callable[[bool], bool],
     ):
         super().__init__(decoder.forward)
         self.decoder, self.region = decoder, region
-        self.has_token_loss, self.gathers_logits = has_token_loss, gathers_logits
+        self.has_token_loss, self.joins_logits = has_token_loss, joins_logits
         self.signature = inspect.signature(decoder.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = arguments(self.signature, args, kwargs)
-        _check(batch)
+        check_parted(batch)
         if "use_cache" in self.signature.parameters:
             batch["use_cache"] = False  # each rank would have the keys and values of its own tokens only
         tokens = next((x for n in ("input_ids", "inputs_embeds") if (x := batch.get(n)) is not None), None)
@@ -56,12 +57,13 @@ class ContextForward(MethodOverride):
             output = self.method(**batch)
         finally:
             region.keeps_parted, region.inputs = False, ()
+            region.leave()
         if not self.has_token_loss or region.joins:
             return output
-        is_kept = self.decoder.training and torch.is_grad_enabled() and batch.get("labels") is not None
-        return self._with_logits(output, tokens.shape[1], stays=is_kept and not self.gathers_logits())
+        trains = self.decoder.training and torch.is_grad_enabled() and batch.get("labels") is not None
+        return self._with_logits(output, tokens.shape[1], joins=self.joins_logits(trains))
 
-    def _with_logits(self, output: Any, length: int, *, stays: bool) -> Any:
+    def _with_logits(self, output: Any, length: int, *, joins: bool) -> Any:
         if not isinstance(output, MutableMapping):
             raise PlanError(
                 f"under ParallelPlan.cp > 1 {type(self.decoder).__name__} must return an output with loss and logits, "
@@ -70,11 +72,11 @@ class ContextForward(MethodOverride):
         logits = output["logits"]
         if isinstance(logits, UnreadableTensor):  # those of tensor parallelism raise already
             return output
-        if stays:
+        if joins:
+            output["logits"] = self.region.parts.join(logits, 1, length)
+        else:
             empty = torch.empty((), dtype=logits.dtype, device=logits.device)
             output["logits"] = empty.expand(logits.shape[0], length, logits.shape[-1]).as_subclass(PartedLogits)
-        else:
-            output["logits"] = self.region.parts.join(logits, 1, length)
         return output
 
 
@@ -91,8 +93,15 @@ class PartedLogits(UnreadableTensor):
         return "PartedLogits(not gathered: see ToDistributedConfig.gather_logits)"
 
 
-def _check(batch: dict[str, Any]) -> None:
-    """Raise for arguments that a decoder whose tokens are parted cannot take."""
+def check_parted(batch: dict[str, Any]) -> None:
+    """Raise for arguments that a decoder whose tokens are parted cannot take.
+
+    Args:
+        batch: the arguments of the decoder's forward.
+
+    Raises:
+        PlanError: if there is such an argument; the message says what to pass instead.
+    """
     for name in ("past_key_values", "use_cache"):
         if batch.get(name) not in (None, False):
             raise PlanError(

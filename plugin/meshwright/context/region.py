@@ -1,7 +1,8 @@
 """The region of a forward pass in which each rank of cp has its own tokens: the layers of a decoder.
 
 It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it.
-It ends after the final norm: the head and the causal-LM loss take each token by itself.
+It ends after the final norm: the head and the causal-LM loss take each token by itself. Under a pipeline it starts on
+every stage, since the first layer's hook runs also where the layer passes its input on, and ends with the stage.
 """
 
 from __future__ import annotations
@@ -53,11 +54,16 @@ class ContextRegion:
         finally:
             self.joins = before
 
+    def leave(self) -> None:
+        """End the region, if it has not ended at the final norm."""
+        self.length = 0
+        self._cut.clear()
+
     def _enter(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, _ = hidden_states(args, kwargs)
-        if layer is self._first:
+        if layer is self._first and not in_backward():
             self.length = hidden.shape[1]
         dims = self.record.token_dims[layer]
 
@@ -94,8 +100,8 @@ class ContextRegion:
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.length == 0:  # a norm that the model applies to its embeddings too
             return None
-        length, self.length = self.length, 0
-        self._cut.clear()
+        length = self.length
+        self.leave()
         if self.keeps_parted and not self.record.reshapes:
             return None
         x, *others = (output,) if isinstance(output, Tensor) else output

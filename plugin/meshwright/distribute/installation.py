@@ -15,7 +15,7 @@ from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
 from meshwright.context.check_method import check_method
-from meshwright.context.context_forward import ContextForward, refuse_generating_parts
+from meshwright.context.context_forward import ContextForward, check_parted, refuse_generating_parts
 from meshwright.context.record import ContextRecord, record_context
 from meshwright.context.region import ContextRegion
 from meshwright.distribute.check_arguments import explained
@@ -253,7 +253,8 @@ class Installation:
             last=cut.last_rank,
             device=self.device,
         )
-        self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region)
+        checks = {} if self.context is None else {"check": check_parted}
+        self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region, **checks)
 
     def _install_context(self, record: ContextRecord) -> SequenceParts:
         """Cut the tokens of the layers over cp, and let attention reach all of them."""
@@ -264,11 +265,14 @@ class Installation:
             set_timeouts(self.config.timeout_s)  # of the groups just made, too
         attach_attention(self.decoder, attention)
         region = runtime.region = ContextRegion(self.structure, record, attention.parts)
+        is_staged = self.cut is not None  # a pipeline gives logits in evaluation only on request
         self.decoder.forward = ContextForward(
             self.decoder,
             region,
             has_token_loss=self.loss is not None and self.loss.is_causal_lm,
-            gathers_logits=lambda: runtime.gathers_logits,
+            joins_logits=lambda trains: (
+                runtime.gathers_logits or (not trains and (not is_staged or runtime.gathers_evaluated_logits))
+            ),
         )
         return attention.parts
 

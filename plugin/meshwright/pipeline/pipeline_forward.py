@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
+from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
@@ -96,16 +98,24 @@ class PipelineForward(MethodOverride):
         runtime: the model's runtime, with its synchronisers and its loss.
         outputs: makes what the call returns.
         region: the region of sequence parallelism, if there is one.
+        check: a function that raises for arguments that the forward would refuse, so that all stages raise.
     """
 
     def __init__(
-        self, decoder: Any, pipeline: Pipeline, runtime: Any, outputs: StageOutputs, region: SequenceRegion | None
+        self,
+        decoder: Any,
+        pipeline: Pipeline,
+        runtime: Any,
+        outputs: StageOutputs,
+        region: SequenceRegion | None,
+        check: Callable[[dict[str, Any]], None] = lambda _: None,
     ):
         super().__init__(decoder.forward)
         self.decoder, self.pipeline, self.runtime, self.outputs = decoder, pipeline, runtime, outputs
+        self.check = check
         self.signature = inspect.signature(decoder.forward)
         cut = pipeline.cut
-        self.stages = Stages(cut, self.method, region)
+        self.stages = Stages(cut, self.method, region, runtime.cp.size)
         splits = cut.schedule in SPLIT_BACKWARD
         self.later = WeightGradients(_own_modules(decoder, cut) if splits else ())
         self._boundary_dtypes: dict[_Precision, dict[int, torch.dtype]] = {}
@@ -155,6 +165,7 @@ class PipelineForward(MethodOverride):
                     f"{name} cannot be used under ParallelPlan.pp > 1, since each rank has only the keys and values of "
                     "its stage; save the model and generate on one device, or use pp=1"
                 )
+        self.check(batch)
         if not trains:
             return
         check_inputs(batch)
@@ -235,6 +246,7 @@ class PipelineForward(MethodOverride):
     def _shape(self, batch: dict[str, Any]) -> tuple[int, ...]:
         """Return the shape of the hidden states that cross between the stages."""
         rows, length = tokens_of(batch).shape[:2]
+        length = local_tokens(length, self.runtime.cp.size)
         if self.runtime.plan.sequence_parallel and self.runtime.tp.size > 1:
             length = -(-length // self.runtime.tp.size)
         return rows, length, self.pipeline.cut.order.hidden_size

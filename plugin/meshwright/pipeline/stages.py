@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import hidden_states
 from meshwright.parallel.method_override import MethodOverride
@@ -35,10 +36,11 @@ class Stages:
         cut: the cut, whose layers get another ``forward``.
         forward: the decoder's own forward.
         region: the region in which each rank has its own tokens, under sequence parallelism.
+        cp: the number of ranks that share each sequence.
     """
 
-    def __init__(self, cut: Cut, forward: Callable[..., Any], region: SequenceRegion | None):
-        self.cut, self.forward, self.region = cut, forward, region
+    def __init__(self, cut: Cut, forward: Callable[..., Any], region: SequenceRegion | None, cp: int = 1):
+        self.cut, self.forward, self.region, self.cp = cut, forward, region, cp
         self._length = 0
         self._active: int | None = None
         self._received: Tensor | None = None
@@ -59,14 +61,14 @@ class Stages:
         Args:
             stage: the virtual stage.
             batch: the arguments of the decoder's forward.
-            received: the hidden states from the stage before; None for the first stage. Under sequence parallelism they
-                are this rank's tokens.
+            received: the hidden states from the stage before; None for the first stage. Under sequence and context
+                parallelism they are this rank's tokens.
 
         Returns:
             The hidden states for the next stage, or the output of the decoder if this is the last stage.
         """
         with self.active(stage):
-            self._received, self._length = received, tokens_of(batch).shape[1]
+            self._received, self._length = received, local_tokens(tokens_of(batch).shape[1], self.cp)
             try:
                 return self.forward(**batch)
             except StageEnd as end:

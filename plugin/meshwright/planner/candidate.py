@@ -145,12 +145,8 @@ class Candidate:
     @property
     def runs_today(self) -> bool:
         """Whether this version's runtime can run the plan."""
-        return (
-            (self.cp == 1 or self.pp == 1)
-            and self.recompute != "selective"
-            and self.recomputed is None
-            and (self.zero_stage == 0 or self.replicate == 1)
-        )
+        is_recomputed_as_here = self.recompute != "selective" and self.recomputed is None
+        return is_recomputed_as_here and (self.zero_stage == 0 or self.replicate == 1)
 
     @property
     def label(self) -> str:

@@ -229,7 +229,7 @@ def _new_gradients(shape: ModelShape, plan: Candidate, job: Job, stage: int, ele
 
 def _reduction(plan: Candidate, job: Job, elements: float) -> float:
     """Return the bytes of the buckets that are reduced at the same time over dp, when no activations are left."""
-    if plan.dp == 1 or not job.on_cpu:
+    if plan.data_ranks == 1 or not job.on_cpu:
         return 0.0
     # gloo exchanges copies of the buckets under ZeRO.
     return (2.5 if plan.zero_stage else 1.0) * min(4 * elements, IN_FLIGHT * BUCKET_BYTES)

@@ -12,7 +12,6 @@ from meshwright.planner.context_cost import methods
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
-FUTURE = "this version cannot run it; --allow-future plans it anyway"
 _CHUNKS = 8  # largest number of interleaved chunks per stage; more chunks would only add transfers
 _CONTEXT = 64  # largest context-parallel size
 _SHORTEST = 512  # tokens of the shortest chunk that context parallelism gives a rank; shorter ones do not fill a device
@@ -84,9 +83,6 @@ class Space:
                     continue
                 for pp in divisors(gpus // tp // cp):
                     if self._rejected(f"pp={pp}", self._pp_reason(pp)):
-                        continue
-                    if cp > 1 < pp and not self.allow_future:
-                        self._rejected("cp>1 with pp>1", FUTURE)
                         continue
                     dp = gpus // (tp * cp * pp)
                     if self.job.global_batch % dp:

@@ -90,7 +90,7 @@ def _of_stage(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: i
     stage = peak_memory(shape, plan, job).stage if stage is None else stage
     if not 0 <= stage < plan.pp:
         raise PlanError(f"--stage {stage}: {plan.label} has the stages 0 to {plan.pp - 1}")
-    rank, rows = stage * plan.dp * plan.tp, plan.micro_batch * count
+    rank, rows = stage * plan.data_ranks * plan.tp, plan.micro_batch * count
     run = ParallelPlan(**runnable_fields(plan))
     trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank)
     held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True), stage)
