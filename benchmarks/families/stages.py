@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 -m benchmarks.families.stages
 torchrun --nproc-per-node 4 -m benchmarks.families.stages --schedule zb-h1 --only llama --only gpt2
+torchrun --nproc-per-node 4 -m benchmarks.families.stages --method ring
 
 Losses, norms and every gradient of plain, packed and padded rows are compared in float64. The tolerance is 1e-10 of a
 tensor's largest value: only the order of sums differs, by about 1e-16 per sum. Exits with status 1 if a family differs.
@@ -52,16 +53,21 @@ def layers_of(model: nn.Module) -> int:
     return len(describe(model, plan_for(model), tp=1, sequence_parallel=False).layers)
 
 
-def plan_for_stages(model: nn.Module, schedule: str) -> mw.ParallelPlan:
-    """Return a plan with as many stages as the model has layers, at most."""
-    pp = min(world_size(), layers_of(model))
+def plan_for_stages(model: nn.Module, schedule: str, method: str | None = None) -> mw.ParallelPlan:
+    """Return a plan with as many stages as the model has layers, at most; with a method, two ranks share each row."""
+    cp = 1 if method is None else 2
+    pp = min(world_size() // cp, layers_of(model))
     return mw.ParallelPlan(
-        pp=pp, dp=world_size() // pp, schedule=schedule, gradient_accumulation_steps=2  # type: ignore[arg-type]
+        pp=pp, cp=cp, dp=world_size() // (pp * cp), schedule=schedule,  # type: ignore[arg-type]
+        context=method or "gather", gradient_accumulation_steps=2,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 def main(
     schedule: Annotated[str, typer.Option(help="the pipeline's schedule")] = "1f1b",
+    method: Annotated[
+        str | None, typer.Option(help="also share each row over two ranks, by this method of context parallelism")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
 ) -> None:
     """Compare every dense decoder over pipeline stages with itself on one device; torchrun starts this program."""
@@ -74,7 +80,7 @@ def main(
         for kind in ROWS:
             try:
                 off = largest_difference(
-                    partial(build_deeper, family), partial(plan_for_stages, schedule=schedule), kind
+                    partial(build_deeper, family), partial(plan_for_stages, schedule=schedule, method=method), kind
                 )
             except mw.PlanError as error:
                 others.append(f"{family}, {kind}: refused: {error}")

@@ -27,6 +27,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "cp2": {"cp": 2, "context": "ring"},
     "cp2xdp2+zero1": {"cp": 2, "dp": 2, "zero_stage": 1},
     "pp2xtp2+sp": {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "zb-h1", "micro_batch_size": 1},
+    "pp2xcp2+zero1": {"pp": 2, "cp": 2, "context": "ring", "zero_stage": 1, "micro_batch_size": 1},
 }
 ZERO: dict[str, dict[str, Any]] = {
     "dp2xtp2+sp+zero2": {"dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 2},
@@ -93,9 +94,14 @@ def test_a_scheduler_that_counts_processes_would_be_caught(pool2: Any) -> None:
         ("pp2", "tp2"),
         ("dp2", "pp2xdp2+zero1"),
         ("cp2xdp2+zero1", "dp2"),
+        ("pp2xcp2+zero1", "cp2"),
+        ("tp2", "pp2xcp2+zero1"),
     ],
-    ids=["same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3", "from pp2", "to pp2", "from cp2"],
-)
+    ids=[
+        "same plan", "on twice the ranks", "tp2", "from stage 3", "to stage 3", "from pp2", "to pp2", "from cp2",
+        "from pp2 x cp2", "to pp2 x cp2",
+    ],
+)  # fmt: skip
 def test_resume_goes_on_with_the_same_numbers(
     before: str, after: str, tmp_path: Any, request: pytest.FixtureRequest
 ) -> None:

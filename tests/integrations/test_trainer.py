@@ -40,6 +40,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "pp2": PP2,
     "cp2": {"cp": 2, "context": "ulysses"},
     "cp2 x dp2+zero1, ring": {"cp": 2, "dp": 2, "zero_stage": 1, "context": "ring"},
+    "pp2 x cp2, ulysses": {**PP2, "cp": 2, "context": "ulysses"},
     "pp2 x dp2+zero1, zb-h1": {"pp": 2, "dp": 2, "zero_stage": 1, "schedule": "zb-h1", "micro_batch_size": 1},
 }
 

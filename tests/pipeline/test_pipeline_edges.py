@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from harness.pool import WorkerError
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.row_layout import record_of
 from meshwright.parallel.shard_reads import reading_shards
+from meshwright.pipeline.links import Links
 from support.exact import Float64
 from support.models import build, labels_for, tokens
 
@@ -70,27 +73,36 @@ def dropout_masks(plan: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]
     return losses, drawn
 
 
-@pytest.mark.parametrize("plan", [PLAN, {**PLAN, "recompute": "full"}], ids=["kept", "recomputed"])
-def test_no_two_stages_draw_the_same_masks(plan: dict[str, Any], pool2: Any) -> None:
-    (first_losses, first), (second_losses, second) = pool2.run(dropout_masks, plan)
-    assert first_losses == second_losses and first_losses[0] != first_losses[1]
-    assert not any(torch.equal(a, b) for a in first for b in second)
-    if "recompute" not in plan:
-        assert len(first) == len(second) == 2 * 2 * 2  # 2 layers, 2 micro-batches, 2 passes
+@pytest.mark.parametrize(
+    "plan", [PLAN, {**PLAN, "recompute": "full"}, {**PLAN, "cp": 2}], ids=["kept", "recomputed", "cp2"]
+)
+def test_no_two_stages_draw_the_same_masks(plan: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    results = pool_of(plan, request).run(dropout_masks, plan)
+    losses, _ = results[0]
+    assert losses[0] != losses[1] and all(own == losses for own, _ in results)
+    for (_, first), (_, second) in itertools.combinations(results, 2):
+        assert not any(torch.equal(a, b) for a in first for b in second)
+        if "recompute" not in plan:
+            assert len(first) == len(second) == 2 * 2 * 2  # 2 layers, 2 micro-batches, 2 passes
 
 
-def gradients_of(recompute: str) -> dict[str, torch.Tensor]:
+def pool_of(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
+
+
+def gradients_of(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
     with Float64():
         torch.manual_seed(7)
         model = build("llama", num_hidden_layers=4, attention_dropout=0.3).double().train()
-        plan = mw.ParallelPlan(**PLAN, recompute=recompute)  # type: ignore[arg-type]
-        model = mw.to_distributed(model, plan=plan)[0]
+        model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
         model(**batch()).loss.backward()
         return mw.full_gradients(model)
 
 
-def test_recomputation_replays_the_masks(pool2: Any) -> None:
-    kept, recomputed = pool2.run(gradients_of, "none")[0], pool2.run(gradients_of, "full")[0]
+@pytest.mark.parametrize("plan", [PLAN, {**PLAN, "cp": 2}], ids=["pp2", "pp2 x cp2"])
+def test_recomputation_replays_the_masks(plan: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    pool = pool_of(plan, request)
+    kept, recomputed = (pool.run(gradients_of, {**plan, "recompute": kind})[0] for kind in ("none", "full"))
     assert all(torch.equal(kept[name], recomputed[name]) for name in kept)  # the same operations on the same numbers
 
 
@@ -199,8 +211,9 @@ def with_its_own_loss(plan: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         return found
 
 
-def test_a_loss_that_the_model_computes_itself(pool4: Any) -> None:
-    expected, results = with_its_own_loss(None), pool4.run(with_its_own_loss, {**PLAN, "dp": 2})
+@pytest.mark.parametrize("more", [{"dp": 2}, {"cp": 2}], ids=str)
+def test_a_loss_that_the_model_computes_itself(more: dict[str, Any], pool4: Any) -> None:
+    expected, results = with_its_own_loss(None), pool4.run(with_its_own_loss, {**PLAN, **more})
     assert results[0].keys() == expected.keys()
     gradients = [x for name, x in expected.items() if name not in ("loss", "evaluation")]
     largest = max(x.abs().max() for x in gradients)
@@ -282,6 +295,46 @@ WORDS = {
 def test_what_a_pipeline_cannot_run_is_an_error_on_every_rank(pool2: Any) -> None:
     for said in pool2.run(refusals):
         assert {name: word for name, word in WORDS.items() if word not in said[name]} == {}, said
+
+
+def with_parts_of_rows() -> tuple[dict[str, str], list[int], bool]:
+    """Refusals under pp x cp, the bytes of all that this rank sent to another stage, and whether nothing is kept."""
+    said: dict[str, str] = {}
+    model = distributed({**PLAN, "cp": 2})
+    sent: list[int] = []
+    send = Links.send
+
+    def counted(self: Links, x: torch.Tensor, receiver: int) -> None:
+        sent.append(x.nbytes)
+        send(self, x, receiver)
+
+    model(**batch()).loss.backward()  # makes the dtypes known that cross the stages
+    with mock.patch.object(Links, "send", counted):
+        model(**batch(length=9)).loss.backward()
+    is_empty = not runtime_of(model).region._cut
+    wrong: dict[str, dict[str, Any]] = {
+        "a mask of pairs": {"attention_mask": torch.ones(4, 1, 10, 10, dtype=torch.bool)},
+        "some logits": {"logits_to_keep": 1},
+    }
+    for name, more in wrong.items():
+        with pytest.raises(mw.PlanError) as caught:
+            model(**batch(), **more)
+        said[name] = str(caught.value)
+    with pytest.raises(mw.PlanError) as caught:
+        mw.to_distributed(build_family("bloom"), plan=mw.ParallelPlan(**PLAN, cp=2))
+    said["own attention"] = str(caught.value)
+    with torch.no_grad(), pytest.raises(ValueError) as unread:
+        model.eval()(**batch()).logits.sum()
+    said["logits"] = str(unread.value)
+    return said, sent, is_empty
+
+
+def test_parts_of_rows_cross_the_stages(pool4: Any) -> None:
+    """Two micro-batches of two rows: of 9 tokens each rank has two chunks of 3, with 32 channels of 4 bytes."""
+    words = {"a mask of pairs": "[rows, tokens]", "some logits": "eval mode", "own attention": "cp=1"}
+    for said, sent, is_empty in pool4.run(with_parts_of_rows):
+        assert sent == [2 * 6 * 32 * 4] * 2 and is_empty
+        assert all(word in said[name] for name, word in (words | {"logits": "gather_logits=True"}).items()), said
 
 
 @pytest.mark.parametrize(
