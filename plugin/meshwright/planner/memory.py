@@ -8,6 +8,7 @@ from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_ran
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, rank_layers, stage_layers
+from meshwright.planner.context_memory import attention_memory
 from meshwright.planner.footprint import IN_FLIGHT, footprint
 from meshwright.planner.shapes import ModelShape
 
@@ -180,6 +181,8 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     again = plan.recompute == "full" and plan.recomputed != 0
     activations = held_activations(shape, plan, job, stage)
     working = saved.layer if again else 0.5 * saved.layer
+    if job.own_runtime:
+        working += max(attention_memory(shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes))
     logits = 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
     if last:
