@@ -147,13 +147,17 @@ class GlobalMean:
             return passed[0]
         # A number that equals the rank's own count is unambiguous. A number that equals the global count may also be
         # the rank's count over an accumulation window of dp batches.
-        if self.num_items == "auto" and not bool((passed == counts).all()):
-            raise ItemCountError(
-                f"num_items_in_batch is ambiguous: {_described(passed, counts)}. It may count the global batch or each "
-                "rank's own rows, of one batch or of an accumulation window, and dividing by the wrong count scales "
-                "the loss and its gradient. Set ToDistributedConfig(num_items_in_batch='global') if every rank passes "
-                "the count of all ranks, or num_items_in_batch='local' if each rank passes the count of its own rows. "
-                "Or leave num_items_in_batch out: the loss is then the mean over the valid labels of the global batch"
+        if self.num_items == "auto":
+            require(
+                (passed == counts).all(),
+                lambda: ItemCountError(
+                    f"num_items_in_batch is ambiguous{_described(passed, counts)}. It may count the global batch or "
+                    "each rank's own rows, of one batch or of an accumulation window, and dividing by the wrong count "
+                    "scales the loss and its gradient. Set ToDistributedConfig(num_items_in_batch='global') if every "
+                    "rank passes the count of all ranks, or num_items_in_batch='local' if each rank passes the count "
+                    "of its own rows. Or leave num_items_in_batch out: the loss is then the mean over the valid labels "
+                    "of the global batch"
+                ),
             )
         return passed.sum()
 
@@ -163,11 +167,13 @@ def _listed(passed: Tensor) -> str:
 
 
 def _described(passed: Tensor, counts: Tensor) -> str:
+    if passed.device.type != "cpu":  # the host would have to wait for the numbers
+        return ": on some rank of dp it is not the number of valid labels of its own rows"
     own = "; ".join(
         f"rank {rank} of dp passed {number:g} and has {count:g} valid labels"
         for rank, (number, count) in enumerate(zip(passed.tolist(), counts.tolist(), strict=True))
     )
-    return f"{own}; the global batch has {counts.sum().item():g}"
+    return f": {own}; the global batch has {counts.sum().item():g}"
 
 
 class _ReplaceValue(torch.autograd.Function):
