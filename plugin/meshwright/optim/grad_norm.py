@@ -40,11 +40,11 @@ def _power_sum(gradients: list[Counted], p: float, device: torch.device) -> Tens
     mixed = [(grad, copies) for grad, copies in gradients if not isinstance(copies, float)]
     total = torch.zeros((), dtype=torch.float64, device=device)
     # By the number of copies, since a tensor of these numbers would have to be copied to the device in each step.
-    for copies in sorted({copies for _, copies in whole}):
+    for shared in sorted({copies for _, copies in whole}):
         # In float32, torch's CPU kernel is off by up to 1e-3 on large tensors, and by a different amount per
         # shard, so the norm would depend on the plan.
-        norms = torch._foreach_norm([grad for grad, own in whole if own == copies], p, dtype=torch.float64)
-        total = total + torch.stack(norms).pow(p).sum() / copies
+        norms = torch._foreach_norm([grad for grad, own in whole if own == shared], p, dtype=torch.float64)
+        total = total + torch.stack(norms).pow(p).sum() / shared
     for grad, copies in mixed:
         total = total + (grad.abs().double().pow(p) / copies).sum()
     return total

@@ -111,7 +111,10 @@ class GlobalMean:
         if num_items is None:
             return counts
         with torch._C.DisableTorchFunctionSubclass():  # num_items may be a tensor subclass that detects reads
-            items = torch.as_tensor(num_items, device=counts.device, dtype=counts.dtype)
+            if isinstance(num_items, Tensor):
+                items = num_items.to(counts.device, counts.dtype, non_blocking=True)
+            else:  # not a tensor of the number, which would have to be copied to the device
+                items = torch.full((1,), num_items, device=counts.device, dtype=counts.dtype)
             return torch.cat([counts, items.reshape(1)])
 
     def _divisors_of(self, ranks: Tensor, size: int, *, has_items: bool) -> Tensor:

@@ -23,7 +23,7 @@ from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, tra
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.host_waits import HostWaitMode, Issued
 
-STEPS = 3  # the last one counts: what a step reads of the step before must not make it wait
+STEPS = 2  # the second one counts: it has the optimizer's state, and reads what the step before has left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +90,22 @@ class _LonelyGuard:
         pass
 
 
-def trace_cuda_step(model: nn.Module, plan: ParallelPlan, program: CudaProgram, *, rank: int = 0) -> CudaStep:
-    """Trace the third training step of one rank on fake CUDA tensors.
+def trace_cuda_step(
+    model: nn.Module,
+    plan: ParallelPlan,
+    program: CudaProgram,
+    *,
+    rank: int = 0,
+    prepare: Callable[[nn.Module], Any] | None = None,
+) -> CudaStep:
+    """Trace the second training step of one rank on fake CUDA tensors.
 
     Args:
         model: a causal LM on the meta device; the call shards it.
         plan: the plan, of any size.
         program: the step.
         rank: the rank of the plan.
+        prepare: is called with the distributed model before its first step, as a program may add hooks then.
 
     Raises:
         ValueError: if this process is already in a process group, or the model is not on the meta device.
@@ -112,6 +120,8 @@ def trace_cuda_step(model: nn.Module, plan: ParallelPlan, program: CudaProgram, 
         with fake, mode:
             ids = torch.zeros(program.rows, program.length, dtype=torch.int64, device=DEVICE)
             foresee(model, ids, hidden=program.autocast or next(model.parameters()).dtype)
+            if prepare is not None:
+                prepare(model)
             for step in range(STEPS):
                 if step == STEPS - 1:
                     mode.step = step

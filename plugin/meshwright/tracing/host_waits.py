@@ -177,7 +177,8 @@ class HostWaitMode(TorchDispatchMode):
 
 def _memory_of(x: Tensor) -> int:
     """Return what tells a tensor's memory from others, also for fake tensors."""
-    return x.untyped_storage()._cdata
+    key: int = x.untyped_storage()._cdata
+    return key
 
 
 def _place() -> str:
