@@ -279,8 +279,8 @@ class ToDistributedConfig:
             sharded, since only the loss needs them and they are the largest tensor of a step.
         num_items_in_batch: what a ``num_items_in_batch`` passed to the model counts. "global": the items of all
             data-parallel ranks; every rank passes the same number. "local": the items of this rank's rows. "auto" (the
-            default): each rank's own count of valid labels; any other number raises an ItemCountError. On CUDA, "auto"
-            waits for the device to compare the numbers; "global" and "local" do not.
+            default): each rank's own count of valid labels; any other number raises an ItemCountError. On CUDA this
+            is an assertion of the device.
         loss_averages_over: what the model's loss averages over, for a model whose loss is not one of transformers'
             own: "rows", "labels" (those that are not -100), or a callable that takes the arguments of the model's
             forward as a dict and returns this rank's count. The loss is then the mean over the global batch; see

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import calibrate, doctor, export, launch, plan, verify
+from meshwright.cli import calibrate, doctor, export, launch, plan, trace_cuda, verify
 from meshwright.cli.inspect import inspect
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command()(plan.plan)
 # Everything after the script's name goes to the script, even what looks like an option of launch.
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command()(verify.verify)
+app.command()(trace_cuda.trace_cuda)
 app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(inspect)

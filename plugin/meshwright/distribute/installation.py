@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ from meshwright.pipeline.cut import Cut, cut_decoder, with_stages
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.refusals import refuse_copying, refuse_generating
 from meshwright.pipeline.stage_outputs import StageOutputs
-from meshwright.roles import ShardingPlan, plan_for
+from meshwright.roles import plan_for
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
 
 
@@ -107,11 +108,19 @@ class Installation:
     context: ContextRecord | None = None
 
     @classmethod
-    def on_fake_rank(cls, model: Any, plan: ParallelPlan, sharding_plan: ShardingPlan | None = None) -> Installation:
-        """Decide what ``to_distributed`` would decide on this rank of a fake world: on CPU, and without a guard."""
-        decoder, device = without_wrappers(model)[1], torch.device("cpu")
-        config = ToDistributedConfig(plan=plan, sharding_plan=sharding_plan)
-        axes = build_axes(plan, device)
+    def on_fake_rank(
+        cls,
+        model: Any,
+        plan: ParallelPlan,
+        *,
+        config: ToDistributedConfig | None = None,
+        device: str = "cpu",
+        guard: Any = None,
+    ) -> Installation:
+        """Decide what ``to_distributed`` would decide on this rank of a fake world, in which no guard meets others."""
+        decoder = without_wrappers(model)[1]
+        config = dataclasses.replace(config or ToDistributedConfig(), plan=plan)
+        axes = build_axes(plan, torch.device(device))
         structure = structure_of(decoder, plan, config)
         return cls(
             model=model,
@@ -119,8 +128,17 @@ class Installation:
             config=config,
             structure=structure,
             loss=find_loss(decoder),
-            runtime=Runtime(tp=axes.tp, dp=axes.dp, pp=axes.pp, cp=axes.cp, rows=axes.rows, parameters=[], plan=plan),
-            device=device,
+            runtime=Runtime(
+                tp=axes.tp,
+                dp=axes.dp,
+                pp=axes.pp,
+                cp=axes.cp,
+                rows=axes.rows,
+                parameters=[],
+                plan=plan,
+                guard=guard,
+            ),
+            device=torch.device(device),
             context=context_of(decoder, structure, plan),
             cut=cut_of(decoder, structure, plan, axes.pp.rank),
         )
@@ -380,7 +398,7 @@ def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:
     assert runtime.loss is not None
     decoder.forward = SplitForward(
         decoder,
-        count=plan.count_micro_batches,
+        plan=plan,
         dp=runtime.dp,
         syncs=runtime.syncs,
         loss=runtime.loss,

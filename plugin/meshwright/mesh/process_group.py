@@ -29,13 +29,14 @@ def backend_for(device: torch.device) -> str:
 
 
 def wire_device(device: torch.device | str = "cpu") -> torch.device:
-    """Return the device from which a tensor of ``device`` can be sent: gloo sends from the CPU, NCCL from CUDA.
+    """Return the device from which a tensor of ``device`` can be sent: gloo sends from the CPU, others from CUDA.
 
     Args:
         device: the tensor's device; the CPU for small tensors that belong to no device.
     """
     backends = dict(entry.split(":") for entry in str(dist.get_backend_config()).split(","))
-    if backends.get(torch.device(device).type) == "nccl" or "cpu" not in backends:
+    sends_itself = torch.device(device).type == "cuda" and backends.get("cuda", "gloo") != "gloo"
+    if sends_itself or "cpu" not in backends:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

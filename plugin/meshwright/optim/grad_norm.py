@@ -39,12 +39,12 @@ def _power_sum(gradients: list[Counted], p: float, device: torch.device) -> Tens
     whole = [(grad, copies) for grad, copies in gradients if isinstance(copies, float)]
     mixed = [(grad, copies) for grad, copies in gradients if not isinstance(copies, float)]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if whole:
+    # By the number of copies, since a tensor of these numbers would have to be copied to the device in each step.
+    for shared in sorted({copies for _, copies in whole}):
         # In float32, torch's CPU kernel is off by up to 1e-3 on large tensors, and by a different amount per
         # shard, so the norm would depend on the plan.
-        norms = torch.stack(torch._foreach_norm([grad for grad, _ in whole], p, dtype=torch.float64))
-        weights = torch.tensor([1.0 / copies for _, copies in whole], dtype=torch.float64, device=device)
-        total = total + (norms.pow(p) * weights).sum()
+        norms = torch._foreach_norm([grad for grad, own in whole if own == shared], p, dtype=torch.float64)
+        total = total + torch.stack(norms).pow(p).sum() / shared
     for grad, copies in mixed:
         total = total + (grad.abs().double().pow(p) / copies).sum()
     return total

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.process_group import wire_device
 
 # torch 2.13 renamed both functions: its old names warn, and older versions lack the new names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -168,6 +169,11 @@ def maximum(x: Tensor, axis: Axis) -> Tensor:
     if axis.size > 1:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group)
     return x
+
+
+def largest(number: int, axis: Axis) -> int:
+    """Return the largest of the numbers that the ranks of the axis pass. Over gloo, it waits for no device."""
+    return number if axis.size == 1 else int(maximum(torch.tensor(number, device=wire_device()), axis))
 
 
 def agree(x: Tensor, *axes: Axis) -> Tensor:

@@ -111,7 +111,10 @@ class GlobalMean:
         if num_items is None:
             return counts
         with torch._C.DisableTorchFunctionSubclass():  # num_items may be a tensor subclass that detects reads
-            items = torch.as_tensor(num_items, device=counts.device, dtype=counts.dtype)
+            if isinstance(num_items, Tensor):
+                items = num_items.to(counts.device, counts.dtype, non_blocking=True)
+            else:  # not a tensor of the number, which would have to be copied to the device
+                items = torch.full((1,), num_items, device=counts.device, dtype=counts.dtype)
             return torch.cat([counts, items.reshape(1)])
 
     def _divisors_of(self, ranks: Tensor, size: int, *, has_items: bool) -> Tensor:
@@ -147,13 +150,17 @@ class GlobalMean:
             return passed[0]
         # A number that equals the rank's own count is unambiguous. A number that equals the global count may also be
         # the rank's count over an accumulation window of dp batches.
-        if self.num_items == "auto" and not bool((passed == counts).all()):
-            raise ItemCountError(
-                f"num_items_in_batch is ambiguous: {_described(passed, counts)}. It may count the global batch or each "
-                "rank's own rows, of one batch or of an accumulation window, and dividing by the wrong count scales "
-                "the loss and its gradient. Set ToDistributedConfig(num_items_in_batch='global') if every rank passes "
-                "the count of all ranks, or num_items_in_batch='local' if each rank passes the count of its own rows. "
-                "Or leave num_items_in_batch out: the loss is then the mean over the valid labels of the global batch"
+        if self.num_items == "auto":
+            require(
+                (passed == counts).all(),
+                lambda: ItemCountError(
+                    f"num_items_in_batch is ambiguous{_described(passed, counts)}. It may count the global batch or "
+                    "each rank's own rows, of one batch or of an accumulation window, and dividing by the wrong count "
+                    "scales the loss and its gradient. Set ToDistributedConfig(num_items_in_batch='global') if every "
+                    "rank passes the count of all ranks, or num_items_in_batch='local' if each rank passes the count "
+                    "of its own rows. Or leave num_items_in_batch out: the loss is then the mean over the valid labels "
+                    "of the global batch"
+                ),
             )
         return passed.sum()
 
@@ -163,11 +170,13 @@ def _listed(passed: Tensor) -> str:
 
 
 def _described(passed: Tensor, counts: Tensor) -> str:
+    if passed.device.type != "cpu":  # the host would have to wait for the numbers
+        return ": on some rank of dp it is not the number of valid labels of its own rows"
     own = "; ".join(
         f"rank {rank} of dp passed {number:g} and has {count:g} valid labels"
         for rank, (number, count) in enumerate(zip(passed.tolist(), counts.tolist(), strict=True))
     )
-    return f"{own}; the global batch has {counts.sum().item():g}"
+    return f": {own}; the global batch has {counts.sum().item():g}"
 
 
 class _ReplaceValue(torch.autograd.Function):

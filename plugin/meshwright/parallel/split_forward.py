@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Axis, maximum
+from meshwright.config import ParallelPlan
+from meshwright.parallel.collectives import Axis, largest
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
@@ -32,7 +33,7 @@ class SplitForward(MethodOverride):
 
     Args:
         model: a model whose forward returns an output with ``.loss``.
-        count: a function that returns the number of micro-batches for a rank's number of rows.
+        plan: the plan, which says how many micro-batches there are.
         dp: the axis over which the batch is already split.
         syncs: the model's synchronisers. If all of them can leave the gradients of a pass unreduced (``can_wait``), the
             gradients of inner micro-batches (all but the last) are summed unreduced. Otherwise there is only one
@@ -45,14 +46,14 @@ class SplitForward(MethodOverride):
         self,
         model: nn.Module,
         *,
-        count: Callable[[int], int],
+        plan: ParallelPlan,
         dp: Axis,
         syncs: list[GradientSync],
         loss: BatchLoss,
         keeps_logits: bool = False,
     ):
         super().__init__(model.forward)
-        self.model, self.count, self.dp, self.syncs, self.loss = model, count, dp, syncs, loss
+        self.model, self.plan, self.dp, self.syncs, self.loss = model, plan, dp, syncs, loss
         self.keeps_logits = keeps_logits
         self.signature = inspect.signature(model.forward)
 
@@ -63,13 +64,18 @@ class SplitForward(MethodOverride):
             return self.method(*args, **kwargs)
         check_inputs(batch)
         rows = targets.shape[0]
-        # Every rank runs the same number of passes, since each pass's loss needs a collective.
-        count = int(maximum(torch.tensor(self.count(rows), device=targets.device), self.dp))
+        count = count_micro_batches(self.plan, rows, self.dp)
         pieces = Pieces([(i + 1) * rows // count - i * rows // count for i in range(count)], keeps=self.keeps_logits)
         # num_items_in_batch counts the whole batch, so the divisors are computed before the batch is split.
         divisors = self.loss.mean.divisors(self.loss.counts(batch), batch.get("num_items_in_batch"))
         with self.loss.mean.divided_by(divisors):
             return _run(self.model, self.method, self.syncs, self.loss, split_rows(batch, rows, count), pieces)
+
+
+def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:
+    """Return the number of micro-batches of a batch, which is the same on all ranks of dp, as their collectives are."""
+    count = plan.count_micro_batches(rows)
+    return count if plan.micro_batch_size is None else largest(count, dp)
 
 
 def check_inputs(batch: dict[str, Any]) -> None:

@@ -16,13 +16,13 @@ from meshwright.context.methods import local_tokens
 from meshwright.errors import PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import wire_device
-from meshwright.parallel.collectives import Axis, all_reduce, maximum
+from meshwright.parallel.collectives import Axis, all_reduce
 from meshwright.parallel.forward_state import arguments
 from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.row_layout import record_of
-from meshwright.parallel.split_forward import check_inputs, split_rows
+from meshwright.parallel.split_forward import check_inputs, count_micro_batches, split_rows
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
@@ -185,8 +185,7 @@ class PipelineForward(MethodOverride):
     def _train(self, batch: dict[str, Any], targets: Tensor) -> Any:
         runtime, loss = self.runtime, self.runtime.loss
         rows = targets.shape[0]
-        own_count = torch.tensor(runtime.plan.count_micro_batches(rows), device=targets.device)
-        count = int(maximum(own_count, runtime.dp))
+        count = count_micro_batches(runtime.plan, rows, runtime.dp)
         operations = self._operations(count)
         parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
@@ -268,8 +267,8 @@ class PipelineForward(MethodOverride):
         if pp.rank == last:
             assert step.total is not None
             own[0] = step.total
-            own[1] = DTYPES.index(step.total.dtype)
-            own[2] = bool(mean.used_items)
+            own[1].fill_(DTYPES.index(step.total.dtype))  # an assignment would copy the number from the host
+            own[2].fill_(bool(mean.used_items))
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
         # Only a batch with the number needs the answer, for which the device would be waited for.

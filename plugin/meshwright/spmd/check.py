@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.config import ParallelPlan
+from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
@@ -67,13 +67,14 @@ def check_plan(
     refuse_pipeline(plan.pp, "in the static check")
     whole = model_factory()
     inputs = dict(batch) if batch is not None else _tokens(whole)
+    config = ToDistributedConfig(sharding_plan=sharding_plan)
     expected = _rows_of(whole, inputs, sharding_plan, plan)
     findings: dict[Finding, None] = {}
     for rank in range(plan.tp):
         with fake_world(plan.world_size, rank * _stride(plan)):
             model = model_factory().train()
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-            installation = Installation.on_fake_rank(model, plan, sharding_plan)
+            installation = Installation.on_fake_rank(model, plan, config=config)
             installation.make_weights(InitialWeights.find(model, None).make).attach(model)
             installation.install(optimizer, seed=0)
             structure = installation.structure

@@ -39,18 +39,16 @@ def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise PlanError(
-            "--trace runs the model's own code, so it needs transformers: pip install transformers"
+            "tracing a step runs the model's own code, so it needs transformers: pip install transformers"
         ) from None
     path = Path(path)
-    fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
     try:
+        fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         config = transformers.AutoConfig.for_model(**fields)
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     except (OSError, ValueError, KeyError) as error:
-        raise PlanError(
-            f"--trace: transformers cannot make a causal LM from {path}: {str(error).splitlines()[0]}"
-        ) from error
+        raise PlanError(f"transformers cannot make a causal LM from {path}: {str(error).splitlines()[0]}") from error
 
 
 def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: int | None = None) -> str:

@@ -7,33 +7,21 @@ are measured instead of estimated. A laptop can trace one rank of thousands.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from meshwright.config import ParallelPlan
-from meshwright.construct.initial_weights import NewTensors
-from meshwright.context.attention import context_axes
-from meshwright.distribute import installation as distribution
-from meshwright.distribute.installation import Installation
 from meshwright.optim.runtime import Runtime
-from meshwright.parallel import cross_entropy
-from meshwright.parallel.collectives import Axis
-from meshwright.parallel.row_layout import RowLayout
-from meshwright.parallel.tensor_parallel import Keep, make_shards
-from meshwright.pipeline.pipeline_forward import PipelineForward
+from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.traced_memory import LiveBytes
 from meshwright.tracing.traced_traffic import AxisTraffic, Traffic
-
-OptimizerFactory = Callable[[Any], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +81,12 @@ def trace_step(
     """
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model to trace is not on the meta device; build it under torch.device('meta')")
-    with fake_world(plan.world_size, rank), _traceable():
+    with fake_world(plan.world_size, rank), traceable():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        runtime, optimizer = _install(model, plan, make_optimizer, fake)
+        runtime, optimizer = install(model, plan, make_optimizer, fake)
         with fake:
             ids = torch.zeros(rows, length, dtype=torch.int64)
-            if isinstance(model.forward, PipelineForward):
-                dtype = next(model.parameters()).dtype
-                model.forward.foresee({"input_ids": ids}, hidden=dtype, loss=torch.float32)
+            foresee(model, ids, hidden=next(model.parameters()).dtype)
             return Step(model, optimizer, runtime, ids).trace()
 
 
@@ -150,70 +136,3 @@ class Step:
         with AxisTraffic(self.runtime.tp, self.runtime.cp, self.runtime.dp) as traffic:
             yield
         self.peaks[name], self.traffic[name] = memory.peak, traffic.axes
-
-
-def _install(
-    model: Any, plan: ParallelPlan, make_optimizer: OptimizerFactory, fake: FakeTensorMode
-) -> tuple[Runtime, Optimizer]:
-    optimizer = make_optimizer(model.parameters())
-
-    def empty_shard(parameter: nn.Parameter, rows: RowLayout) -> Tensor:
-        shape = list(parameter.shape)
-        if not rows.is_replicated:
-            shape[rows.dim] = rows.local_size
-        with fake:
-            return torch.empty(shape, dtype=parameter.dtype)
-
-    def make(model: nn.Module, layouts: Any, tp: Axis, device: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
-        return NewTensors(make_shards(model, layouts, tp, device, empty_shard, keep), _empty_buffers(model, fake))
-
-    installation = Installation.on_fake_rank(model, plan)
-    with fake:
-        made = installation.make_weights(make)
-    made.attach(model)
-    with fake:
-        installation.install(optimizer, seed=0)
-    return installation.runtime, optimizer
-
-
-def _empty_buffers(model: nn.Module, fake: FakeTensorMode) -> list[tuple[dict[str, Any], str, Tensor]]:
-    found = []
-    for module in model.modules():
-        for owner in (module._buffers, vars(module)):
-            for name, tensor in owner.items():
-                if isinstance(tensor, Tensor) and tensor.is_meta:
-                    with fake:
-                        found.append((owner, name, torch.empty(tensor.shape, dtype=tensor.dtype)))
-    return found
-
-
-def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes real tensors inside a FakeTensorMode."""
-
-    def call(*args: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args)
-
-    return call
-
-
-@contextlib.contextmanager
-def _traceable() -> Iterator[None]:
-    """Patch code that fake tensors do not support: subclasses that guard reads, and loops over cache-sized pieces."""
-    as_subclass = Tensor.as_subclass
-
-    def keep_fake(tensor: Tensor, kind: Any) -> Any:
-        return tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, kind)
-
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
-        patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
-        # Ranks are read as numbers, to make the groups of "hybrid".
-        patches.enter_context(mock.patch.object(distribution, "context_axes", _without_fakes(context_axes)))
-        # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
-        patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))
-        # transformers checks for packed rows, which fake positions cannot show, and builds a mask if in doubt.
-        masking = sys.modules.get("transformers.masking_utils")
-        if hasattr(masking, "find_packed_sequence_indices"):
-            patches.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_: None))
-        yield

@@ -1,0 +1,128 @@
+"""``meshwright trace-cuda``: says where a plan would make the host wait for a GPU, without a GPU."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.config import ParallelPlan
+    from meshwright.tracing.cuda_trace import CudaProgram, CudaStep
+
+
+class Precision(StrEnum):
+    """The dtype of the weights, or of autocast."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    AUTOCAST = "autocast"
+
+
+def trace_cuda(
+    model: Annotated[
+        Path, typer.Option(help="transformers config.json, or a directory that holds one; no weights are read.")
+    ],
+    plan: Annotated[
+        str,
+        typer.Option(
+            help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'
+        ),
+    ],
+    rows: Annotated[int, typer.Option(help="Number of rows of each rank's batch.")] = 4,
+    length: Annotated[int, typer.Option(help="Number of tokens of a row.")] = 512,
+    precision: Annotated[
+        Precision, typer.Option(help='Dtype of the weights; "autocast": float32 weights under bfloat16 autocast.')
+    ] = Precision.BFLOAT16,
+    ranks: Annotated[int, typer.Option(help="Number of ranks to trace, from rank 0 on.")] = 8,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Find out without a GPU what a plan does on CUDA: where the host would wait, and what the ranks send.
+
+    Runs forward, backward, clipping and the optimizer's step of each rank on fake CUDA tensors, one rank after the
+    other in this process. Nothing is computed, so no weights and no memory are needed. Every branch for CUDA runs, with
+    every collective. The command reports where the host would wait for the GPU, copies that block, tensors on the wrong
+    device, collectives that NCCL would not take, tensors that are used before their collective has ended, and ranks
+    whose collectives differ in kind, size or order, on which NCCL would hang.
+
+    A torch without CUDA needs a C++ compiler, once, for about 20 seconds. The exit code is 0 if nothing was found, 1 if
+    something was, and 2 if the model cannot run the plan or an argument is wrong.
+
+    For example:
+
+    \b
+      meshwright trace-cuda --model Llama-3-8B --plan "dp2 tp2+sp zero1"
+      meshwright trace-cuda --model config.json --plan "pp4 mb1" --precision autocast --json
+    """
+    try:
+        report = _report(model, plan, rows, length, precision, ranks)
+        typer.echo(json_format.dumps(report, indent=2) if json else _text(report))
+        code = 1 if report["problems"] else 0
+    except ValueError as error:
+        typer.echo(f"meshwright trace-cuda: {error}", err=True)
+        code = 2
+    except KeyboardInterrupt:
+        typer.echo("meshwright trace-cuda: interrupted", err=True)
+        code = 130
+    sys.exit(code)
+
+
+def _report(model: Path, words: str, rows: int, length: int, precision: Precision, ranks: int) -> dict[str, Any]:
+    # Imported here so that --help is fast.
+    import torch
+
+    from meshwright.choose.given_plan import resolve_plan
+    from meshwright.errors import PlanError
+    from meshwright.tracing.cuda_order import order_problems
+    from meshwright.tracing.cuda_trace import CudaProgram
+
+    for name, number in (("--rows", rows), ("--length", length), ("--ranks", ranks)):
+        if number < 1:
+            raise PlanError(f"{name} {number} must be at least 1")
+    plan = resolve_plan(words, "--plan")
+    program = CudaProgram(
+        rows=rows, length=length, autocast=torch.bfloat16 if precision is Precision.AUTOCAST else None
+    )
+    dtype = torch.bfloat16 if precision is Precision.BFLOAT16 else torch.float32
+    steps = _steps(model, plan, program, min(ranks, plan.world_size), dtype)
+    found: dict[str, list[int]] = {}
+    for rank, step in steps.items():
+        for problem in step.problems:
+            found.setdefault(problem, []).append(rank)
+    return {
+        "plan": plan.label,
+        "ranks": len(steps),
+        "world_size": plan.world_size,
+        "collectives": {rank: len(step.issued) for rank, step in steps.items()},
+        "problems": [
+            *({"problem": problem, "ranks": of_ranks} for problem, of_ranks in found.items()),
+            *({"problem": problem, "ranks": []} for problem in order_problems(steps)),
+        ],
+    }
+
+
+def _steps(model: Path, plan: ParallelPlan, program: CudaProgram, ranks: int, dtype: Any) -> dict[int, CudaStep]:
+    from rich.console import Console
+    from rich.progress import track
+
+    from meshwright.tracing.compare import model_on_meta
+    from meshwright.tracing.cuda_trace import trace_cuda_step
+
+    console = Console(stderr=True)
+    steps = track(range(ranks), "tracing ranks", console=console, disable=not console.is_terminal, transient=True)
+    return {rank: trace_cuda_step(model_on_meta(model, dtype), plan, program, rank=rank) for rank in steps}
+
+
+def _text(report: dict[str, Any]) -> str:
+    traced = f"{report['plan']}: traced {report['ranks']} of {report['world_size']} ranks on fake CUDA tensors"
+    issued = f"collectives and messages of a step: {max(report['collectives'].values())} on the rank with the most"
+    lines = []
+    for found in report["problems"]:
+        where = f" (ranks {', '.join(map(str, found['ranks']))})" if found["ranks"] else ""
+        lines.append(f"  {found['problem']}{where}")
+    nothing = "nothing found: the host waits for the GPU nowhere, and the ranks' collectives fit together"
+    return "\n".join([traced, issued, *(["found:", *lines] if lines else [nothing])])

@@ -1,0 +1,153 @@
+"""Runs steps of a plan on fake CUDA tensors and says where the host would wait for the GPU, without a GPU.
+
+Every branch for CUDA runs, with every collective, but nothing is computed or sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.optim.clip_grad_norm import clip_grad_norm_
+from meshwright.optim.runtime import Runtime
+from meshwright.tracing.fake_cuda import DEVICE, fake_cuda
+from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
+from meshwright.tracing.fake_world import fake_world
+from meshwright.tracing.host_waits import HostWaitMode, Issued
+
+STEPS = 2  # the second one counts: it has the optimizer's state, and reads what the step before has left
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaStep:
+    """What one rank of a plan does in a training step on CUDA, by where it does it.
+
+    Args:
+        waits: where the host waits for the device, and how often.
+        copies: where a copy between host and device makes the host wait.
+        unawaited: where a tensor of a collective is used before the collective was waited for.
+        on_host: the names of weights, buffers and gradients that are not on the device.
+        issued: the collectives and messages, in order.
+    """
+
+    waits: Counter[str]
+    copies: Counter[str]
+    unawaited: Counter[str]
+    on_host: tuple[str, ...]
+    issued: tuple[Issued, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """What would slow down or break a run on CUDA, in words; empty if nothing was found."""
+        found = [f"the host waits: {place} ({count} times)" for place, count in self.waits.items()]
+        found += [f"a blocking copy: {place} ({count} times)" for place, count in self.copies.items()]
+        found += [f"used before its collective has ended: {place}" for place in self.unawaited]
+        found += [f"not on the device: {name}" for name in self.on_host]
+        odd = {f"{x.kind} of tensors on {' and '.join(x.devices)}" for x in self.issued if not x.is_native}
+        return found + [f"a collective that NCCL does not take as it is: {what}" for what in sorted(odd)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaProgram:
+    """The training step to trace.
+
+    Args:
+        rows: the number of rows of a rank's batch.
+        length: the number of tokens of a row.
+        batch: a function that returns further arguments of the model, called on the fake device.
+        autocast: the dtype of autocast; None for none.
+        max_norm: the bound of the gradients' norm; None to leave out clipping.
+        make_optimizer: a function that makes the optimizer from the model's parameters.
+        config: the options of ``to_distributed``.
+    """
+
+    rows: int
+    length: int
+    batch: Callable[[], Mapping[str, Any]] = dict
+    autocast: torch.dtype | None = None
+    max_norm: float | None = 1.0
+    make_optimizer: OptimizerFactory = torch.optim.AdamW
+    config: ToDistributedConfig = field(default_factory=ToDistributedConfig)
+
+
+class _LonelyGuard:
+    """Counts steps as a guard does, so that the ranks' comparisons run, and meets nobody."""
+
+    step = 0
+
+    def begin_step(self) -> None:
+        self.step += 1
+
+    def meet(self, *_: Any) -> None:
+        pass
+
+
+def trace_cuda_step(
+    model: nn.Module,
+    plan: ParallelPlan,
+    program: CudaProgram,
+    *,
+    rank: int = 0,
+    prepare: Callable[[nn.Module], Any] | None = None,
+) -> CudaStep:
+    """Trace the second training step of one rank on fake CUDA tensors.
+
+    Args:
+        model: a causal LM on the meta device; the call shards it.
+        plan: the plan, of any size.
+        program: the step.
+        rank: the rank of the plan.
+        prepare: is called with the distributed model before its first step, as a program may add hooks then.
+
+    Raises:
+        ValueError: if this process is already in a process group, or the model is not on the meta device.
+        PlanError: if the model or this version cannot run the plan, or fake CUDA tensors cannot be made here.
+    """
+    mode = HostWaitMode()
+    with fake_cuda(mode), fake_world(plan.world_size, rank), traceable(), mode.watching_works():
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        runtime, optimizer = install(
+            model, plan, program.make_optimizer, fake, device=DEVICE, config=program.config, guard=_LonelyGuard()
+        )
+        with fake, mode:
+            ids = torch.zeros(program.rows, program.length, dtype=torch.int64, device=DEVICE)
+            foresee(model, ids, hidden=program.autocast or next(model.parameters()).dtype)
+            if prepare is not None:
+                prepare(model)
+            for step in range(STEPS):
+                if step == STEPS - 1:
+                    mode.step = step
+                _step(model, optimizer, ids, program)
+            mode.step = -1
+        return CudaStep(
+            waits=mode.waits,
+            copies=mode.copies,
+            unawaited=mode.unawaited,
+            on_host=_on_host(model, runtime),
+            issued=tuple(mode.issued),
+        )
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, program: CudaProgram) -> None:
+    with contextlib.ExitStack() as precision:
+        if program.autocast is not None:
+            precision.enter_context(torch.autocast("cuda", dtype=program.autocast))
+        loss = model(input_ids=ids, labels=ids, **program.batch()).loss
+    loss.backward()
+    if program.max_norm is not None:
+        clip_grad_norm_(model, program.max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _on_host(model: nn.Module, runtime: Runtime) -> tuple[str, ...]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return tuple(name for name, x in tensors.items() if not x.is_cuda)

@@ -1,0 +1,122 @@
+"""Installs a plan on one rank of a fake world, with fake tensors, so that its steps run without values."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.optim import Optimizer
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.construct.initial_weights import NewTensors
+from meshwright.context.attention import context_axes
+from meshwright.distribute import installation as distribution
+from meshwright.distribute.installation import Installation
+from meshwright.optim.runtime import Runtime
+from meshwright.parallel import cross_entropy
+from meshwright.parallel.collectives import Axis
+from meshwright.parallel.row_layout import RowLayout
+from meshwright.parallel.tensor_parallel import Keep, make_shards
+from meshwright.pipeline.pipeline_forward import PipelineForward
+
+OptimizerFactory = Callable[[Any], Optimizer]
+
+
+def foresee(model: Any, ids: Tensor, *, hidden: torch.dtype) -> None:
+    """Tell the stages of a pipeline what they will receive, since no rank sends it."""
+    if isinstance(model.forward, PipelineForward):
+        model.forward.foresee({"input_ids": ids}, hidden=hidden, loss=torch.float32)
+
+
+def install(
+    model: Any,
+    plan: ParallelPlan,
+    make_optimizer: OptimizerFactory,
+    fake: FakeTensorMode,
+    *,
+    config: ToDistributedConfig | None = None,
+    device: str = "cpu",
+    guard: Any = None,
+) -> tuple[Runtime, Optimizer]:
+    """Make a model of the meta device that of one rank of the plan, with fake weights on a device.
+
+    Args:
+        model: the model, which is changed.
+        plan: the plan.
+        make_optimizer: a function that makes the optimizer from the model's parameters.
+        fake: the mode of the fake tensors.
+        config: the options of ``to_distributed``.
+        device: the device of the weights.
+        guard: stands in for the guard; None to leave out what the ranks compare.
+    """
+    optimizer = make_optimizer(model.parameters())
+
+    def empty_shard(parameter: nn.Parameter, rows: RowLayout) -> Tensor:
+        shape = list(parameter.shape)
+        if not rows.is_replicated:
+            shape[rows.dim] = rows.local_size
+        with fake:
+            return torch.empty(shape, dtype=parameter.dtype, device=device)
+
+    def make(model: nn.Module, layouts: Any, tp: Axis, to: torch.device, keep: Keep = lambda _, x: x) -> NewTensors:
+        return NewTensors(make_shards(model, layouts, tp, to, empty_shard, keep), _empty_buffers(model, fake, to))
+
+    installation = Installation.on_fake_rank(model, plan, config=config, device=device, guard=guard)
+    with fake:
+        made = installation.make_weights(make)
+    made.attach(model)
+    with fake:
+        installation.install(optimizer, seed=0)
+    return installation.runtime, optimizer
+
+
+def _empty_buffers(
+    model: nn.Module, fake: FakeTensorMode, device: torch.device
+) -> list[tuple[dict[str, Any], str, Tensor]]:
+    found = []
+    for module in model.modules():
+        for owner in (module._buffers, vars(module)):
+            for name, tensor in owner.items():
+                if isinstance(tensor, Tensor) and tensor.is_meta:
+                    with fake:
+                        found.append((owner, name, torch.empty(tensor.shape, dtype=tensor.dtype, device=device)))
+    return found
+
+
+def _without_fakes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes real tensors inside a FakeTensorMode."""
+
+    def call(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return call
+
+
+@contextlib.contextmanager
+def traceable() -> Iterator[None]:
+    """Patch code that fake tensors do not support: subclasses that guard reads, and loops over cache-sized pieces."""
+    as_subclass = Tensor.as_subclass
+
+    def keep_fake(tensor: Tensor, kind: Any) -> Any:
+        return tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, kind)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Tensor, "as_subclass", keep_fake))
+        patches.enter_context(mock.patch.object(cross_entropy, "_CACHE_BYTES", 2**60))
+        patches.enter_context(mock.patch.object(distribution, "set_timeouts", lambda _: None))
+        # Ranks are read as numbers, to make the groups of "hybrid".
+        patches.enter_context(mock.patch.object(distribution, "context_axes", _without_fakes(context_axes)))
+        # ZeRO checks whether the program wrote into half-precision weights, which does not happen here.
+        patches.enter_context(mock.patch.object(torch, "equal", lambda *_: True))
+        # transformers checks for packed rows, which fake positions cannot show, and builds a mask if in doubt.
+        masking = sys.modules.get("transformers.masking_utils")
+        if hasattr(masking, "find_packed_sequence_indices"):
+            patches.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_: None))
+        yield
