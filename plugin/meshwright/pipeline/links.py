@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.messages import wait_for_message
 from meshwright.parallel.collectives import Axis
 
 AHEAD = 3  # number of receives that are posted before their tensors are needed
@@ -74,7 +75,7 @@ class Links:
     def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
         self.pp, self.device = pp, device
         self._groups = groups
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: list[tuple[Any, Any, Tensor]] = []  # the work, its group and the tensor
 
     @own_collectives()
     def send(self, x: Tensor, receiver: int) -> None:
@@ -82,7 +83,7 @@ class Links:
         group = self._groups[self.pp.rank, receiver]
         x = x.detach().contiguous()
         work = dist.isend(x, group=group, group_dst=dist.get_group_rank(group, self._global(receiver)))
-        self._sent.append((work, x))
+        self._sent.append((work, group, x))
 
     def announce(self, dtype: torch.dtype, receiver: int) -> None:
         """Send the dtype of the next tensor, to a receiver that does not know it."""
@@ -91,8 +92,8 @@ class Links:
     def settle(self) -> None:
         """Wait until everything has been sent."""
         sent, self._sent = self._sent, []
-        for work, _ in sent:
-            work.wait()
+        for work, group, x in sent:
+            wait_for_message(work, group, x.device)
 
     def receiver(self, sender: int, expected: Iterable[Expected]) -> Receiver:
         """Return an object that receives the expected tensors from a rank of the pipeline, in their order."""
@@ -130,7 +131,7 @@ class Receiver:
         dtype = item.dtype
         if dtype is None:
             code = torch.empty(1, dtype=torch.int64, device=self._device)
-            dist.recv(code, group=self._group, group_src=self._source)
+            self._wait(dist.irecv(code, group=self._group, group_src=self._source))
             dtype = DTYPES[int(code)]
         x = torch.empty(item.shape, dtype=dtype, device=self._device)
         self._posted[item.key] = dist.irecv(x, group=self._group, group_src=self._source), x
@@ -141,6 +142,9 @@ class Receiver:
         while key not in self._posted:
             self._post_next()
         work, x = self._posted.pop(key)
-        work.wait()
+        self._wait(work)
         self.post()
         return x
+
+    def _wait(self, work: Any) -> None:
+        wait_for_message(work, self._group, self._device)
