@@ -30,7 +30,7 @@ class Expected:
     Args:
         key: what it is.
         shape: its shape.
-        dtype: its dtype; None if the sender announces it, see :meth:`Links.announce`.
+        dtype: its dtype; None if the sender announces it, see :meth:`Links.send`.
     """
 
     key: Hashable
@@ -75,25 +75,37 @@ class Links:
     def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
         self.pp, self.device = pp, device
         self._groups = groups
-        self._sent: list[tuple[Any, Any, Tensor]] = []  # the work, its group and the tensor
+        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver; of each tensor, its messages
+        self._arrived: dict[int, int] = {}  # by receiver, the number of tensors that were settled
 
     @own_collectives()
-    def send(self, x: Tensor, receiver: int) -> None:
-        """Start to send a tensor to a rank of the pipeline, which must not be changed before :meth:`settle`."""
+    def send(self, x: Tensor, receiver: int, *, announces: bool = False) -> None:
+        """Start to send a tensor to a rank of the pipeline, which must not be changed until it has arrived.
+
+        Args:
+            x: the tensor.
+            receiver: the rank of the pipeline.
+            announces: whether the receiver does not know the dtype, which is then sent before.
+        """
         group = self._groups[self.pp.rank, receiver]
+        place = dist.get_group_rank(group, self._global(receiver))
         x = x.detach().contiguous()
-        work = dist.isend(x, group=group, group_dst=dist.get_group_rank(group, self._global(receiver)))
-        self._sent.append((work, group, x))
+        code = [torch.tensor([DTYPES.index(x.dtype)], device=self.device)] if announces else []
+        messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*code, x)]
+        self._sent.setdefault(receiver, deque()).append(messages)
 
-    def announce(self, dtype: torch.dtype, receiver: int) -> None:
-        """Send the dtype of the next tensor, to a receiver that does not know it."""
-        self.send(torch.tensor([DTYPES.index(dtype)], device=self.device), receiver)
+    def settle(self, receiver: int, count: int) -> None:
+        """Wait until the first ``count`` tensors that were sent to a rank in this step have arrived; let go of them."""
+        while self._arrived.get(receiver, 0) < count:
+            for work, x in self._sent[receiver].popleft():
+                wait_for_message(work, self._groups[self.pp.rank, receiver], x.device)
+            self._arrived[receiver] = self._arrived.get(receiver, 0) + 1
 
-    def settle(self) -> None:
-        """Wait until everything has been sent."""
-        sent, self._sent = self._sent, []
-        for work, group, x in sent:
-            wait_for_message(work, group, x.device)
+    def end(self) -> None:
+        """Wait until everything that was sent in this step has arrived."""
+        for receiver, sent in self._sent.items():
+            self.settle(receiver, self._arrived.get(receiver, 0) + len(sent))
+        self._sent, self._arrived = {}, {}
 
     def receiver(self, sender: int, expected: Iterable[Expected]) -> Receiver:
         """Return an object that receives the expected tensors from a rank of the pipeline, in their order."""
