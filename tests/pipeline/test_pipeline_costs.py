@@ -62,8 +62,8 @@ def test_bytes_that_a_rank_holds(schedule: str, pool4: Any) -> None:
         stage_bytes = counted[0]
         assert stage_bytes > 20 * sizes.message_bytes
         # Tensors that were sent are kept until an answer shows that they have arrived. At the fullest moment these are
-        # as many as a rank receives ahead, at most. All of a step would be 16 on each boundary.
-        assert abs(max(held.after) - max(counted)) <= AHEAD * sizes.message_bytes
+        # no more than a rank receives ahead from two neighbours. All of a step would be 12 to 50.
+        assert abs(max(held.after) - max(counted)) <= 2 * AHEAD * sizes.message_bytes
         if v == 1:
             most = max(active for ((active, _),) in most_held(schedule, 4, v, MICRO_BATCHES)[rank])
             assert most * stage_bytes <= max(held.after)
