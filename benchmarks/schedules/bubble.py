@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -81,9 +81,8 @@ def _sleeping(model: nn.Module, seconds: float, *, splits: bool) -> Iterator[Non
         splits: whether the schedule computes the gradients of weights apart.
     """
 
-    def sleep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(output, seconds, seconds if splits else 2 * seconds)
-        return result
+    def sleeping(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: _Sleep.apply(method(x), seconds, seconds if splits else 2 * seconds)
 
     def add_to(later: WeightGradients, sums: SummedGradients, stage: int, micro_batch: int) -> None:
         time.sleep(seconds)
@@ -91,8 +90,7 @@ def _sleeping(model: nn.Module, seconds: float, *, splits: bool) -> Iterator[Non
 
     original = WeightGradients.add_to
     layers: Any = model.model.layers  # type: ignore[union-attr]
-    hooks = [layer.mlp.register_forward_hook(sleep) for layer in layers]  # the layers of other stages run no MLP
+    for layer in layers:  # the layers of other stages run no MLP
+        layer.mlp.forward = sleeping(layer.mlp.forward)
     with mock.patch.object(WeightGradients, "add_to", add_to):
         yield
-    for hook in hooks:
-        hook.remove()
