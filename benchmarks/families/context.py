@@ -23,7 +23,7 @@ from torch import nn
 
 import meshwright as mw
 from benchmarks.families.models import DENSE, build, model_types
-from benchmarks.families.one_device import ROWS, largest_difference
+from benchmarks.families.one_device import ROWS, largest_difference, own_groups
 from benchmarks.families.parity import TOLERANCE
 from meshwright.mesh.process_group import start_process_group, world_size
 
@@ -51,7 +51,8 @@ def main(
         for name in methods:
             for kind in ROWS:
                 try:
-                    off = largest_difference(partial(build, family), partial(plan_for_context, method=name), kind)
+                    with own_groups():
+                        off = largest_difference(partial(build, family), partial(plan_for_context, method=name), kind)
                 except mw.PlanError as error:
                     refused[family, name] = str(error)
                     break

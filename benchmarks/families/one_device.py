@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,22 @@ def rows_of(kind: str) -> dict[str, Tensor]:
         mask[1, -3:] = mask[2, :2] = 0
         inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
     return inputs
+
+
+@contextlib.contextmanager
+def own_groups() -> Iterator[None]:
+    """Destroy the process groups that a program makes inside the context; every rank must leave it.
+
+    Each group of gloo has threads that wake a hundred times per second, so that the groups of many programs would keep
+    a machine busy. The groups of device meshes stay, since later programs use the same meshes.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    before = set(groups)
+    yield
+    dist.barrier()  # a rank that is done must not close a group that another one still uses
+    for group in set(groups) - before:
+        if not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
 
 
 def largest_difference(build: Callable[[], Any], plan_for: Callable[[nn.Module], mw.ParallelPlan], kind: str) -> float:

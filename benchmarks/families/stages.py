@@ -23,7 +23,7 @@ from torch import nn
 
 import meshwright as mw
 from benchmarks.families.models import DENSE, build, model_types
-from benchmarks.families.one_device import ROWS, largest_difference
+from benchmarks.families.one_device import ROWS, largest_difference, own_groups
 from benchmarks.families.parity import TOLERANCE
 from meshwright.mesh.process_group import start_process_group, world_size
 from meshwright.parallel.structure import describe
@@ -79,9 +79,10 @@ def main(
     for family in track(families, "families", disable=not (is_first and sys.stderr.isatty())):
         for kind in ROWS:
             try:
-                off = largest_difference(
-                    partial(build_deeper, family), partial(plan_for_stages, schedule=schedule, method=method), kind
-                )
+                with own_groups():
+                    off = largest_difference(
+                        partial(build_deeper, family), partial(plan_for_stages, schedule=schedule, method=method), kind
+                    )
             except mw.PlanError as error:
                 others.append(f"{family}, {kind}: refused: {error}")
                 continue

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,6 @@ from harness.pool import WorkerError
 from meshwright.context.attend import AttentionCall, attend_in_blocks
 from meshwright.context.attention import stock_attention
 from meshwright.context.masks import ContextMask
-from meshwright.context.ring import _start_shift
-from meshwright.faults.guard import set_timeout
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.sequence_parts import Run
 from support.exact import Float64, relative_difference
 from support.models import SIZES, build, labels_for, tokens
@@ -436,21 +432,3 @@ def copied() -> tuple[Tensor, Tensor]:
 def test_copies_and_models_beside_it(pool2: Any) -> None:
     for of_copy, of_plain in pool2.run(copied):
         assert of_copy.abs().max() == 0 and of_plain.abs().max() < 1e-5  # float32
-
-
-def wait_for_a_rank_that_never_sends() -> str:
-    group = dist.new_group()
-    set_timeout(group, 1)
-    if dist.get_rank() == 1:
-        time.sleep(3)
-        return ""
-    axis = Axis("cp", size=2, rank=0, group=group)
-    try:
-        _start_shift(torch.zeros(2), axis)()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_ring_waits_no_longer_than_the_timeout(pool2: Any) -> None:
-    assert "Timed out" in pool2.run(wait_for_a_rank_that_never_sends)[0]

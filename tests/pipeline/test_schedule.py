@@ -17,17 +17,15 @@ from meshwright.pipeline.schedule import (
     SPLIT_BACKWARD,
     Kind,
     Operation,
-    Transfer,
     check,
     chunks_of,
     in_flight,
     most_held,
     rank_of_stage,
     rank_operations,
-    receiving_stage,
     stages_of_rank,
-    transfers,
 )
+from meshwright.pipeline.transfers import Transfer, received_by, receiving_stage, transfers
 
 _KINDS = {
     "FORWARD": Kind.FORWARD,
@@ -167,7 +165,9 @@ def test_receives_in_the_order_of_the_sends_always_end(size: tuple[str, int, int
             if receiver == rank:
                 ready[rank].add((is_forward, target, i))
             else:
-                assert listed[rank, receiver][sent[rank, receiver]] == Transfer(operation, target)
+                index = sent[rank, receiver]
+                assert listed[rank, receiver][index] == Transfer(operation, target)
+                assert received_by(*size)[rank, receiver][index] == received.get((receiver, rank), 0)
                 sent[rank, receiver] += 1
         cursor[rank] += 1
         return True

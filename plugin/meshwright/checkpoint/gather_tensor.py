@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.messages import wait_for_message
 from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
@@ -97,9 +98,10 @@ def _hop(piece: Tensor, source: int, axis: Axis) -> None:
         return
     assert axis.group is not None
     if axis.rank == source:
-        dist.send(piece, dist.get_global_rank(axis.group, 0), group=axis.group)
+        work = dist.isend(piece, dist.get_global_rank(axis.group, 0), group=axis.group)
     else:
-        dist.recv(piece, dist.get_global_rank(axis.group, source), group=axis.group)
+        work = dist.irecv(piece, dist.get_global_rank(axis.group, source), group=axis.group)
+    wait_for_message(work, axis.group, piece.device)
 
 
 def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from meshwright.context.attend import AttentionCall
 from meshwright.context.masks import ContextMask, query_blocks
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.messages import wait_for_message
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.sequence_parts import Run
 
@@ -264,13 +265,10 @@ def _start_shift(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     )
 
     sent = x  # must live until it has left
-    # Gloo's waits for one message have the timeout that the group was made with, unless they are given another.
-    options = axis.group._get_backend(x.device).options if x.device.type == "cpu" else None
-    limits = () if options is None else (options._timeout,)  # a fake rank's group has no options
 
     def wait() -> Tensor:
         for work in works:
-            work.wait(*limits)
+            wait_for_message(work, axis.group, out.device)
         assert sent.shape == out.shape
         return out
 

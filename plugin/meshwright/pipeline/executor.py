@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from meshwright.parallel.output_loss import loss_of
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.links import Expected, Links, Receiver
-from meshwright.pipeline.schedule import Kind, Operation, receiving_stage, transfers
+from meshwright.pipeline.schedule import Kind, Operation
 from meshwright.pipeline.stages import Stages
+from meshwright.pipeline.transfers import received_by, receiving_stage, transfers
 from meshwright.pipeline.weight_gradients import WeightGradients
 
 Batch = dict[str, Any]
@@ -67,6 +68,7 @@ class Step:
     keep: Callable[[Any], None]
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
+    _arrived: dict[Key, int] = field(default_factory=dict)  # of what its sender got, known when a tensor comes
     _handed: dict[Key, Tensor] = field(default_factory=dict)  # between two stages of this rank
     _alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
@@ -78,12 +80,14 @@ class Step:
     def _training_keys(self) -> dict[int, list[Key]]:
         """Return what each rank sends to this one in a training step, in its order."""
         cut = self.stages.cut
-        sent = transfers(cut.schedule, cut.size, len(cut.spans) // cut.size, len(self.batches))
-        return {
-            sender: [(item.is_forward, item.stage, item.micro_batch) for item in items]
-            for (sender, receiver), items in sent.items()
-            if receiver == cut.rank
-        }
+        sizes = cut.schedule, cut.size, len(cut.spans) // cut.size, len(self.batches)
+        arrived = received_by(*sizes)
+        found = {}
+        for pair, made in transfers(*sizes).items():
+            if pair[1] == cut.rank:
+                found[pair[0]] = [transfer.key for transfer in made]
+                self._arrived.update(zip(found[pair[0]], arrived[pair], strict=True))
+        return found
 
     def _evaluation_keys(self) -> dict[int, list[Key]]:
         """Return what each rank sends to this one in evaluation, in its order."""
@@ -146,7 +150,9 @@ class Step:
         key = (is_forward, stage, micro_batch)
         if sender == self.stages.cut.rank:
             return self._handed.pop(key)
-        return self._receivers[sender].take(key)
+        x = self._receivers[sender].take(key)
+        self.links.settle(sender, self._arrived.get(key, 0))
+        return x
 
     def _give(self, operation: Operation, x: Tensor) -> None:
         cut = self.stages.cut
@@ -156,9 +162,7 @@ class Step:
         if receiver == cut.rank:
             self._handed[operation.kind is Kind.FORWARD, stage, operation.micro_batch] = x
             return
-        if max(stage, operation.stage) not in self.boundaries.known:
-            self.links.announce(x.dtype, receiver)
-        self.links.send(x, receiver)
+        self.links.send(x, receiver, announces=max(stage, operation.stage) not in self.boundaries.known)
 
 
 def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> None:
@@ -171,7 +175,7 @@ def run_training(step: Step, sums: SummedGradients, later: WeightGradients) -> N
             later.add_to(sums, operation.stage, operation.micro_batch)
         else:
             step.backward(operation, sums, later)
-    step.links.settle()
+    step.links.end()
 
 
 def run_evaluation(step: Step) -> None:
@@ -180,4 +184,4 @@ def run_evaluation(step: Step) -> None:
     for micro_batch in range(len(step.batches)):
         for stage in step.stages.cut.own:
             step.forward(stage, micro_batch, trains=False)
-    step.links.settle()
+    step.links.end()

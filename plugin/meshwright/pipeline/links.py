@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.messages import wait_for_message
 from meshwright.parallel.collectives import Axis
 
 AHEAD = 3  # number of receives that are posted before their tensors are needed
@@ -29,7 +30,7 @@ class Expected:
     Args:
         key: what it is.
         shape: its shape.
-        dtype: its dtype; None if the sender announces it, see :meth:`Links.announce`.
+        dtype: its dtype; None if the sender announces it, see :meth:`Links.send`.
     """
 
     key: Hashable
@@ -74,25 +75,37 @@ class Links:
     def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
         self.pp, self.device = pp, device
         self._groups = groups
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver; of each tensor, its messages
+        self._arrived: dict[int, int] = {}  # by receiver, the number of tensors that were settled
 
     @own_collectives()
-    def send(self, x: Tensor, receiver: int) -> None:
-        """Start to send a tensor to a rank of the pipeline, which must not be changed before :meth:`settle`."""
+    def send(self, x: Tensor, receiver: int, *, announces: bool = False) -> None:
+        """Start to send a tensor to a rank of the pipeline, which must not be changed until it has arrived.
+
+        Args:
+            x: the tensor.
+            receiver: the rank of the pipeline.
+            announces: whether the receiver does not know the dtype, which is then sent before.
+        """
         group = self._groups[self.pp.rank, receiver]
+        place = dist.get_group_rank(group, self._global(receiver))
         x = x.detach().contiguous()
-        work = dist.isend(x, group=group, group_dst=dist.get_group_rank(group, self._global(receiver)))
-        self._sent.append((work, x))
+        code = [torch.tensor([DTYPES.index(x.dtype)], device=self.device)] if announces else []
+        messages = [(dist.isend(y, group=group, group_dst=place), y) for y in (*code, x)]
+        self._sent.setdefault(receiver, deque()).append(messages)
 
-    def announce(self, dtype: torch.dtype, receiver: int) -> None:
-        """Send the dtype of the next tensor, to a receiver that does not know it."""
-        self.send(torch.tensor([DTYPES.index(dtype)], device=self.device), receiver)
+    def settle(self, receiver: int, count: int) -> None:
+        """Wait until the first ``count`` tensors that were sent to a rank in this step have arrived; let go of them."""
+        while self._arrived.get(receiver, 0) < count:
+            for work, x in self._sent[receiver].popleft():
+                wait_for_message(work, self._groups[self.pp.rank, receiver], x.device)
+            self._arrived[receiver] = self._arrived.get(receiver, 0) + 1
 
-    def settle(self) -> None:
-        """Wait until everything has been sent."""
-        sent, self._sent = self._sent, []
-        for work, _ in sent:
-            work.wait()
+    def end(self) -> None:
+        """Wait until everything that was sent in this step has arrived."""
+        for receiver, sent in self._sent.items():
+            self.settle(receiver, self._arrived.get(receiver, 0) + len(sent))
+        self._sent, self._arrived = {}, {}
 
     def receiver(self, sender: int, expected: Iterable[Expected]) -> Receiver:
         """Return an object that receives the expected tensors from a rank of the pipeline, in their order."""
@@ -130,7 +143,7 @@ class Receiver:
         dtype = item.dtype
         if dtype is None:
             code = torch.empty(1, dtype=torch.int64, device=self._device)
-            dist.recv(code, group=self._group, group_src=self._source)
+            self._wait(dist.irecv(code, group=self._group, group_src=self._source))
             dtype = DTYPES[int(code)]
         x = torch.empty(item.shape, dtype=dtype, device=self._device)
         self._posted[item.key] = dist.irecv(x, group=self._group, group_src=self._source), x
@@ -141,6 +154,9 @@ class Receiver:
         while key not in self._posted:
             self._post_next()
         work, x = self._posted.pop(key)
-        work.wait()
+        self._wait(work)
         self.post()
         return x
+
+    def _wait(self, work: Any) -> None:
+        wait_for_message(work, self._group, self._device)

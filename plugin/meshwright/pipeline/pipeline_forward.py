@@ -28,9 +28,10 @@ from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
 from meshwright.pipeline.links import DTYPES, Links, new_groups
-from meshwright.pipeline.schedule import SPLIT_BACKWARD, Operation, rank_operations, receiving_stage
+from meshwright.pipeline.schedule import SPLIT_BACKWARD, Operation, rank_operations
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import Stages, tokens_of
+from meshwright.pipeline.transfers import receiving_stage
 from meshwright.pipeline.weight_gradients import WeightGradients
 
 # The dtype of the first parameter, that of autocast, and that of the tokens, which may be embeddings.

@@ -55,28 +55,6 @@ class Operation:
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A tensor that one rank sends to another.
-
-    Args:
-        operation: the operation that makes it: a forward makes activations, a backward the gradient of its input.
-        stage: the virtual stage that receives it.
-    """
-
-    operation: Operation
-    stage: int
-
-    @property
-    def micro_batch(self) -> int:
-        return self.operation.micro_batch
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it holds activations; if not, it holds a gradient."""
-        return self.operation.kind is Kind.FORWARD
-
-
 def rank_of_stage(schedule: str, stage: int, p: int) -> int:
     """Return the rank that holds a virtual stage.
 
@@ -196,52 +174,6 @@ def rank_operations(schedule: str, p: int, v: int, m: int) -> tuple[tuple[Operat
     check(schedule, p, v, m)
     visits = _GENERATORS[schedule]
     return tuple(_numbered(visits(rank, p, v, m), m) for rank in range(p))
-
-
-@lru_cache(maxsize=128)
-def transfers(schedule: str, p: int, v: int, m: int) -> dict[tuple[int, int], tuple[Transfer, ...]]:
-    """Return what each rank sends to each other rank, by (sender, receiver), in the order in which it is sent.
-
-    A receiver that posts its receives in this order needs no tags. What stays on one rank is not listed.
-
-    Args:
-        schedule: one of ``SCHEDULES``.
-        p: number of ranks in the pipeline.
-        v: virtual stages of a rank.
-        m: number of micro-batches of a step.
-
-    Example:
-        >>> sent = transfers("1f1b", 2, 1, 2)
-        >>> [(str(one.operation), one.stage) for one in sent[0, 1]], [str(one.operation) for one in sent[1, 0]]
-        ([('0F0', 1), ('0F1', 1)], ['1B0', '1B1'])
-    """
-    sent: dict[tuple[int, int], list[Transfer]] = {}
-    for rank, operations in enumerate(rank_operations(schedule, p, v, m)):
-        for operation in operations:
-            stage = receiving_stage(operation, p * v)
-            if stage is None:
-                continue
-            receiver = rank_of_stage(schedule, stage, p)
-            if receiver != rank:
-                sent.setdefault((rank, receiver), []).append(Transfer(operation, stage))
-    return {pair: tuple(made) for pair, made in sent.items()}
-
-
-def receiving_stage(operation: Operation, stages: int) -> int | None:
-    """Return the virtual stage that needs what an operation makes; None if no other stage does.
-
-    Args:
-        operation: the operation.
-        stages: number of virtual stages.
-
-    Example:
-        >>> receiving_stage(Operation(Kind.FORWARD, 2, 0), 4), receiving_stage(Operation(Kind.FORWARD, 3, 0), 4)
-        (3, None)
-    """
-    if operation.kind is Kind.WEIGHT_GRAD:
-        return None
-    stage = operation.stage + (1 if operation.kind is Kind.FORWARD else -1)
-    return stage if 0 <= stage < stages else None
 
 
 def in_flight(operations: Sequence[Operation], *, until: Kind = Kind.INPUT_GRAD) -> dict[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from meshwright.faults.interpose import own_collectives
+from meshwright.mesh.messages import wait_for_message
 from meshwright.mesh.process_group import wire_device
 from meshwright.resharding.regions import Box, Layout, intersection, sizes, volume, within
 
@@ -147,5 +148,5 @@ def _exchange(outgoing: dict[int, Tensor], lengths: dict[int, int], device: torc
     operations += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in received.items()]
     with own_collectives():
         for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+            wait_for_message(work, None, wire)
     return received

@@ -1,0 +1,62 @@
+"""No wait for a message between two ranks is longer than the timeout that the run set."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint.gather_tensor import _hop
+from meshwright.context.ring import _start_shift
+from meshwright.faults.guard import set_timeout
+from meshwright.parallel.collectives import Axis
+from meshwright.pipeline.links import Expected, Links
+from meshwright.resharding.transfer import _exchange
+
+LARGE = 2**22  # elements that no socket buffers, so that a send needs its receiver
+
+
+def links(axis: Axis) -> Links:
+    return Links(axis, {(0, 1): axis.group, (1, 0): axis.group}, torch.device("cpu"))
+
+
+def receive(axis: Axis, dtype: torch.dtype | None) -> None:
+    links(axis).receiver(1, [Expected("x", (2,), dtype)]).take("x")
+
+
+def send(axis: Axis) -> None:
+    own = links(axis)
+    own.send(torch.zeros(LARGE), 1)
+    own.end()
+
+
+WAITS: dict[str, Callable[[Axis], Any]] = {
+    "a ring": lambda axis: _start_shift(torch.zeros(2), axis)(),
+    "a pipeline's receive": lambda axis: receive(axis, torch.float32),
+    "a pipeline's announcement": lambda axis: receive(axis, None),
+    "a pipeline's send": send,
+    "a save": lambda axis: _hop(torch.zeros(2), 1, axis),
+    "a reshard": lambda _: _exchange({}, {1: 8}, torch.device("cpu")),
+}
+
+
+def wait_for_a_rank_that_does_nothing(name: str) -> str:
+    group = dist.group.WORLD if name == "a reshard" else dist.new_group()
+    set_timeout(group, 1)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return ""
+    try:
+        WAITS[name](Axis("cp", size=2, rank=0, group=group))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_no_wait_is_longer_than_the_timeout(name: str, pool2: Any) -> None:
+    assert "Timed out" in pool2.run(wait_for_a_rank_that_does_nothing, name)[0]
