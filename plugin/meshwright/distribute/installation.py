@@ -39,7 +39,6 @@ from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.structure import DecoderStructure, ParameterLayout, describe
 from meshwright.parallel.tensor_guards import refuse_wrapping
@@ -214,7 +213,8 @@ class Installation:
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
         region = self._install_forward(runtime.streams)
-        parts = None if self.context is None else self._install_context(self.context)
+        if self.context is not None:
+            self._install_context(self.context)
         if runtime.engine is not None:
             leave_gradients_to_engine(runtime, self.model)
         else:
@@ -228,7 +228,7 @@ class Installation:
             vocab_size = self.tensor_structure.vocab_size if self.tensor_structure else 0
             runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=vocab_size)
             if self.loss.is_causal_lm:
-                runtime.loss.parts = parts  # type: ignore[attr-defined]
+                runtime.loss.region = runtime.region  # type: ignore[attr-defined]
             if self.cut is not None:
                 self._install_pipeline(self.cut, region)
             elif self.plan.has_micro_batches:
@@ -255,7 +255,7 @@ class Installation:
         )
         self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region)
 
-    def _install_context(self, record: ContextRecord) -> SequenceParts:
+    def _install_context(self, record: ContextRecord) -> None:
         """Cut the tokens of the layers over cp, and let attention reach all of them."""
         assert self.structure is not None
         runtime = self.runtime
@@ -263,14 +263,14 @@ class Installation:
         if runtime.guard is not None:
             set_timeouts(self.config.timeout_s)  # of the groups just made, too
         attach_attention(self.decoder, attention)
-        region = runtime.region = ContextRegion(self.structure, record, attention.parts)
+        balances = self.plan.context != "ulysses"  # whose ranks have all tokens of some heads
+        region = runtime.region = ContextRegion(self.structure, record, attention.parts, balances=balances)
         self.decoder.forward = ContextForward(
             self.decoder,
             region,
             has_token_loss=self.loss is not None and self.loss.is_causal_lm,
             gathers_logits=lambda: runtime.gathers_logits,
         )
-        return attention.parts
 
     def _install_forward(self, streams: DropoutStreams) -> SequenceRegion | None:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
