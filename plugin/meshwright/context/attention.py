@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
-from meshwright.context.attend import AttentionCall, StockAttention, attend_in_blocks
+from meshwright.context.attend import AttentionCall, StockAttention, as_autocast, attend_in_blocks
 from meshwright.context.head_exchange import HeadExchange
 from meshwright.context.masks import ContextMask
 from meshwright.context.ring import RingCall, ring_attention
@@ -75,13 +75,15 @@ class ContextAttention:
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's queries, ``[B, queries, heads, d]``."""
-        length, parts = call.mask.length, call.mask.parts or self.parts
+        length, parts, dtype = call.mask.length, call.mask.parts or self.parts, q.dtype
+        k, v = as_autocast(k), as_autocast(v)  # before they are sent
         if self.method == "gather":
             return attend_in_blocks(call, q, k, v, parts.runs(length), parts)
         if self.method == "ring":
             return self._ring(call, parts, q, k, v)
         rank = self.axes.inner.rank
-        q, k, v = self._exchange.to_heads(parts, q, k, v)
+        q, k, v = self._exchange.to_heads(parts, as_autocast(q), k, v)
+        q = q.to(dtype)  # of which the model's function may make its mask and its probabilities
         call = _with_own_heads(call, rank, self.axes.inner.size)
         if self.method == "hybrid":
             output = self._ring(call, parts, q, k, v)

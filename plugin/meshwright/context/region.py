@@ -16,6 +16,7 @@ from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord, Place, map_tensors, mask_in, tensors_in
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.structure import DecoderStructure
 
@@ -29,17 +30,27 @@ class ContextRegion:
         structure: the decoder's structure.
         record: which arguments of the layers have a value for each token.
         parts: how the ranks share a sequence by default.
+        streams: the model's dropout streams. Each rank draws for its own tokens, and all draw the same for joined ones.
         balances: whether the ranks share a row of documents by its work, which attention then finds in the mask.
     """
 
-    def __init__(self, structure: DecoderStructure, record: ContextRecord, parts: SequenceParts, *, balances: bool):
-        self.record, self.balances = record, balances and record.gives_masks
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        record: ContextRecord,
+        parts: SequenceParts,
+        streams: DropoutStreams,
+        *,
+        balances: bool,
+    ):
+        self.record, self.streams, self.balances = record, streams, balances and record.gives_masks
         self.parts = self._default = parts  # how they share the last sequence
         self.length = 0  # the number of tokens of the last sequence
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._first = structure.layers[0]
+        self._restore: Restore | None = None  # gives the random stream back that the ranks share
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # what several layers are given, cut once in a pass
         for layer in structure.layers:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -61,6 +72,8 @@ class ContextRegion:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, _ = hidden_states(args, kwargs)
         mask = mask_in(args, kwargs) if self.balances else None
+        if layer is self._first:  # in backward too, which starts from the random state before this switch
+            self._restore = self.streams.enter_part(hidden)
         if in_backward():  # activation checkpointing runs a layer again, perhaps after other sequences
             parts = self.parts if mask is None or mask.parts is None else mask.parts
         else:
@@ -112,6 +125,8 @@ class ContextRegion:
         self._cut.clear()
         if self.keeps_parted and not self.record.reshapes:
             return None
+        if self._restore is not None:
+            self._restore()
         x, *others = (output,) if isinstance(output, Tensor) else output
         x = self.parts.join(x, 1, length, is_taken_again=self.keeps_parted)
         return x if isinstance(output, Tensor) else (x, *others)

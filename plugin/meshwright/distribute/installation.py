@@ -214,7 +214,7 @@ class Installation:
             runtime.comparison = self._comparison()
         region = self._install_forward(runtime.streams)
         if self.context is not None:
-            self._install_context(self.context)
+            self._install_context(self.context, runtime.streams)
         if runtime.engine is not None:
             leave_gradients_to_engine(runtime, self.model)
         else:
@@ -255,7 +255,7 @@ class Installation:
         )
         self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region)
 
-    def _install_context(self, record: ContextRecord) -> None:
+    def _install_context(self, record: ContextRecord, streams: DropoutStreams) -> None:
         """Cut the tokens of the layers over cp, and let attention reach all of them."""
         assert self.structure is not None
         runtime = self.runtime
@@ -264,7 +264,7 @@ class Installation:
             set_timeouts(self.config.timeout_s)  # of the groups just made, too
         attach_attention(self.decoder, attention)
         balances = self.plan.context != "ulysses"  # whose ranks have all tokens of some heads
-        region = runtime.region = ContextRegion(self.structure, record, attention.parts, balances=balances)
+        region = runtime.region = ContextRegion(self.structure, record, attention.parts, streams, balances=balances)
         self.decoder.forward = ContextForward(
             self.decoder,
             region,
