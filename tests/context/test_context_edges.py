@@ -9,6 +9,7 @@ import copy
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DiffLlamaConfig,
+    GPT2Config,
     LlamaConfig,
 )
 
 import meshwright as mw
 from harness.pool import WorkerError
-from meshwright.context.attend import AttentionCall, attend_in_blocks
+from meshwright.context import attention
+from meshwright.context.attend import AttentionCall, as_autocast, attend_in_blocks
 from meshwright.context.attention import stock_attention
 from meshwright.context.masks import ContextMask
 from meshwright.parallel.sequence_parts import Run
@@ -114,6 +118,33 @@ def test_autocast(method: str, family: str, pool2: Any) -> None:
     largest = max(value.abs().max() for name, value in expected.items() if name != "loss")
     # bfloat16 has 8 bits, and each gradient passes some ten roundings. That of the keys' bias is nothing else.
     assert max((found[name] - value).abs().max() / largest for name, value in expected.items()) <= 0.1
+
+
+def half_exchanged(method: str, family: str, implementation: str) -> tuple[list[Tensor], list[int]]:
+    """Logits under autocast if keys are sent as they are, and in autocast's dtype, and the bytes of both."""
+    model = distributed({"cp": 2, "context": method}, family, attn_implementation=implementation).eval()
+    logits, sent = [], []
+    for cast in (lambda x: x, as_autocast):
+        with mock.patch.object(attention, "as_autocast", cast), Traffic() as traffic, torch.no_grad():
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model.model(batch()["input_ids"])  # the kernels' first calls
+                traffic.bytes.clear()
+                logits.append(model.model(batch()["input_ids"]).last_hidden_state)
+            kind = "all_gather" if method == "gather" else "reduce_scatter"  # counted as all-to-alls
+            sent.append(traffic.bytes[kind])
+    return logits, sent
+
+
+@pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_autocast_sends_half_the_bytes(method: str, family: str, implementation: str, pool2: Any) -> None:
+    """The stock functions round to bfloat16 in their matrix products anyway, so no bit of the result changes."""
+    for (before, after), (all_bytes, half) in pool2.run(half_exchanged, method, family, implementation):
+        assert torch.equal(before, after)
+        width, key_width = SIZES["hidden_size"], SIZES["hidden_size"] // 8 * SIZES["num_key_value_heads"]
+        rows = 2 * 8  # two rows of 13 tokens, padded to 16 on two ranks
+        sent = 2 * rows * 2 * key_width if method == "gather" else rows * (width + 2 * key_width)
+        assert all_bytes - half == SIZES["num_hidden_layers"] * sent * (4 - 2)
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -213,6 +244,35 @@ def warnings_of_a_hook(module: str) -> list[str]:
 def test_hooks_that_see_some_tokens_are_warned_of(module: str, pool2: Any) -> None:
     for said in pool2.run(warnings_of_a_hook, module):
         assert len(said) == 1 and f"a forward hook on {module} sees this rank's tokens only" in said[0]
+
+
+# ---- dropout --------------------------------------------------------------------------------------------------------
+
+
+def dropped(plan: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """The logits of a classifier that drops what its head gets, in two passes, and the masks of a layer's dropout."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=SIZES["vocab_size"], n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0, num_labels=3
+    )
+    model: Any = AutoModelForTokenClassification.from_config(config)
+    model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0].train()
+    masks: list[Tensor] = []
+    model.transformer.h[1].mlp.dropout.register_forward_hook(lambda _, args, output: masks.append(output == 0))
+    logits = [model(input_ids=tokens(2, 12), labels=tokens(2, 12) % 3).logits for _ in range(2)]
+    torch.stack(logits).sum().backward()  # with recompute, a layer draws its mask again
+    return torch.stack(logits).detach(), masks
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ranks_drop_the_same_of_joined_tokens(recompute: str, pool2: Any) -> None:
+    """Both ranks hold all tokens after the last norm, and each rank has its own in the layers."""
+    (logits, masks), (others, other_masks) = pool2.run(dropped, {"cp": 2, "recompute": recompute})
+    assert torch.equal(logits, others)
+    assert not torch.equal(logits[0], logits[1])
+    assert not any(torch.equal(mask, other) for mask, other in zip(masks, other_masks, strict=True))
+    assert not torch.equal(masks[0], masks[1])
+    assert recompute == "none" or all(any(torch.equal(x, y) for y in masks[:2]) for x in masks[2:])
 
 
 # ---- attention dropout ----------------------------------------------------------------------------------------------
@@ -353,6 +413,8 @@ def refusals() -> dict[str, str]:
 
     odd = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
     record("heads", lambda: plan(traits=odd, context="ulysses"))
+    pairs = AutoModelForCausalLM.from_config(DiffLlamaConfig(**SIZES))
+    record("heads in pairs", lambda: mw.to_distributed(pairs, plan=mw.ParallelPlan(cp=2)))
     record("dropout in a ring", lambda: plan(traits={"attention_dropout": 0.1}, context="ring"))
     engine = mw.ToDistributedConfig(plan=mw.ParallelPlan(cp=2), engine="DeepSpeed")
     record("an engine", lambda: mw.to_distributed(build("llama"), config=engine))
@@ -374,6 +436,7 @@ def refusals() -> dict[str, str]:
 
 
 WORDS = {
+    "heads in pairs": "cp=1",
     "heads": "context='gather' or 'ring'",
     "an engine": "use cp=1",
     "dropout in a ring": "attention_dropout to 0",

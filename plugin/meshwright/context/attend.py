@@ -71,6 +71,14 @@ class AttentionCall:
             parameters.update(before)
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """Cast queries, keys or values as autocast casts them in attention, since rotary embeddings make them float32."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 def attend_in_blocks(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: tuple[Run, ...], parts: SequenceParts | None = None
 ) -> Tensor:

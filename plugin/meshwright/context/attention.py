@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
-from meshwright.context.attend import AttentionCall, StockAttention, attend_in_blocks
+from meshwright.context.attend import AttentionCall, StockAttention, as_autocast, attend_in_blocks
 from meshwright.context.head_exchange import HeadExchange
 from meshwright.context.masks import ContextMask
 from meshwright.context.ring import RingCall, ring_attention
@@ -68,32 +68,34 @@ class ContextAttention:
     def __init__(self, axes: ContextAxes, method: str):
         self.axes, self.method = axes, method
         self.parts = SequenceParts(axes.cp)
-        self._exchange = HeadExchange(axes.inner)
+        self._exchange = HeadExchange(axes.inner, axes.cp.rank // axes.inner.size * axes.inner.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         return self  # a copied model is on the same ranks
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of this rank's queries, ``[B, queries, heads, d]``."""
-        length = call.mask.length
+        length, parts, dtype = call.mask.length, call.mask.parts or self.parts, q.dtype
+        k, v = as_autocast(k), as_autocast(v)  # before they are sent
         if self.method == "gather":
-            return attend_in_blocks(call, q, k, v, self.parts.runs(length), self.parts)
+            return attend_in_blocks(call, q, k, v, parts.runs(length), parts)
         if self.method == "ring":
-            return self._ring(call, q, k, v)
+            return self._ring(call, parts, q, k, v)
         rank = self.axes.inner.rank
-        q, k, v = self._exchange.to_heads(q, k, v)
+        q, k, v = self._exchange.to_heads(parts, as_autocast(q), k, v)
+        q = q.to(dtype)  # of which the model's function may make its mask and its probabilities
         call = _with_own_heads(call, rank, self.axes.inner.size)
         if self.method == "hybrid":
-            output = self._ring(call, q, k, v)
+            output = self._ring(call, parts, q, k, v)
         elif call.mask.is_causal_alone and not call.is_additive:
             output = call.run(q, k, v, None, is_causal=True)
         else:
-            output = attend_in_blocks(call, q, k, v, self.parts.runs(length, 0, self.axes.cp.size))
-        return self._exchange.to_tokens(output)
+            output = attend_in_blocks(call, q, k, v, parts.runs(length, 0, self.axes.cp.size))
+        return self._exchange.to_tokens(parts, output)
 
-    def _ring(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _ring(self, call: AttentionCall, parts: SequenceParts, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outer, inner = self.axes.outer, self.axes.inner.size
-        runs_of = tuple(self.parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size))
+        runs_of = tuple(parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size))
         ring = RingCall.of(call, outer, runs_of, width=q.shape[-1])
         return ring_attention(ring, q, k, v, call.options.get("s_aux"))
 

@@ -17,16 +17,17 @@ class HeadExchange:
 
     Args:
         axis: the ranks that exchange, neighbours on cp.
+        first: the first of them on cp.
     """
 
-    def __init__(self, axis: Axis):
-        self.axis = axis
-        self.parts = SequenceParts(axis)
+    def __init__(self, axis: Axis, first: int):
+        self.axis, self.first = axis, first
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def to_heads(self, parts: SequenceParts, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return some heads of all tokens that the ranks of the axis hold, in order: one all-to-all.
 
         Args:
+            parts: how the ranks of cp share the sequence.
             q: this rank's queries, ``[B, heads, tokens, d]``.
             k: its keys. If there are fewer heads of keys than ranks, each head is sent to several ranks.
             v: its values.
@@ -35,12 +36,14 @@ class HeadExchange:
         sent = [self._by_rank(x) for x in (q, self._enough(k), self._enough(v))]
         received = exchange_rows(torch.cat([x.flatten(1) for x in sent], 1), self.axis)
         found = received.split([x[0].numel() for x in sent], 1)
-        q, k, v = (self.parts.ordered(x.view(size, *like.shape[1:]), 2) for x, like in zip(found, sent, strict=True))
+        stacked = (x.view(size, *like.shape[1:]) for x, like in zip(found, sent, strict=True))
+        q, k, v = (parts.ordered(x, 2, self.first) for x in stacked)
         return q, k, v
 
-    def to_tokens(self, output: Tensor) -> Tensor:
+    def to_tokens(self, parts: SequenceParts, output: Tensor) -> Tensor:
         """Return all heads of this rank's tokens, ``[B, tokens, heads, d]``: the inverse, by one all-to-all."""
-        received = exchange_rows(self.parts.parted(output, 1), self.axis)  # [ranks, B, tokens, some heads, d]
+        sent = parts.parted(output, 1, self.first, self.axis.size)
+        received = exchange_rows(sent, self.axis)  # [ranks, B, tokens, some heads, d]
         return torch.cat(received.unbind(), 2)
 
     def _by_rank(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.sequence_parts import Run
+from meshwright.parallel.sequence_parts import Run, SequenceParts
 
 BLOCK = 1024  # queries whose mask is materialised at a time
 
@@ -32,6 +32,7 @@ class ContextMask:
             it; otherwise it gets zeros.
         is_vectorized: whether ``function`` takes tensors that broadcast; otherwise it takes one place at a time.
         device: the device on which blocks are made.
+        parts: how the ranks share the sequence; None for zigzag. It is set when the mask enters the first layer.
     """
 
     function: Callable[..., Any]
@@ -43,6 +44,7 @@ class ContextMask:
     averages_blind: bool
     is_vectorized: bool
     device: torch.device
+    parts: SequenceParts | None = None
     _visible: dict[Run, tuple[int, int]] = field(default_factory=dict)
     _blind: dict[Run, Tensor] = field(default_factory=dict)
 
@@ -85,7 +87,7 @@ class ContextMask:
         low = 0
         if self.is_plain and self.window is not None:
             low = max(0, first - self.window + 1)
-        elif (starts := self._document_starts) is not None:
+        elif (starts := self._earliest_starts) is not None:
             low = starts[first]
         return low, max(low + 1, min(queries.stop, self.length))
 
@@ -93,9 +95,20 @@ class ContextMask:
     def _reach(self) -> _Reach:
         return _reach_of(self.function)
 
+    def work(self) -> Tensor | None:
+        """Return how many keys all rows' queries at each place attend to, windows apart; None if not packed."""
+        starts = self._document_starts
+        return None if starts is None else (torch.arange(1, starts.shape[1] + 1) - starts).sum(0)
+
     @cached_property
-    def _document_starts(self) -> list[int] | None:
-        """For each token, where the earliest of the documents begins that hold it in the rows; None if unknown."""
+    def _earliest_starts(self) -> list[int] | None:
+        """For each place, where the earliest of the documents begins that hold it in the rows; None if unknown."""
+        starts = self._document_starts
+        return None if starts is None else starts.min(0).values.tolist()
+
+    @cached_property
+    def _document_starts(self) -> Tensor | None:
+        """For each token, where the document begins that holds it, ``[B, S]`` on the host; None if unknown."""
         documents = self._reach.documents
         if documents is None:
             return None
@@ -103,9 +116,7 @@ class ContextMask:
         places = torch.arange(documents.shape[1])
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts = torch.where(begins, places, 0).cummax(1).values
-        found: list[int] = starts.min(0).values.tolist()
-        return found
+        return torch.where(begins, places, 0).cummax(1).values
 
     def _measured(self, queries: Run) -> tuple[int, int]:
         seen = self.block(queries, Run(0, self.length))

@@ -53,12 +53,14 @@ class ContextRecord:
         sites: the attentions, in the order in which they run.
         reshapes: whether the decoder gives the result of its final norm the shape of the whole row, so that the tokens
             must be joined there, and cut again before the head.
+        gives_masks: whether each layer is given the mask that its attention uses.
     """
 
     token_dims: dict[nn.Module, dict[Place, int]]
     arguments: dict[nn.Module, frozenset[Place]]
     sites: tuple[AttentionSite, ...]
     reshapes: bool
+    gives_masks: bool
 
 
 def record_context(model: nn.Module, structure: DecoderStructure) -> ContextRecord:
@@ -99,7 +101,11 @@ def record_context(model: nn.Module, structure: DecoderStructure) -> ContextReco
             )
     arguments = {layer: frozenset(shapes) for layer, shapes in first.shapes.items()}
     return ContextRecord(
-        token_dims=token_dims, arguments=arguments, sites=tuple(first.sites), reshapes=_reshapes(model, structure)
+        token_dims=token_dims,
+        arguments=arguments,
+        sites=tuple(first.sites),
+        reshapes=_reshapes(model, structure),
+        gives_masks=first.gives_masks,
     )
 
 
@@ -109,6 +115,8 @@ class _Pass:
 
     shapes: dict[nn.Module, dict[Place, tuple[int, ...]]] = field(default_factory=dict)
     sites: list[AttentionSite] = field(default_factory=list)
+    gives_masks: bool = True
+    mask: ContextMask | None = None  # what the current layer is given
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parameters = call.module._parameters.items()
@@ -122,10 +130,12 @@ class _Pass:
             shared={name: own for name, x in call.options.items() for own, p in parameters if x is p},
         )
         self.sites.append(site)
+        self.gives_masks &= call.mask is self.mask
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.shapes[layer] = {place: tuple(x.shape) for place, x in tensors_in((args, kwargs))}
+        self.mask = mask_in(args, kwargs)
 
 
 def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass:
@@ -165,6 +175,11 @@ def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
     finally:
         detach_attention(model)
         handle.remove()
+
+
+def mask_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ContextMask | None:
+    """Return the mask among the arguments of a layer."""
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, ContextMask)), None)
 
 
 def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place, Tensor]]:

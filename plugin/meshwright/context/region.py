@@ -13,9 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.context.record import ContextRecord, Place, map_tensors, tensors_in
+from meshwright.context.masks import ContextMask
+from meshwright.context.record import ContextRecord, Place, map_tensors, mask_in, tensors_in
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.structure import DecoderStructure
 
@@ -28,16 +30,28 @@ class ContextRegion:
     Args:
         structure: the decoder's structure.
         record: which arguments of the layers have a value for each token.
-        parts: how the ranks share a sequence.
+        parts: how the ranks share a sequence by default.
+        streams: the model's dropout streams. Each rank draws for its own tokens, and all draw the same for joined ones.
+        balances: whether the ranks share a row of documents by its work, which attention then finds in the mask.
     """
 
-    def __init__(self, structure: DecoderStructure, record: ContextRecord, parts: SequenceParts):
-        self.record, self.parts = record, parts
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        record: ContextRecord,
+        parts: SequenceParts,
+        streams: DropoutStreams,
+        *,
+        balances: bool,
+    ):
+        self.record, self.streams, self.balances = record, streams, balances and record.gives_masks
+        self.parts = self._default = parts  # how they share the last sequence
         self.length = 0  # the number of tokens of the last sequence
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._first = structure.layers[0]
+        self._restore: Restore | None = None  # gives the random stream back that the ranks share
         self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # what several layers are given, cut once in a pass
         for layer in structure.layers:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -63,17 +77,26 @@ class ContextRegion:
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, _ = hidden_states(args, kwargs)
-        if layer is self._first and not in_backward():
-            self.length = hidden.shape[1]
+        mask = mask_in(args, kwargs) if self.balances else None
+        if layer is self._first:  # in backward too, which starts from the random state before this switch
+            self._restore = self.streams.enter_part(hidden)
+        if in_backward():  # activation checkpointing runs a layer again, perhaps after other sequences
+            parts = self.parts if mask is None or mask.parts is None else mask.parts
+        else:
+            if layer is self._first:
+                self.length, self.parts = hidden.shape[1], self._parts_of(mask)
+            parts = self.parts
+            if mask is not None:
+                mask.parts = parts
+            self._check_known(layer, args, kwargs)
         dims = self.record.token_dims[layer]
 
         def cut(x: Tensor, place: Place) -> Tensor:
             dim = dims.get(place, 1 if self._is_input(x) else None)
             if dim is None or (x is hidden and layer is not self._first):
                 return x
-            return self._own(x, dim, keep=x is not hidden)
+            return self._own(x, dim, parts, keep=x is not hidden)
 
-        self._check_known(layer, args, kwargs)
         own_args: tuple[Any, ...] = map_tensors(cut, args, (0,))
         return own_args, map_tensors(cut, kwargs, (1,))
 
@@ -90,11 +113,15 @@ class ContextRegion:
     def _is_input(self, x: Tensor) -> bool:
         return any(x is given for given in self.inputs)
 
-    def _own(self, x: Tensor, dim: int, *, keep: bool) -> Tensor:
-        if not keep or in_backward():  # activation checkpointing runs a layer again
-            return self.parts.take(x, dim)
+    def _parts_of(self, mask: ContextMask | None) -> SequenceParts:
+        work = None if mask is None else mask.work()
+        return self._default if work is None else self._default.balanced(work)
+
+    def _own(self, x: Tensor, dim: int, parts: SequenceParts, *, keep: bool) -> Tensor:
+        if not keep or in_backward():
+            return parts.take(x, dim)
         if id(x) not in self._cut:
-            self._cut[id(x)] = x, self.parts.take(x, dim)
+            self._cut[id(x)] = x, parts.take(x, dim)
         return self._cut[id(x)][1]
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -104,6 +131,8 @@ class ContextRegion:
         self.leave()
         if self.keeps_parted and not self.record.reshapes:
             return None
+        if self._restore is not None:
+            self._restore()
         x, *others = (output,) if isinstance(output, Tensor) else output
         x = self.parts.join(x, 1, length, is_taken_again=self.keeps_parted)
         return x if isinstance(output, Tensor) else (x, *others)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.context.attend import AttentionCall
+from meshwright.context.attend import AttentionCall, as_autocast
 from meshwright.context.masks import ContextMask, query_blocks
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.messages import wait_for_message
@@ -116,17 +116,9 @@ def ring_attention(call: RingCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
         v: its values.
         sinks: for each head, a score that takes its share of the probabilities and has no value, ``[heads]``.
     """
-    q, k, v = (_as_autocast(x) for x in (q, k, v))
+    q, k, v = (as_autocast(x) for x in (q, k, v))
     result: Tensor = _Ring.apply(call, q, k, v, sinks)
     return result
-
-
-def _as_autocast(x: Tensor) -> Tensor:
-    """Cast to autocast's dtype for attention, since rotary embeddings may make keys float32 but not values."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
 
 
 class _Ring(torch.autograd.Function):

@@ -40,7 +40,6 @@ from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
-from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.structure import DecoderStructure, ParameterLayout, describe
 from meshwright.parallel.tensor_guards import refuse_wrapping
@@ -232,7 +231,8 @@ class Installation:
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
         region = self._install_forward(runtime.streams)
-        parts = None if self.context is None else self._install_context(self.context)
+        if self.context is not None:
+            self._install_context(self.context, runtime.streams)
         if runtime.engine is not None:
             leave_gradients_to_engine(runtime, self.model)
         else:
@@ -246,7 +246,7 @@ class Installation:
             vocab_size = self.tensor_structure.vocab_size if self.tensor_structure else 0
             runtime.loss = install_loss(decoder, self.loss, mean, tp=runtime.tp, vocab_size=vocab_size)
             if self.loss.is_causal_lm:
-                runtime.loss.parts = parts  # type: ignore[attr-defined]
+                runtime.loss.region = runtime.region  # type: ignore[attr-defined]
             if self.cut is not None:
                 self._install_pipeline(self.cut, region)
             elif self.plan.has_micro_batches:
@@ -274,7 +274,7 @@ class Installation:
         checks = {} if self.context is None else {"check": check_parted}
         self.decoder.forward = PipelineForward(self.decoder, pipeline, runtime, outputs, region, **checks)
 
-    def _install_context(self, record: ContextRecord) -> SequenceParts:
+    def _install_context(self, record: ContextRecord, streams: DropoutStreams) -> None:
         """Cut the tokens of the layers over cp, and let attention reach all of them."""
         assert self.structure is not None
         runtime = self.runtime
@@ -282,8 +282,11 @@ class Installation:
         if runtime.guard is not None:
             set_timeouts(self.config.timeout_s)  # of the groups just made, too
         attach_attention(self.decoder, attention)
-        region = runtime.region = ContextRegion(self.structure, record, attention.parts)
         is_staged = self.cut is not None  # a pipeline gives logits in evaluation only on request
+        # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they
+        # receive before they see the documents of a row.
+        balances = self.plan.context != "ulysses" and not is_staged
+        region = runtime.region = ContextRegion(self.structure, record, attention.parts, streams, balances=balances)
         self.decoder.forward = ContextForward(
             self.decoder,
             region,
@@ -292,7 +295,6 @@ class Installation:
                 runtime.gathers_logits or (not trains and (not is_staged or runtime.gathers_evaluated_logits))
             ),
         )
-        return attention.parts
 
     def _install_forward(self, streams: DropoutStreams) -> SequenceRegion | None:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""

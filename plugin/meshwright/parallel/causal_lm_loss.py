@@ -17,7 +17,7 @@ from meshwright.parallel.added_losses import check_nothing_added
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
-from meshwright.parallel.sequence_parts import SequenceParts
+from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.parallel.tensor_checks import require_words
 from meshwright.parallel.tensor_guards import ShardedLogits
 
@@ -33,7 +33,7 @@ class CausalLMLoss:
 
     def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
         self.vocab_size, self.tp, self.mean = vocab_size, tp, mean
-        self.parts: SequenceParts | None = None  # under context parallelism, which tokens this rank's logits are of
+        self.region: Parted | None = None  # under context parallelism, which tokens this rank's logits are of
 
     def __call__(
         self,
@@ -48,15 +48,15 @@ class CausalLMLoss:
         if shift_labels is None:
             assert labels is not None, "a loss needs labels or shift_labels"
             shift_labels = shift(labels, ignore_index)
-        if self.parts is not None:
-            shift_labels = self.parts.take(shift_labels, 1, fill=ignore_index)
+        if self.region is not None:
+            shift_labels = self.region.parts.take(shift_labels, 1, fill=ignore_index)
         targets_N = shift_labels.reshape(-1).to(logits.device)
         loss_sum = self._sum(logits, targets_N, ignore_index)
         return self.mean.of(loss_sum.reshape(1), valid_labels(targets_N, ignore_index).reshape(1), num_items_in_batch)
 
     def counts(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the number of valid labels in this rank's part of a batch."""
-        return next_words(batch, self.parts).reshape(1)
+        return next_words(batch, None if self.region is None else self.region.parts).reshape(1)
 
     def of_output(self, batch: Mapping[str, Any], output: Any) -> Any:
         """Check a forward pass's output and return it unchanged, since its loss is already that of the global batch."""

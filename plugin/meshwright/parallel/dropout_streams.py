@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from meshwright.parallel.collectives import Axes, agree
+from meshwright.parallel.collectives import Axes, Axis, agree
 
 _MAX_SEED = 2**62
 
@@ -30,19 +30,19 @@ class DropoutStreams:
     On one rank the model draws from torch's own random state.
 
     Args:
-        axes: the axes. Ranks of tp share the stream of replicated activations. Ranks of dp never share a stream, since
-            their rows differ, and neither do ranks of pp, since their layers differ.
+        axes: the axes. Ranks of tp and of cp share the stream of replicated activations. Ranks that read different rows
+            never share a stream, and neither do ranks of pp, since their layers differ.
         seed: the seed of the streams, the same on every rank.
     """
 
     def __init__(self, *, axes: Axes, seed: int):
-        self.tp, self.dp, self.pp = axes.tp, axes.dp, axes.pp
+        self._axes, self.tp, self.cp = axes, axes.tp, axes.cp
         self._seed = seed
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
-        """Switch to the stream of a new forward pass. It differs between data-parallel ranks and between stages, not
-        between TP ranks.
+        """Switch to the stream of a new forward pass. It differs between ranks of other rows and between stages, not
+        between ranks of tp or cp.
 
         Args:
             device: the device on which the pass draws.
@@ -51,13 +51,14 @@ class DropoutStreams:
         Returns:
             A function that restores the previous random state.
         """
-        if self.tp.size * self.dp.size * self.pp.size == 1 or _is_capturing(device):
+        rows, pp = self._axes.rows, self._axes.pp
+        if self.tp.size * self.cp.size * rows.size * pp.size == 1 or _is_capturing(device):
             return _nothing
         kind = "training" if trains else "evaluation"
         self._passes[kind] += 1
-        text = f"{self._seed} {kind} {self._passes[kind]} {self.dp.rank}"
-        if self.pp.size > 1:
-            text += f" pp{self.pp.rank}"
+        text = f"{self._seed} {kind} {self._passes[kind]} {rows.rank}"
+        if pp.size > 1:
+            text += f" pp{pp.rank}"
         return _switch(device, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % _MAX_SEED)
 
     def state_dict(self) -> dict[str, int]:
@@ -74,10 +75,11 @@ class DropoutStreams:
 
     def enter_shard(self, x: Tensor) -> Restore:
         """Switch to this rank's own stream, for code in which each rank of the TP axis holds a part of ``x``."""
-        if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
-            return _nothing
-        seed = int(torch.randint(_MAX_SEED, ()))  # drawn on the CPU, so that the host does not wait for the device
-        return _switch(x.device, seed + 1 + self.tp.rank)
+        return _enter_own(x, self.tp)
+
+    def enter_part(self, x: Tensor) -> Restore:
+        """Switch to a stream of this rank's own tokens, for code in which each rank of cp holds a part of ``x``."""
+        return _enter_own(x, self.cp)
 
     def enter_shared(self, x: Tensor) -> Restore:
         """Inside :meth:`enter_shard`, switch to a shared stream, for code in which every rank holds all of ``x``.
@@ -119,6 +121,13 @@ def dropout_seed() -> int:
     """Return a seed derived from torch's random state. The state stays as it is, since loaders draw orders from it."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(state, digest_size=4).digest()) >> 1
+
+
+def _enter_own(x: Tensor, axis: Axis) -> Restore:
+    if axis.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
+        return _nothing
+    seed = int(torch.randint(_MAX_SEED, ()))  # drawn on the CPU, so that the host does not wait for the device
+    return _switch(x.device, seed + 1 + axis.rank)
 
 
 def _nothing() -> None:

@@ -1,19 +1,25 @@
-"""The part of a sequence that each rank of cp holds: two chunks, one from each end, so that causal work is even.
+"""The part of a sequence that each rank of cp holds: chunks of equal length, chosen so that attention's work is even.
 
-A sequence is padded to ``2 cp`` chunks of equal length. Rank r holds chunk r and chunk ``2 cp - 1 - r`` ("zigzag"). A
-late token attends to more tokens than an early one, and each such pair of chunks has the same work.
+A sequence is padded to ``2 cp`` chunks. Rank r holds chunk r and chunk ``2 cp - 1 - r`` ("zigzag"). A late token
+attends to more tokens than an early one, and each such pair of chunks has the same work. A row of packed documents has
+its work elsewhere, so it is cut into more chunks, which are dealt by their work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.parallel.collectives import Axis, all_gather
+
+_CHUNKS = 8  # chunks per rank of a row of documents: with 4, the fullest rank often has more than 1.15 of the mean
+_SMALLEST = 64  # tokens of a chunk of such a row; smaller ones cost more calls of attention than the balance saves
+_EVEN = 1.05  # the largest work of a rank over the mean that zigzag may have
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class SequenceParts:
 
     Args:
         axis: this rank's place on cp.
+        dealt: the numbers of the chunks that each rank holds, in rising order; None for zigzag.
 
     Example:
         >>> SequenceParts(Axis("cp", size=2, rank=0)).runs(8)
@@ -46,17 +53,45 @@ class SequenceParts:
     """
 
     axis: Axis
+    dealt: tuple[tuple[int, ...], ...] | None = None
+
+    def balanced(self, work: Tensor) -> SequenceParts:
+        """Return parts of nearly the same work; these parts if they are even enough.
+
+        Args:
+            work: the number of keys that each token attends to, ``[S]``, the same on all ranks.
+        """
+        each = min(_CHUNKS, len(work) // (self.axis.size * _SMALLEST))
+        if self.axis.size == 1 or each < 3 or _unevenness(self, work) <= _EVEN:
+            return self
+        return replace(self, dealt=_dealt(_work_of_chunks(work, each * self.axis.size), self.axis.size))
+
+    @property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the chunks that each rank holds."""
+        last = 2 * self.axis.size - 1
+        return self.dealt or tuple((rank, last - rank) for rank in range(self.axis.size))
 
     def chunk(self, length: int) -> int:
         """Return the number of tokens in a chunk of a sequence of ``length`` tokens."""
-        return -(-length // (2 * self.axis.size))
+        return -(-length // (len(self.chunks_of[0]) * self.axis.size))
 
-    def runs(self, length: int, first: int | None = None, ranks: int = 1) -> tuple[Run, Run]:
-        """Return the tokens that this rank holds, or those of ``ranks`` ranks beginning with ``first``."""
-        first = self.axis.rank if first is None else first
-        size = self.chunk(length)
-        low, high = first * size, (2 * self.axis.size - first - ranks) * size
-        return Run(low, ranks * size), Run(high, ranks * size)
+    def runs(self, length: int, first: int | None = None, ranks: int = 1) -> tuple[Run, ...]:
+        """Return the tokens that this rank holds, or those of ``ranks`` ranks beginning with ``first``.
+
+        A run has at most half of the tokens, so that a block of attention has no more keys than the planner expects.
+        """
+        size, held = self.chunk(length), self._held(self.axis.rank if first is None else first, ranks)
+        runs: list[Run] = []
+        for start in (number * size for number in sorted(sum(held, ()))):
+            if runs and runs[-1].stop == start and 2 * runs[-1].size < len(held) * len(held[0]) * size:
+                runs[-1] = Run(runs[-1].start, runs[-1].size + size)
+            else:
+                runs.append(Run(start, size))
+        return tuple(runs)
+
+    def _held(self, first: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+        return self.chunks_of[first : first + ranks]
 
     def take(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """Return this rank's tokens of a tensor that has all tokens along ``dim``; padding has the value ``fill``."""
@@ -87,21 +122,56 @@ class SequenceParts:
         result: Tensor = _Join.apply(x, self, dim, length, 1 if is_taken_again else self.axis.size)
         return result
 
-    def ordered(self, parts: Tensor, dim: int) -> Tensor:
-        """Return all tokens in order, with padding, from the stacked parts ``[cp, ...]`` of the ranks.
+    def ordered(self, parts: Tensor, dim: int, first: int = 0) -> Tensor:
+        """Return the tokens of some ranks in order, with padding, from their stacked parts ``[ranks, ...]``.
 
         Args:
             parts: the parts, in the order of the ranks.
             dim: the dim of a part that holds its tokens.
+            first: the first of the ranks.
         """
-        low, high = zip(*(part.chunk(2, dim) for part in parts.unbind()), strict=True)
-        return torch.cat([*low, *reversed(high)], dim)
+        held = self._held(first, len(parts))
+        chunks: dict[int, Tensor] = {}
+        for numbers, part in zip(held, parts.unbind(), strict=True):
+            chunks |= zip(numbers, part.chunk(len(numbers), dim), strict=True)
+        return torch.cat([chunks[number] for number in sorted(chunks)], dim)
 
-    def parted(self, x: Tensor, dim: int) -> Tensor:
-        """Return the stacked parts ``[cp, ...]`` of all ranks: the inverse of :meth:`ordered`."""
-        chunks = x.chunk(2 * self.axis.size, dim)
-        size = self.axis.size
-        return torch.stack([torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim) for rank in range(size)])
+    def parted(self, x: Tensor, dim: int, first: int = 0, ranks: int | None = None) -> Tensor:
+        """Return the stacked parts ``[ranks, ...]`` of some ranks, all by default: the inverse of :meth:`ordered`."""
+        held = self._held(first, self.axis.size if ranks is None else ranks)
+        numbers = sorted(sum(held, ()))
+        chunks = dict(zip(numbers, x.chunk(len(numbers), dim), strict=True))
+        return torch.stack([torch.cat([chunks[number] for number in own], dim) for own in held])
+
+
+class Parted(Protocol):
+    """What knows how the ranks share the current sequence."""
+
+    parts: SequenceParts
+
+
+def _work_of_chunks(work: Tensor, chunks: int) -> list[int]:
+    size = -(-len(work) // chunks)
+    found: list[int] = F.pad(work, (0, chunks * size - len(work))).view(chunks, size).sum(1).tolist()
+    return found
+
+
+def _unevenness(parts: SequenceParts, work: Tensor) -> float:
+    """Return the work of the rank that has most, over the mean."""
+    held = parts.chunks_of
+    of_chunk = _work_of_chunks(work, len(held) * len(held[0]))
+    return max(sum(of_chunk[number] for number in own) for own in held) * len(held) / max(1, sum(of_chunk))
+
+
+def _dealt(work: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Deal chunks to ranks, equally many to each: the chunk with most work first, to the rank that has least."""
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for number in sorted(range(len(work)), key=lambda n: -work[n]):
+        rank = min((r for r in range(ranks) if len(held[r]) < len(work) // ranks), key=lambda r: load[r])
+        held[rank].append(number)
+        load[rank] += work[number]
+    return tuple(tuple(sorted(own)) for own in held)
 
 
 class _Join(torch.autograd.Function):

@@ -40,7 +40,7 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     """Return the sharding plan in the model's config, else its family's, else one inferred with the family's hints.
 
     Raises:
-        PlanError: if the family cannot be sharded over tp, no plan can be inferred, or the config names an
+        PlanError: if the family cannot be sharded, no plan can be inferred, or the config names an
             unknown role.
     """
     config = getattr(model, "config", None)
@@ -51,7 +51,10 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     if model_type in _PLANS:
         return fitted(_PLANS[model_type], model)
     if reason := reason_to_refuse(config):
-        raise PlanError(f"{model_type} cannot be sharded over tp: {reason}. Use ParallelPlan(tp=1)")
+        raise PlanError(
+            f"{model_type} cannot be sharded over tp: {reason}. Neither do cp and pp know its layers. Use "
+            "ParallelPlan(tp=1, cp=1, pp=1), for example with dp=2"
+        )
     return infer_plan(model, hints_for(config))
 
 

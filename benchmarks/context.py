@@ -1,0 +1,201 @@
+"""Context parallelism against DeepSpeed's Ulysses, and 4 x the tokens on 4 ranks, on the CPU.
+
+torchrun --nproc-per-node 2 -m benchmarks.context --figure equal
+torchrun --nproc-per-node 2 -m benchmarks.context --figure time --rounds 15
+torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling
+torchrun --nproc-per-node 2 -m benchmarks.context --figure balance
+
+equal: loss and gradient norm in float32, over those of one process. time: step times, in turn. scaling: CPU seconds of
+forward and backward per token, since the ranks may share cores, against those that one process and a formula predict.
+balance: step times of a packed row whose work is spread evenly, against zigzag.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks.contenders import Contender
+from benchmarks.context_contenders import DeepSpeedUlysses, LongRows, OneProcess, Ours
+from benchmarks.summary import Ratio
+from benchmarks.timing import time_in_turn
+from meshwright.errors import PlanError
+from meshwright.faults.guard import active_guard
+from meshwright.faults.interpose import observe
+from meshwright.parallel.sequence_parts import SequenceParts
+
+SMALL = LongRows(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=512, batch_size=2,
+                 sequence_length=256)  # fmt: skip
+LARGE = LongRows(num_hidden_layers=4, vocab_size=4096, batch_size=1, sequence_length=2048)
+CASES = {
+    "plain": SMALL,
+    "five documents": replace(SMALL, documents=5),
+    "one key head": replace(SMALL, num_key_value_heads=1),
+    "window of 64": replace(SMALL, window=64),
+    "three heads": replace(SMALL, num_attention_heads=3, num_key_value_heads=3, hidden_size=96),
+    "257 tokens": replace(SMALL, sequence_length=257),
+}
+DEEPSPEED = "deepspeed ulysses zero1"
+Build = Callable[[LongRows], Any]
+
+
+def ours(context: str, **plan: Any) -> Build:
+    """Return what builds a model of ours whose rows all ranks share."""
+    return partial(Ours, cp=dist.get_world_size(), context=context, zero_stage=1, **plan)
+
+
+def equal(rounds: int) -> None:
+    """Print each contender's loss and gradient norm over those of one process."""
+    builds: dict[str, Build] = {f"ours {name}": ours(name) for name in ("gather", "ulysses", "ring")}
+    builds |= {f"deepspeed ulysses zero{stage}": partial(DeepSpeedUlysses, stage=stage) for stage in (1, 3)}
+    _say("| row | contender | loss / one process - 1 | norm / one process |\n|---|---|---|---|")
+    for case, workload in CASES.items():
+        expected = _loss_and_norm(OneProcess, workload)
+        for name, build in builds.items():
+            try:
+                found = _loss_and_norm(build, workload)
+            except (PlanError, ValueError, RuntimeError, AssertionError) as error:
+                _say(f"| {case} | {name} | {type(error).__name__}: {' '.join(str(error).split())[:140]} | |")
+                continue
+            _say(f"| {case} | {name} | {found[0] / expected[0] - 1:.1e} | {found[1] / expected[1]:.6f} |")
+
+
+def _loss_and_norm(build: Build, workload: LongRows) -> tuple[float, float]:
+    """Return what the first rank finds; every rank makes the call."""
+    contender = build(workload)
+    observe(active_guard() if contender.watched else None)
+    found: list[Any] = [None]
+    if not contender.idle:
+        loss = contender.forward()
+        contender.backward(loss)
+        found = [(loss.item(), contender.norm())]
+    dist.broadcast_object_list(found, src=0)
+    loss_and_norm: tuple[float, float] = found[0]
+    return loss_and_norm
+
+
+def step_time(rounds: int) -> None:
+    """Print the step time of each method of ours over that of DeepSpeed's Ulysses."""
+    builds = {name: ours(name) for name in ("ulysses", "gather", "ring")} | {DEEPSPEED: DeepSpeedUlysses}
+    seconds = _in_turn({name: build(LARGE) for name, build in builds.items()}, rounds)
+    _say(f"{LARGE.sequence_length} tokens on {dist.get_world_size()} ranks, {rounds} rounds\n")
+    _say(f"| method | median s | it / {DEEPSPEED} |\n|---|---|---|")
+    for name, times in seconds.items():
+        _say(f"| {name} | {median(times):.3f} | {Ratio.paired(times, seconds[DEEPSPEED])} |")
+
+
+def balance(rounds: int) -> None:
+    """Print the step time of a packed row dealt by its work over that of zigzag."""
+    workload = replace(LARGE, sequence_length=8192, num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+    half = workload.sequence_length // 2
+    _say("| method | zigzag: median s | balanced / zigzag |\n|---|---|---|")
+    for method in ("gather", "ring"):
+        even, zigzag = (_Dealt(ours(method)(workload), deals=deals) for deals in (True, False))
+        for contender in (even, zigzag):  # one document fills the second half, and 32 the first
+            short = torch.arange(half // 32).repeat(32)
+            contender.batch["position_ids"] = torch.cat([short, torch.arange(half)])[None]
+        seconds = _in_turn({"even": even, "zigzag": zigzag}, rounds)
+        _say(f"| {method} | {median(seconds['zigzag']):.3f} | {Ratio.paired(seconds['even'], seconds['zigzag'])} |")
+
+
+class _Dealt(Contender):
+    """A contender whose packed rows are dealt by their work, or in zigzag."""
+
+    watched = True
+
+    def __init__(self, contender: Contender, *, deals: bool):
+        self.contender, self.batch, self.deals = contender, contender.batch, deals
+
+    def step(self) -> torch.Tensor | None:
+        if self.deals:
+            return self.contender.step()
+        with mock.patch.object(SequenceParts, "balanced", lambda parts, work: parts):
+            return self.contender.step()
+
+
+def scaling(rounds: int) -> None:
+    """Print CPU seconds per token of n ranks with n x the tokens, measured and predicted from one process.
+
+    One process takes a l + c l^2 for l tokens, since attention grows with the whole row. Two lengths give a and c. Each
+    of n ranks has l tokens that attend to a row of n l, so it takes a l + c l (n l). Under "gather" backward runs
+    attention again, which the planner counts as 4.5 / 3.5 of c.
+    """
+    n = dist.get_world_size()
+    quarter = replace(LARGE, hidden_size=256, intermediate_size=704, vocab_size=1024, sequence_length=1024)
+    long = replace(quarter, sequence_length=n * quarter.sequence_length)
+    methods = ("ulysses", "gather")
+    contenders: dict[str, Contender] = {name: ours(name)(long) for name in methods}
+    contenders |= {"l": OneProcess(quarter), "2l": OneProcess(replace(quarter, sequence_length=2048))}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_ in range(rounds + 2):
+        for name, contender in contenders.items():
+            used = _cpu_seconds(contender)
+            if round_ >= 2:  # the first rounds warm up
+                seconds[name].append(used)
+    _say(f"{n} ranks with {long.sequence_length} tokens, one process with {quarter.sequence_length}; {rounds} rounds\n")
+    _say("| method | CPU us per token and rank | predicted | measured / predicted |\n|---|---|---|---|")
+    tokens = quarter.sequence_length
+    quadratic = [(two - 2 * one) / 2 for one, two in zip(seconds["l"], seconds["2l"], strict=True)]
+    linear = [one - c for one, c in zip(seconds["l"], quadratic, strict=True)]
+    _say(f"| one process | {median(seconds['l']) / tokens * 1e6:.0f} | | |")
+    for name in methods:
+        again = 4.5 / 3.5 if name == "gather" else 1.0
+        predicted = [a + again * n * c for a, c in zip(linear, quadratic, strict=True)]
+        shown = (f"{median(x) / tokens * 1e6:.0f}" for x in (seconds[name], predicted))
+        _say(f"| {name} | {' | '.join(shown)} | {Ratio.paired(seconds[name], predicted)} |")
+
+
+def _cpu_seconds(contender: Contender) -> float:
+    """Return the CPU seconds of a forward and a backward pass, the mean over the ranks that take part."""
+    observe(active_guard() if contender.watched else None)
+    dist.barrier()
+    start = time.process_time()
+    if not contender.idle:
+        contender.backward(contender.forward())
+    used = time.process_time() - start
+    dist.barrier()
+    if not contender.idle:
+        contender.optimizer.zero_grad()
+    total = torch.tensor([used, 1.0]) if not contender.idle else torch.zeros(2)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def _in_turn(contenders: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    time_in_turn(contenders, 2)  # warm-up
+    return time_in_turn(contenders, rounds)
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+FIGURES = {"equal": equal, "time": step_time, "scaling": scaling, "balance": balance}
+
+
+def main(
+    figure: Annotated[str, typer.Option(help=f"One of {', '.join(FIGURES)}.")] = "equal",
+    rounds: Annotated[int, typer.Option(help="Number of measurements.")] = 10,
+) -> None:
+    """Measure one figure; torchrun starts this program on each rank."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    FIGURES[figure](rounds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
