@@ -6,7 +6,7 @@ torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling
 torchrun --nproc-per-node 2 -m benchmarks.context --figure balance
 
 equal: loss and gradient norm in float32, over those of one process. time: step times, in turn. scaling: CPU seconds of
-forward and backward per token, since the ranks may share cores, against those that one process and a formula predict.
+forward and backward per token, since the ranks may share cores, against those that a formula predicts from ranks alone.
 balance: step times of a packed row whose work is spread evenly, against zigzag.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -26,7 +26,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.contenders import Contender
-from benchmarks.context_contenders import DeepSpeedUlysses, LongRows, OneProcess, Ours
+from benchmarks.context_contenders import DeepSpeedUlysses, EachAlone, LongRows, OneProcess, Ours
 from benchmarks.summary import Ratio
 from benchmarks.timing import time_in_turn
 from meshwright.errors import PlanError
@@ -84,19 +84,36 @@ def _loss_and_norm(build: Build, workload: LongRows) -> tuple[float, float]:
     return loss_and_norm
 
 
-def step_time(rounds: int) -> None:
-    """Print the step time of each method of ours over that of DeepSpeed's Ulysses."""
-    builds = {name: ours(name) for name in ("ulysses", "gather", "ring")} | {DEEPSPEED: DeepSpeedUlysses}
-    seconds = _in_turn({name: build(LARGE) for name, build in builds.items()}, rounds)
+def step_time(rounds: int, methods: Sequence[str] = ("ulysses", "gather", "ring")) -> None:
+    """Print the step time of each method of ours over that of DeepSpeed's Ulysses, in wall and in CPU seconds."""
+    builds = {name: ours(name) for name in methods} | {DEEPSPEED: DeepSpeedUlysses}
+    clocked = {name: _Clocked(build(LARGE)) for name, build in builds.items()}
+    seconds = _in_turn(clocked, rounds)
+    cpu = {name: contender.seconds[-rounds:] for name, contender in clocked.items()}
     _say(f"{LARGE.sequence_length} tokens on {dist.get_world_size()} ranks, {rounds} rounds\n")
-    _say(f"| method | median s | it / {DEEPSPEED} |\n|---|---|---|")
-    for name, times in seconds.items():
-        _say(f"| {name} | {median(times):.3f} | {Ratio.paired(times, seconds[DEEPSPEED])} |")
+    _say(f"| method | median s | it / {DEEPSPEED} | CPU s | it / {DEEPSPEED} |\n|---|---|---|---|---|")
+    for name in clocked:
+        columns = [f"{median(x[name]):.3f} | {Ratio.paired(x[name], x[DEEPSPEED])}" for x in (seconds, cpu)]
+        _say(f"| {name} | {' | '.join(columns)} |")
+
+
+class _Clocked(Contender):
+    """A contender whose CPU seconds are measured, which other programs on the machine change less than its time."""
+
+    def __init__(self, contender: Contender):
+        self.contender, self.watched = contender, contender.watched
+        self.seconds: list[float] = []
+
+    def step(self) -> torch.Tensor | None:
+        start = time.process_time()
+        loss = self.contender.step()
+        self.seconds.append(time.process_time() - start)
+        return loss
 
 
 def balance(rounds: int) -> None:
     """Print the step time of a packed row dealt by its work over that of zigzag."""
-    workload = replace(LARGE, sequence_length=8192, num_hidden_layers=2, hidden_size=256, intermediate_size=512)
+    workload = replace(LARGE, sequence_length=4096, num_hidden_layers=1, hidden_size=128, intermediate_size=256)
     half = workload.sequence_length // 2
     _say("| method | zigzag: median s | balanced / zigzag |\n|---|---|---|")
     for method in ("gather", "ring"):
@@ -124,9 +141,9 @@ class _Dealt(Contender):
 
 
 def scaling(rounds: int) -> None:
-    """Print CPU seconds per token of n ranks with n x the tokens, measured and predicted from one process.
+    """Print CPU seconds per token of n ranks with n x the tokens, measured and predicted from processes alone.
 
-    One process takes a l + c l^2 for l tokens, since attention grows with the whole row. Two lengths give a and c. Each
+    A process takes a l + c l^2 for l tokens, since attention grows with the whole row. Two lengths give a and c. Each
     of n ranks has l tokens that attend to a row of n l, so it takes a l + c l (n l). Under "gather" backward runs
     attention again, which the planner counts as 4.5 / 3.5 of c.
     """
@@ -135,19 +152,19 @@ def scaling(rounds: int) -> None:
     long = replace(quarter, sequence_length=n * quarter.sequence_length)
     methods = ("ulysses", "gather")
     contenders: dict[str, Contender] = {name: ours(name)(long) for name in methods}
-    contenders |= {"l": OneProcess(quarter), "2l": OneProcess(replace(quarter, sequence_length=2048))}
+    contenders |= {"l": EachAlone(quarter), "2l": EachAlone(replace(quarter, sequence_length=2048))}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds + 2):
         for name, contender in contenders.items():
             used = _cpu_seconds(contender)
             if round_ >= 2:  # the first rounds warm up
                 seconds[name].append(used)
-    _say(f"{n} ranks with {long.sequence_length} tokens, one process with {quarter.sequence_length}; {rounds} rounds\n")
+    _say(f"{n} ranks with {long.sequence_length} tokens, each alone with {quarter.sequence_length}; {rounds} rounds\n")
     _say("| method | CPU us per token and rank | predicted | measured / predicted |\n|---|---|---|---|")
     tokens = quarter.sequence_length
     quadratic = [(two - 2 * one) / 2 for one, two in zip(seconds["l"], seconds["2l"], strict=True)]
     linear = [one - c for one, c in zip(seconds["l"], quadratic, strict=True)]
-    _say(f"| one process | {median(seconds['l']) / tokens * 1e6:.0f} | | |")
+    _say(f"| alone | {median(seconds['l']) / tokens * 1e6:.0f} | | |")
     for name in methods:
         again = 4.5 / 3.5 if name == "gather" else 1.0
         predicted = [a + again * n * c for a, c in zip(linear, quadratic, strict=True)]
@@ -156,19 +173,15 @@ def scaling(rounds: int) -> None:
 
 
 def _cpu_seconds(contender: Contender) -> float:
-    """Return the CPU seconds of a forward and a backward pass, the mean over the ranks that take part."""
+    """Return the CPU seconds of a forward and a backward pass, the mean over the ranks."""
     observe(active_guard() if contender.watched else None)
     dist.barrier()
     start = time.process_time()
-    if not contender.idle:
-        contender.backward(contender.forward())
-    used = time.process_time() - start
-    dist.barrier()
-    if not contender.idle:
-        contender.optimizer.zero_grad()
-    total = torch.tensor([used, 1.0]) if not contender.idle else torch.zeros(2)
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
+    contender.backward(contender.forward())
+    used = torch.tensor(time.process_time() - start)
+    contender.optimizer.zero_grad()
+    dist.all_reduce(used)
+    return used.item() / dist.get_world_size()
 
 
 def _in_turn(contenders: dict[str, Any], rounds: int) -> dict[str, list[float]]:
@@ -187,12 +200,16 @@ FIGURES = {"equal": equal, "time": step_time, "scaling": scaling, "balance": bal
 def main(
     figure: Annotated[str, typer.Option(help=f"One of {', '.join(FIGURES)}.")] = "equal",
     rounds: Annotated[int, typer.Option(help="Number of measurements.")] = 10,
+    method: Annotated[list[str] | None, typer.Option(help="A method whose step is timed (default: all).")] = None,
 ) -> None:
     """Measure one figure; torchrun starts this program on each rank."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    FIGURES[figure](rounds)
+    if method:
+        step_time(rounds, method)
+    else:
+        FIGURES[figure](rounds)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -69,6 +69,14 @@ class OneProcess(contenders.OneProcess):
         super().update()
 
 
+class EachAlone(contenders.Contender):
+    """Plain torch on every rank at once, so that a rank has as much of the machine as under a plan for all ranks."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.model, self.batch = workload.model(), workload.batch()
+        self.optimizer = workload.optimizer(self.model.parameters())
+
+
 class Ours(contenders.Ours):
     """This project's ``to_distributed`` under a plan with cp."""
 

@@ -47,11 +47,11 @@ def test_plain_rows_are_even(length: int, cp: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("median", [100, 400, 1000, 4000])
 def test_packed_rows_are_even(median: int, length: int, cp: int) -> None:
-    """1.15 for the mean of rows; a row in which one short document outweighs a chunk may have more."""
+    """1.15 is what we promise for typical documents; zigzag leaves up to 3 times the mean."""
     draw = random.Random(0)
     rows = [work_of_documents(length, median, draw) for _ in range(20)]
     balanced = [_unevenness(parts_of(cp).balanced(work), work) for work in rows]
-    assert sum(balanced) / len(rows) <= 1.15
+    assert max(balanced) <= 1.15
     assert all(_unevenness(parts_of(cp), x) >= y - 1e-9 for x, y in zip(rows, balanced, strict=True))
     if cp == 8 and median <= 1000:  # what the default would leave
         assert sum(_unevenness(parts_of(cp), work) for work in rows) / len(rows) > 1.3

@@ -311,11 +311,13 @@ def test_blocks_are_run_again_with_the_same_dropout(implementation: str) -> None
 # ---- cost -----------------------------------------------------------------------------------------------------------
 
 
-def saved_bytes(plan: dict[str, Any] | None) -> int:
+def saved_bytes(plan: dict[str, Any] | None, *, recomputes: bool = False) -> int:
     """Bytes that forward keeps for backward, parameters apart."""
     model: Any = build("llama", num_hidden_layers=4, max_position_embeddings=512, intermediate_size=112)
     if plan is not None:
         model = mw.to_distributed(model, plan=mw.ParallelPlan(**plan))[0]
+    elif recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
     held = []
@@ -336,6 +338,12 @@ def saved_bytes(plan: dict[str, Any] | None) -> int:
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_kept(method: str, pool2: Any) -> None:
     assert max(pool2.run(saved_bytes, METHODS[method])) <= 1.05 / 2 * saved_bytes(None)
+
+
+def test_recompute_keeps_inputs_of_own_tokens(pool2: Any) -> None:
+    """Also that of the first layer: transformers' checkpointing begins after the hook that cuts it."""
+    kept = pool2.run(saved_bytes, {"cp": 2, "recompute": "full"})
+    assert max(kept) <= 1.05 / 2 * saved_bytes(None, recomputes=True)
 
 
 def traffic_of(plan: dict[str, Any]) -> list[tuple[dict[str, int], dict[str, int]]]:

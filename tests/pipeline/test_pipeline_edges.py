@@ -304,9 +304,9 @@ def with_parts_of_rows() -> tuple[dict[str, str], list[int], bool]:
     sent: list[int] = []
     send = Links.send
 
-    def counted(self: Links, x: torch.Tensor, receiver: int) -> None:
+    def counted(self: Links, x: torch.Tensor, receiver: int, **options: Any) -> None:
         sent.append(x.nbytes)
-        send(self, x, receiver)
+        send(self, x, receiver, **options)
 
     model(**batch()).loss.backward()  # makes the dtypes known that cross the stages
     with mock.patch.object(Links, "send", counted):

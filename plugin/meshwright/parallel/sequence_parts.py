@@ -17,9 +17,9 @@ from torch import Tensor
 
 from meshwright.parallel.collectives import Axis, all_gather
 
-_CHUNKS = 8  # chunks per rank of a row of documents: with 4, the fullest rank often has more than 1.15 of the mean
+_CHUNKS = 8, 16  # chunks per rank of a row of documents: the second number where the first leaves it uneven
 _SMALLEST = 64  # tokens of a chunk of such a row; smaller ones cost more calls of attention than the balance saves
-_EVEN = 1.05  # the largest work of a rank over the mean that zigzag may have
+_EVEN = 1.05  # the largest work of a rank over the mean that needs no other parts
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,14 @@ class SequenceParts:
         Args:
             work: the number of keys that each token attends to, ``[S]``, the same on all ranks.
         """
-        each = min(_CHUNKS, len(work) // (self.axis.size * _SMALLEST))
-        if self.axis.size == 1 or each < 3 or _unevenness(self, work) <= _EVEN:
-            return self
-        return replace(self, dealt=_dealt(_work_of_chunks(work, each * self.axis.size), self.axis.size))
+        ranks = self.axis.size
+        most = len(work) // (ranks * _SMALLEST)
+        parts = self
+        if ranks > 1 and most > 2:
+            for each in (min(chunks, most) for chunks in _CHUNKS):
+                if _unevenness(parts, work) > _EVEN:
+                    parts = replace(self, dealt=_dealt(_work_of_chunks(work, each * ranks), ranks))
+        return parts
 
     @property
     def chunks_of(self) -> tuple[tuple[int, ...], ...]:
