@@ -37,7 +37,10 @@ def main(
     seeds: Annotated[int, typer.Option(help="Number of random draws of the calibration rows to average over.")] = 5,
 ) -> None:
     """Print the goals and the measured figures as tables."""
-    measured = [run for run in read_runs(runs) if run.seconds]
+    left_out: list[str] = []
+    measured = [run for run in read_runs(runs, left_out) if run.seconds]
+    for line in left_out:
+        print(f"left out: {line}")
     print(f"{runs.name}: {len(measured)} step times, {sum(map(held_out, measured))} of them in the test split\n")
     for table in (uncalibrated(measured), calibrated(measured, seeds), speed()):
         for line in table:

@@ -65,6 +65,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "pp2": ({"pp": 2, "micro_batch_size": 1}, {}, {}),
     "pp2 zb-h1": ({"pp": 2, "micro_batch_size": 1, "schedule": "zb-h1"}, {}, {}),
     "pp2 tied": ({"pp": 2, "micro_batch_size": 1}, {"tie_word_embeddings": True}, {}),
+    "pp2 cp2 ring": ({"pp": 2, "cp": 2, "context": "ring", "micro_batch_size": 1}, {}, {}),
     "pp2 dp2 tp2+sp zero1": ({**SP, "pp": 2, "dp": 2, "zero_stage": 1, "micro_batch_size": 1}, {}, {}),
 }  # fmt: skip
 

@@ -69,11 +69,16 @@ class Run:
         return (self.group, *model, self.cluster.gpus, self.job.seq_len, self.job.global_batch)
 
 
-def read_runs(path: str | Path) -> list[Run]:
+class _OtherStages(PlanError):
+    """A pipeline that the planner cannot lay out, such as one with stages without a layer."""
+
+
+def read_runs(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
     """Return the runs of a table.
 
     Args:
         path: a CSV file with at least the columns of ``COLUMNS``.
+        left_out: a list that takes a line for each row whose pipeline the planner cannot lay out; None to raise.
 
     Raises:
         PlanError: the file does not exist, a column is missing, or a row is malformed; the message gives the line.
@@ -84,7 +89,15 @@ def read_runs(path: str | Path) -> list[Run]:
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 raise PlanError(f"{path}: line 1: no column {', '.join(missing)}")
-            return [_run(row, reader.line_num, path) for row in reader]
+            runs = []
+            for row in reader:
+                try:
+                    runs.append(_run(row, reader.line_num, path))
+                except _OtherStages as error:
+                    if left_out is None:
+                        raise
+                    left_out.append(str(error))
+            return runs
     except FileNotFoundError:
         raise PlanError(f"{path}: no such file; give a table in the format of published_runs.csv") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -128,7 +141,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             check(schedule, pp, chunks, batch // (dp * micro))
             even_stages(shape.layers, pp * chunks)
         except ValueError as error:
-            raise PlanError(f"{path}: line {line}: {error}") from None
+            raise _OtherStages(f"{path}: line {line}: {error}") from None
         words = f"{row['source']} {row['notes']}"
         return Run(
             line=line,
