@@ -118,7 +118,7 @@ def test_remedy_of_more_devices_holds() -> None:
 
 def test_no_legal_plan_is_an_error_with_reasons() -> None:
     with pytest.raises(PlanError, match=r"no legal plan.*3 sequences"):
-        find(dataclasses.replace(EIGHT, heads=31, kv_heads=31), gpus=64, batch=3)
+        find(dataclasses.replace(EIGHT, heads=31, kv_heads=31), gpus=512, batch=3)
 
 
 def test_changes_answer_three_questions() -> None:
