@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.options import ModelConfig, PlanWords
+
 if TYPE_CHECKING:
     from meshwright.config import ParallelPlan
     from meshwright.tracing.cuda_trace import CudaProgram, CudaStep
@@ -24,15 +26,8 @@ class Precision(StrEnum):
 
 
 def trace_cuda(
-    model: Annotated[
-        Path, typer.Option(help="transformers config.json, or a directory that holds one; no weights are read.")
-    ],
-    plan: Annotated[
-        str,
-        typer.Option(
-            help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'
-        ),
-    ],
+    model: ModelConfig,
+    plan: PlanWords,
     rows: Annotated[int, typer.Option(help="Number of rows of each rank's batch.")] = 4,
     length: Annotated[int, typer.Option(help="Number of tokens of a row.")] = 512,
     precision: Annotated[

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.options import ModelConfig, PlanWords
+
 if TYPE_CHECKING:
     from meshwright.config import ParallelPlan
 
@@ -21,15 +23,8 @@ _LEAST_PROCESSES = 4
 
 
 def verify(
-    model: Annotated[
-        Path, typer.Option(help="transformers config.json, or a directory that holds one; no weights are read.")
-    ],
-    plan: Annotated[
-        str,
-        typer.Option(
-            help='Plan in words, for example "dp2 tp2+sp zero1", or a file that meshwright plan --save wrote.'
-        ),
-    ],
+    model: ModelConfig,
+    plan: PlanWords,
     steps: Annotated[int, typer.Option(help="Number of optimizer steps to compare.")] = 3,
     seed: Annotated[int, typer.Option(help="Seed of the random weights and tokens.")] = 0,
     full_width: Annotated[

@@ -48,10 +48,7 @@ def receiving_stage(operation: Operation, stages: int) -> int | None:
         >>> receiving_stage(Operation(Kind.FORWARD, 2, 0), 4), receiving_stage(Operation(Kind.FORWARD, 3, 0), 4)
         (3, None)
     """
-    if operation.kind is Kind.WEIGHT_GRAD:
-        return None
-    stage = operation.stage + (1 if operation.kind is Kind.FORWARD else -1)
-    return stage if 0 <= stage < stages else None
+    return _neighbour(operation, 1 if operation.kind is Kind.FORWARD else -1, stages)
 
 
 def needed_stage(operation: Operation, stages: int) -> int | None:
@@ -65,14 +62,16 @@ def needed_stage(operation: Operation, stages: int) -> int | None:
         >>> needed_stage(Operation(Kind.FORWARD, 2, 0), 4), needed_stage(Operation(Kind.INPUT_GRAD, 2, 0), 4)
         (1, 3)
     """
-    if operation.kind is Kind.WEIGHT_GRAD:
-        return None
-    stage = operation.stage + (-1 if operation.kind is Kind.FORWARD else 1)
-    return stage if 0 <= stage < stages else None
+    return _neighbour(operation, -1 if operation.kind is Kind.FORWARD else 1, stages)
+
+
+def _neighbour(operation: Operation, step: int, stages: int) -> int | None:
+    stage = operation.stage + step
+    return stage if operation.kind is not Kind.WEIGHT_GRAD and 0 <= stage < stages else None
 
 
 @lru_cache(maxsize=128)
-def transfers(schedule: str, p: int, v: int, m: int) -> dict[tuple[int, int], tuple[Transfer, ...]]:
+def transfers(schedule: str, p: int, v: int, m: int) -> dict[_Pair, tuple[Transfer, ...]]:
     """Return what each rank sends to each other rank, by (sender, receiver), in the order in which it is sent.
 
     A receiver that posts its receives in this order needs no tags. What stays on one rank is not listed.
@@ -88,7 +87,7 @@ def transfers(schedule: str, p: int, v: int, m: int) -> dict[tuple[int, int], tu
         >>> [(str(one.operation), one.stage) for one in sent[0, 1]], [str(one.operation) for one in sent[1, 0]]
         ([('0F0', 1), ('0F1', 1)], ['1B0', '1B1'])
     """
-    sent: dict[tuple[int, int], list[Transfer]] = {}
+    sent: dict[_Pair, list[Transfer]] = {}
     for rank, operations in enumerate(rank_operations(schedule, p, v, m)):
         for operation in operations:
             stage = receiving_stage(operation, p * v)
