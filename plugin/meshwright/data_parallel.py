@@ -27,7 +27,7 @@ from meshwright.mesh.process_group import start_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of
 from meshwright.parallel.autograd_graph import tensors_in, unused_parameters
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes, Axis
 from meshwright.parallel.gradient_buckets import Bucket, group_parameters, make_buckets
 from meshwright.parallel.gradient_sync import AllReduce, GradientSync
 from meshwright.parallel.replica_comparison import ReplicaComparison
@@ -121,7 +121,7 @@ class DataParallel(nn.Module):
         for name, parameter in model.named_parameters():
             rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
             parameter.meshwright = ShardRecord(name, parameter.shape, rows, 0, False)  # type: ignore[attr-defined]
-        runtime = Runtime(tp=Axis("tp"), dp=axis, parameters=self._trainable, guard=guard)
+        runtime = Runtime(axes=Axes(dp=axis), parameters=self._trainable, guard=guard)
         if guard is not None:
             runtime.comparison = ReplicaComparison(
                 model, tp=runtime.tp, dp=axis, guard=guard, every=CHECK_EVERY, has_weights=True

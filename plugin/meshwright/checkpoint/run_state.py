@@ -25,7 +25,7 @@ from meshwright.errors import CheckpointError
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.optim.state_parts import OptimizerParts
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 
 
@@ -63,7 +63,7 @@ def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
             distributed over them.
     """
     check_no_engine(model)
-    runtime = find_runtime(model) or Runtime(tp=Axis("tp"), dp=Axis("dp"), parameters=[])
+    runtime = find_runtime(model) or Runtime(axes=Axes(), parameters=[])
     sizes = _sizes(runtime)
     ranks = sizes.ranks
     # If the process group is gone, compare_before_save says so.

@@ -124,11 +124,7 @@ def to_distributed(
     if loader is not None:
         loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
     runtime = Runtime(
-        tp=axes.tp,
-        dp=axes.dp,
-        pp=axes.pp,
-        cp=axes.cp,
-        rows=axes.rows,
+        axes=axes,
         parameters=[],
         guard=guard,
         plan=plan,

@@ -15,7 +15,7 @@ from meshwright.optim.runtime import Runtime, attach
 from meshwright.optim.state_dicts import guard_optimizer
 from meshwright.optim.thawing import FixedParameters, TrainedParameters
 from meshwright.optim.zero_optimizer import hook_optimizer
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes, Axis
 from meshwright.parallel.guard_windows import StepWindow
 from meshwright.parallel.row_layout import RowLayout, ShardRecord
 from meshwright.parallel.shared_rows import sum_copies_in_backward
@@ -128,7 +128,7 @@ def shard_optimizer(
     for index, parameter in enumerate(parameters):
         rows = RowLayout.replicated(parameter.shape[0] if parameter.ndim else 1, 1)
         parameter.meshwright = ShardRecord(str(index), parameter.shape, rows, 0, False)
-    runtime = Runtime(tp=Axis("tp"), dp=dp, parameters=parameters)
+    runtime = Runtime(axes=Axes(dp=dp), parameters=parameters)
     install_gradient_sync(
         runtime,
         nn.ParameterList(parameters),

@@ -46,7 +46,7 @@ class Runtime:
     """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
 
     Args:
-        tp, dp, pp, cp, rows: the axes, with this rank's place on them; see ``Axes``.
+        axes: the axes, with this rank's place on them.
         parameters: the trainable parameters.
         syncs: the objects that synchronise the gradients.
         zero: the ZeRO reduction with its sharded buckets, if any.
@@ -70,12 +70,8 @@ class Runtime:
         names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
     """
 
-    tp: Axis
-    dp: Axis
+    axes: Axes
     parameters: list[nn.Parameter]
-    pp: Axis = field(default_factory=lambda: Axis("pp"))
-    cp: Axis = field(default_factory=lambda: Axis("cp"))
-    rows: Axis = None  # type: ignore[assignment]
     syncs: list[GradientSync] = field(default_factory=list)
     zero: ReduceScatter | None = None
     weights: ShardedWeights | None = None
@@ -95,14 +91,25 @@ class Runtime:
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
 
-    def __post_init__(self) -> None:
-        if self.rows is None:
-            self.rows = self.dp
+    @property
+    def tp(self) -> Axis:
+        return self.axes.tp
 
     @property
-    def axes(self) -> Axes:
-        """All axes."""
-        return Axes(tp=self.tp, dp=self.dp, pp=self.pp, cp=self.cp, rows=self.rows)
+    def dp(self) -> Axis:
+        return self.axes.dp
+
+    @property
+    def pp(self) -> Axis:
+        return self.axes.pp
+
+    @property
+    def cp(self) -> Axis:
+        return self.axes.cp
+
+    @property
+    def rows(self) -> Axis:
+        return self.axes.rows
 
     def without_gradients(self) -> Runtime:
         """Return a runtime for a copy of the model, without gradients, optimizer or weights."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from meshwright.errors import OptimizerMismatchError
 from meshwright.optim.engine_state import check_no_engine
 from meshwright.optim.runtime import Runtime, find_runtime
-from meshwright.parallel.collectives import Axis
+from meshwright.parallel.collectives import Axes
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
 
@@ -115,7 +115,7 @@ def _common_runtime(model: nn.Module, optimizer: Optimizer) -> Runtime:
         raise OptimizerMismatchError(
             "this optimizer was not distributed with the model; pass both as to_distributed returned them"
         )
-    return of_model or of_optimizer or Runtime(tp=Axis("tp"), dp=Axis("dp"), parameters=[])
+    return of_model or of_optimizer or Runtime(axes=Axes(), parameters=[])
 
 
 def _record(name: str, parameter: nn.Parameter) -> ShardRecord:
