@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,10 @@ class Trace:
         self._since = time.monotonic()
 
     def of(self, ranks: tuple[int, ...]) -> Log:
-        return self.logs.setdefault(ranks, Log())
+        log = self.logs.get(ranks)
+        if log is None:
+            log = self.logs[ranks] = Log()
+        return log
 
     def add(self, ranks: tuple[int, ...], what: str) -> None:
         """Record that a collective of these ranks starts."""
@@ -95,17 +98,27 @@ def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     # Only a gather's inputs and a scatter's outputs exist on every rank. The ranks' shares of an
     # all-to-all differ by design, and an all-gather's inputs are described by its outputs.
     chosen: Any = args[1:2] if operation == "gather" else args[:1] if operation in ("scatter", "allgather") else args
-    shapes: dict[str, int] = {}
-    for tensor in _tensors(chosen):
-        shape = "" if operation.startswith("all_to_all") or operation.startswith("alltoall") else tuple(tensor.shape)
-        text = f"{str(tensor.dtype).removeprefix('torch.')} {shape}".rstrip()
-        shapes[text] = shapes.get(text, 0) + 1
     options = kwargs.get("opts", args[-1] if args else None)
-    settings = []
-    if (reduction := getattr(options, "reduceOp", None)) is not None:
-        settings.append(reduction.op.name.lower())
-    if (root := getattr(options, "rootRank", None)) is not None:
-        settings.append(f"root {root}")
+    reduction = getattr(options, "reduceOp", None)
+    return _text(
+        operation,
+        tuple((x.dtype, x.shape) for x in _tensors(chosen)),
+        None if reduction is None else reduction.op.name.lower(),
+        getattr(options, "rootRank", None),
+    )
+
+
+# A step repeats the shapes of the step before, and the text of each collective costs more than the log around it.
+@functools.lru_cache(maxsize=4096)
+def _text(
+    operation: str, tensors: tuple[tuple[torch.dtype, torch.Size], ...], reduction: str | None, root: int | None
+) -> str:
+    shapes: dict[str, int] = {}
+    for dtype, size in tensors:
+        shape = "" if operation.startswith("all_to_all") or operation.startswith("alltoall") else tuple(size)
+        text = f"{str(dtype).removeprefix('torch.')} {shape}".rstrip()
+        shapes[text] = shapes.get(text, 0) + 1
+    settings = ([] if reduction is None else [reduction]) + ([] if root is None else [f"root {root}"])
     listed = ", ".join(text if count == 1 else f"{count} x {text}" for text, count in shapes.items())
     name = operation.strip("_") + (f"({', '.join(settings)})" if settings else "")
     return f"{name} of {listed}" if listed else name
@@ -116,12 +129,10 @@ def describe_tensors(tensors: Any) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in _tensors(tensors))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+        return [value]
+    return [x for item in value for x in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _lines(said: dict[str, str]) -> str:

@@ -171,17 +171,18 @@ def hidden_states(
         names: the names of the positional arguments. If the same activation is also passed under a name in _TWINS,
             that argument is replaced too. Under any other name, such as a residual's, the argument stays.
     """
-    candidates = [*enumerate(args[:1]), *((n, kwargs.get(n)) for n in ("hidden_states", "x", *kwargs))]
-    for place, value in candidates:
+    for place in (*range(len(args[:1])), "hidden_states", "x", *kwargs):
+        value = args[place] if isinstance(place, int) else kwargs.get(place)
         if isinstance(value, Tensor) and value.is_floating_point():
-            keys = (*range(len(args)), *kwargs)
-            twins = {
-                key for key in keys if (names[key] if isinstance(key, int) and key < len(names) else key) in _TWINS
-            }
 
-            def put(new: Tensor, old: Tensor = value, keys: Any = twins | {place}) -> Any:
-                positional = tuple(new if i in keys and x is old else x for i, x in enumerate(args))
-                return positional, {n: new if n in keys and x is old else x for n, x in kwargs.items()}
+            def put(new: Tensor, old: Tensor = value, at: Any = place) -> Any:
+                def is_replaced(key: Any, x: Any) -> bool:
+                    if x is not old:
+                        return False
+                    return key == at or (names[key] if isinstance(key, int) and key < len(names) else key) in _TWINS
+
+                positional = tuple(new if is_replaced(i, x) else x for i, x in enumerate(args))
+                return positional, {n: new if is_replaced(n, x) else x for n, x in kwargs.items()}
 
             return value, put
     raise AssertionError("a block was called without hidden states")

@@ -6,6 +6,7 @@ summing the gradients of rows that several ranks hold. "Row" means an index of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,14 +71,15 @@ class RowLayout:
         borders = [min(max(rank * length - start, 0), size) for rank in range(ranks + 1)]
         return RowLayout(0, size, tuple((span,) for span in pairwise(borders)))
 
-    @property
+    # Computed once: these run for every gradient of every step.
+    @functools.cached_property
     def is_replicated(self) -> bool:
         """Whether every rank holds every row once, in order."""
         return all(
             [*(start for start, _ in spans), self.size] == [0, *(stop for _, stop in spans)] for spans in self.spans
         )
 
-    @property
+    @functools.cached_property
     def local_size(self) -> int:
         """The number of rows of every rank's shard, padding included."""
         return max(self.real_rows(rank) for rank in range(len(self.spans)))
@@ -160,7 +162,7 @@ class ShardRecord:
     holders: tuple[int, ...] = (0,)
     is_staged: bool = False
 
-    @property
+    @functools.cached_property
     def is_sharded(self) -> bool:
         """Whether this rank has only a part of the parameter, or nothing of it."""
         return not (self.layout.is_replicated and self.is_held)

@@ -1,0 +1,103 @@
+"""Measures what a plan costs the host: CPU time per layer above the stock model, in forward and in backward.
+
+A GPU works through a large layer in 5 to 20 ms. A host that needs longer to start the layer's kernels makes it wait.
+Here the model is narrow and deep and the process group is fake, so that almost all of a step is Python. Steps of the
+stock model and of the plan alternate; the thread's CPU time is measured, not the wall time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshwright.config import ParallelPlan
+from meshwright.construct.initial_weights import NewTensors
+from meshwright.distribute.installation import Installation
+from meshwright.faults import interpose
+from meshwright.faults.collective_log import Trace
+from meshwright.faults.guard import Guard
+from meshwright.parallel.tensor_parallel import make_shards
+from meshwright.plan_text import parse_plan
+from meshwright.tracing.fake_world import fake_world
+
+PLANS = ("dp4", "dp4 zero1", "dp4 zero3", "tp4", "tp4+sp", "dp2 tp2+sp zero3")
+IDS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+class Recording:
+    """Records each collective as the guard does, without other ranks to meet."""
+
+    is_current, step = True, 0
+    collective: Any = Guard.collective
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+
+def narrow_model(layers: int) -> Any:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).train()
+
+
+def distribute(model: nn.Module, plan: ParallelPlan) -> None:
+    """Make a model that of rank 0 of the plan, with real shards."""
+
+    def make(model: nn.Module, layouts: Any, tp: Any, device: Any, keep: Any = lambda _, x: x) -> NewTensors:
+        return NewTensors(make_shards(model, layouts, tp, device, lambda *_: None, keep), [])
+
+    installation = Installation.on_fake_rank(model, plan)
+    installation.make_weights(make).attach(model)
+    installation.install(torch.optim.AdamW(model.parameters()), seed=0)
+
+
+def times(model: Any) -> tuple[float, float]:
+    """Return the CPU seconds of a forward and of a backward pass."""
+    start = time.thread_time()
+    loss: Tensor = model(input_ids=IDS, labels=IDS).loss
+    middle = time.thread_time()
+    loss.backward()
+    end = time.thread_time()
+    model.zero_grad()
+    return middle - start, end - middle
+
+
+def main(
+    plan: Annotated[list[str] | None, typer.Option(help="a plan in words; may be given more than once")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="number of layers of the model")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="number of measured steps of each model")] = 20,
+) -> None:
+    """Print the CPU time of a layer in the stock model, and the time that each plan adds, in milliseconds."""
+    torch.set_num_threads(1)
+    stock = narrow_model(layers)
+    print(f"{'plan':<20} {'stock':>7} {'forward':>8} {'backward':>9} {'both':>7}   (ms per layer)")
+    for words in plan or PLANS:
+        parsed = ParallelPlan(**parse_plan(words))
+        model = narrow_model(layers)
+        with fake_world(parsed.world_size, 0):
+            distribute(model, parsed)
+            interpose.observe(Recording())  # type: ignore[arg-type]
+            for one in (stock, model):
+                times(one)
+            pairs = [(times(stock), times(model)) for _ in range(rounds)]
+            interpose.observe(None)
+        per_layer = [1e3 / layers * statistics.median(theirs[i] - own[i] for own, theirs in pairs) for i in (0, 1)]
+        base = 1e3 / layers * statistics.median(sum(own) for own, _ in pairs)
+        print(f"{words:<20} {base:7.2f} {per_layer[0]:8.2f} {per_layer[1]:9.2f} {sum(per_layer):7.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
