@@ -238,11 +238,13 @@ class Guard:
         os.close(nothing)
 
     def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
-        return self._answer({"kind": "ask", "key": key, "ranks": ranks, "what": what, "note": note}, ranks)
+        return self._answer({"kind": "ask", "key": key, "what": what, "note": note}, ranks, of_group=True)
 
-    def _answer(self, message: dict[str, Any], ranks: tuple[int, ...]) -> dict[str, Any] | None:
+    def _answer(
+        self, message: dict[str, Any], ranks: tuple[int, ...], *, of_group: bool = False
+    ) -> dict[str, Any] | None:
         """Return None if the ranks agree, else the referee's finding."""
-        answer = self._link.ask(message, patience=self.timeout + GRACE)
+        answer = self._link.ask(message, patience=self.timeout + GRACE, ranks=ranks if of_group else None)
         if answer is None:
             self._failed.wait(GRACE / 2)
             if self._cause is None and self._link.hub_left and 0 not in ranks:
@@ -269,8 +271,8 @@ class Guard:
         """Return each rank's value, by the rank's name; an empty dict if not all ranks make this call."""
         # Each text contains the rank, since the referee returns only texts that differ.
         said = json.dumps({"rank": self._rank, "said": value})
-        question = {"kind": "ask", "key": "exchange", "ranks": ranks, "what": said, "note": ""}
-        answer = self._link.ask(question, patience=GRACE) or {}
+        question = {"kind": "ask", "key": "exchange", "what": said, "note": ""}
+        answer = self._link.ask(question, patience=GRACE, ranks=ranks) or {}
         return {name: json.loads(text)["said"] for name, text in answer.get("differ", {}).items()}
 
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
