@@ -49,7 +49,9 @@ def hub_seconds(size: int) -> tuple[float, float]:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert ranks.stdin is not None and ranks.stdout is not None
-    clock = time.pthread_getcpuclockid(next(t.ident for t in threading.enumerate() if t.name == "meshwright-hub"))
+    thread = next(t.ident for t in threading.enumerate() if t.name == "meshwright-hub")
+    assert thread is not None
+    clock = time.pthread_getcpuclockid(thread)
     ranks.stdout.readline()
     start = time.clock_gettime(clock)
     time.sleep(5.0)

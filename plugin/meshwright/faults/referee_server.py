@@ -163,7 +163,7 @@ class Hub:
                 self._referee.beat(rank, now=now, **message)
                 return []
             case "report":
-                return [Post(rank, "answer", self._referee.report(now))]
+                return [Post((rank,), "answer", self._referee.report(now))]
             case "ask":
                 group = self._groups[rank, message.pop("group")]
                 return self._referee.ask(rank, now=now, group=group, **message)
