@@ -6,7 +6,6 @@ tells the other ranks when this process fails or ends normally.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import exit_hooks, interpose
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
+from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.siblings import end_sibling, this_process
@@ -328,14 +328,3 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
 def active_guard() -> Guard | None:
     """Return the guard of the process group in use; None if it has none."""
     return _guard if _guard is not None and _guard.is_current else None
-
-
-def set_timeouts(timeout: float) -> None:
-    """Set the timeout of every process group of this process, in seconds."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        set_timeout(group, timeout)
-
-
-def set_timeout(group: Any, timeout: float) -> None:
-    """Set the timeout of a process group, in seconds."""
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
