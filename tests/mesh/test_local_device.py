@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import PlanError
+from meshwright.mesh import process_mesh
 from meshwright.mesh.local_device import check_device_num, check_one_rank_per_gpu, local_rank, warn_of_unused_gpus
-from meshwright.mesh.process_group import device_for
+from meshwright.mesh.process_group import backend_of_new_groups, device_for, wire_device
+from meshwright.mesh.process_mesh import ProcessMesh
 
 NAMES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "SLURM_LOCALID", "SLURM_NTASKS", "OMPI_COMM_WORLD_LOCAL_RANK")
 
@@ -86,3 +88,32 @@ def test_a_model_left_on_the_cpu(device: str, rank: int, says: bool, caplog: pyt
     with caplog.at_level(logging.WARNING):
         warn_of_unused_gpus(torch.device(device), rank)
     assert ("although this host has 4 GPU(s)" in caplog.text) is says
+
+
+@pytest.mark.parametrize(("default", "added", "of_hosts"), [
+    ("cpu:gloo,cuda:nccl", None, "cpu"),
+    ("cpu:gloo,cuda:gloo", None, "cpu"),
+    ("cuda:nccl", "cpu:gloo,cuda:nccl", "cuda"),  # accelerate's
+])  # fmt: skip
+def test_hosts_agree_over_gloo(default: str, added: str | None, of_hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(backends=added or default)  # a group that was made here
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: default if group is None else group.backends)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert backend_of_new_groups() == added
+    assert wire_device().type == of_hosts
+    assert wire_device(group=own).type == "cpu"  # type: ignore[arg-type]
+
+
+def test_groups_of_a_mesh_can_send_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        made.append((ranks, options["backend"]))
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 9)
+    monkeypatch.setattr(process_mesh, "DeviceMesh", lambda *_, **__: SimpleNamespace())
+    mesh = ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
+    mesh._create_in_order("cpu")
+    assert made == [(ranks, "cpu:gloo,cuda:nccl") for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]

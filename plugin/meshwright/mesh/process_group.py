@@ -33,17 +33,31 @@ def backend_for(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def wire_device(device: torch.device | str = "cpu") -> torch.device:
+def backend_of_new_groups() -> str | None:
+    """Return the backends of a new process group; None for those of the default group.
+
+    Through gloo, hosts tell each other numbers without waiting for their devices. accelerate's default group is NCCL's
+    alone, so the groups made here add gloo.
+    """
+    return None if "cpu" in _backends(None) else backend_for(torch.device("cuda"))
+
+
+def wire_device(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device from which a tensor of ``device`` can be sent: gloo sends from the CPU, others from CUDA.
 
     Args:
         device: the tensor's device; the CPU for small tensors that belong to no device.
+        group: the process group; None for the default group.
     """
-    backends = dict(entry.split(":") for entry in str(dist.get_backend_config()).split(","))
+    backends = _backends(group)
     sends_itself = torch.device(device).type == "cuda" and backends.get("cuda", "gloo") != "gloo"
     if sends_itself or "cpu" not in backends:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    return dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
 
 
 def device_for(model_device: torch.device) -> torch.device:
