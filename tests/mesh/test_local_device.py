@@ -49,9 +49,9 @@ def test_srun_gives_each_rank_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert device_for(torch.device("cuda")) == torch.device("cuda", 2)
 
 
-def check_on_all(devices: list[int]) -> list[Any]:
+def check_on_all(devices: list[int], store: dist.Store) -> list[Any]:
     """Check the ranks' GPUs in threads, and return what each rank raised."""
-    store, raised = dist.HashStore(), [None] * len(devices)
+    raised: list[Any] = [None] * len(devices)
 
     def check(rank: int) -> None:
         try:
@@ -68,8 +68,10 @@ def check_on_all(devices: list[int]) -> list[Any]:
 
 
 def test_two_ranks_on_one_gpu_are_refused_by_all_ranks() -> None:
-    assert check_on_all([0, 1, 2, 3]) == [None] * 4
-    messages = check_on_all([0, 1, 1, 3])
+    store = dist.HashStore()
+    assert check_on_all([0, 1, 2, 3], store) == [None] * 4
+    messages = check_on_all([0, 1, 1, 3], store)
+    assert check_on_all([3, 2, 1, 0], store) == [None] * 4  # nothing is left of the earlier calls
     assert len(set(messages)) == 1
     assert "both use cuda:1" in messages[0] and "rank 1" in messages[0] and "rank 2" in messages[0]
 

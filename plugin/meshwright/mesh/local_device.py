@@ -54,6 +54,8 @@ def check_one_rank_per_gpu(store: dist.Store, rank: int, world: int, device: tor
         PlanError: on every rank, if two ranks use one GPU; the message names both.
         RuntimeError: if other ranks do not come within the store's timeout.
     """
+    # A program may leave its process group and join another one, and a launcher keeps its store meanwhile.
+    store = dist.PrefixStore(f"gpus{store.add(f'calls of rank {rank}', 1)}", store)
     host, gpu = socket.gethostname(), f"{torch.cuda.get_device_properties(device).uuid}"
     if store.add(f"ranks on {host} {gpu}", 1) == 1:
         store.set(f"first rank on {host} {gpu}", str(rank))
