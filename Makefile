@@ -24,7 +24,7 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 WORKERS ?= 0
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: help setup browser demo test-quick test test-all test-oldest kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context families programs verify clean
+.PHONY: help setup browser demo test-quick test test-all test-oldest kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee families programs verify clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
+	@echo 'make bench-referee what comparing 8 to 1,024 ranks costs rank 0'
 	@echo 'make bench-planner the planner against measured runs and traced steps; RUNS=path for another table'
 	@echo 'make bench-choice  the plan that is picked on this machine against all others; a quarter of an hour'
 	@echo 'make families      every dense decoder of transformers against itself on one device; writes docs/families.md'
@@ -109,6 +110,9 @@ bench-context: $(INSTALLED)
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.context --figure time --rounds 12
 	$(BIN)/torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling --rounds 6
 	$(BIN)/torchrun --nproc-per-node 2 -m benchmarks.context --figure balance --rounds 10
+
+bench-referee: $(INSTALLED)
+	$(BIN)/python -m benchmarks.referee
 
 verify: $(INSTALLED)
 	$(BIN)/python -m benchmarks.verify

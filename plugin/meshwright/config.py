@@ -296,7 +296,7 @@ class ToDistributedConfig:
             all ranks, otherwise 50. The weights are also compared before every save. Tokens and the optimizer's
             settings are compared in every step.
         timeout_s: number of seconds that a rank may keep the others waiting before all ranks end with an error that
-            names the late rank. It is also the timeout of every process group.
+            names the late rank. It is also the timeout of every process group; NCCL's watchdog waits 30 s longer.
     """
 
     plan: PlanLike | None = None

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.faults.guard import Guard, active_guard, set_timeout, start_guard
+from meshwright.faults.group_timeouts import set_timeout
+from meshwright.faults.guard import Guard, active_guard, start_guard
 from meshwright.mesh.process_group import start_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.runtime import Runtime, attach, device_of, find_runtime, runtime_of

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from meshwright.faults import referee_server
+from meshwright.faults.hub_connection import LONGEST_HELLO
 from meshwright.faults.link import Link
-from meshwright.faults.referee_server import LONGEST_HELLO, STRANGERS, Hub
+from meshwright.faults.referee_server import STRANGERS, Hub
 from meshwright.mesh import listening
 from meshwright.mesh.listening import listening_address
 
@@ -56,8 +57,8 @@ def agrees(hub: Hub) -> bool:
     answers: dict[int, Any] = {}
 
     def ask(rank: int) -> None:
-        question = {"kind": "ask", "key": "k", "ranks": [0, 1], "what": "w" * 100_000, "note": ""}
-        answers[rank] = links[rank].ask(question, patience=20)
+        question = {"kind": "ask", "key": "k", "what": "w" * 100_000, "note": ""}
+        answers[rank] = links[rank].ask(question, patience=20, ranks=(0, 1))
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -40,10 +40,8 @@ class Peers:
     def gather(self, *numbers: int) -> list[list[int]]:
         """Return the numbers that each peer passed, one list per rank."""
         own = torch.tensor([numbers], dtype=torch.int64)
-        if self.axes:
-            own = own.to(wire_device())
         for axis in self.axes:
-            own = all_gather(own, axis)
+            own = all_gather(own.to(wire_device(group=axis.group)), axis)
         return own.tolist()
 
     def broadcast(self, value: Any) -> Any:
@@ -141,7 +139,7 @@ def _packed(value: Any) -> Tensor:
 @own_collectives()
 def _broadcast_bytes(payload: Tensor | None, axis: Axis) -> Tensor:
     assert axis.group is not None
-    device = wire_device()
+    device = wire_device(group=axis.group)
     length = torch.tensor([0 if payload is None else len(payload)], device=device)
     dist.broadcast(length, group_src=0, group=axis.group)
     buffer = torch.empty(int(length), dtype=torch.uint8) if payload is None else payload

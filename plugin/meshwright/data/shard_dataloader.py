@@ -16,7 +16,14 @@ from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.data.readers.stream_shards import has_shards
 from meshwright.faults.guard import active_guard, start_guard
 from meshwright.faults.same_call import Claim, agreed
-from meshwright.mesh.process_group import device_for, ensure_process_group, start_process_group, wire_device, world_size
+from meshwright.mesh.process_group import (
+    backend_of_new_groups,
+    device_for,
+    ensure_process_group,
+    start_process_group,
+    wire_device,
+    world_size,
+)
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.parallel.collectives import Axis
 
@@ -219,7 +226,8 @@ def _everyone(targets: list[Targets]) -> Peers:
         return Peers()
     ranks = sorted({rank for target in flat(targets) for rank in target.mesh.ranks})
     is_world = len(ranks) == dist.get_world_size()
-    group = dist.group.WORLD if is_world else dist.new_group(ranks)
+    backend = backend_of_new_groups()
+    group = dist.group.WORLD if is_world and backend is None else dist.new_group(ranks, backend=backend)
     rank = dist.get_rank()
     if rank not in ranks:
         return Peers()

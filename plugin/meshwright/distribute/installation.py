@@ -23,7 +23,7 @@ from meshwright.distribute.check_arguments import explained
 from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
-from meshwright.faults.guard import set_timeouts
+from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.together import succeed_together
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
 from meshwright.optim.runtime import Runtime, attach

@@ -26,6 +26,7 @@ from meshwright.distribute.installation import Installation, context_of, cut_of,
 from meshwright.errors import PlanError
 from meshwright.faults.guard import start_guard
 from meshwright.faults.together import succeed_together
+from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
@@ -98,6 +99,7 @@ def to_distributed(
     loss = find_loss(decoder, config.loss_averages_over)
     device = device_for(_starting_device(model))
     check_devices(device_num, node_num)
+    check_device_num(device_num, device)
     plan = given_plan(config) or plan_in_model(model, config)
     is_picked = plan is None
     if plan is None:
@@ -112,6 +114,7 @@ def to_distributed(
     context = context_of(decoder, structure, plan)
 
     start_process_group(device, config.timeout_s)
+    warn_of_unused_gpus(device, dist.get_rank() if dist.is_initialized() else 0)
     check_agreement(plan)
     axes = build_axes(plan, device)
     guard = start_guard(timeout=config.timeout_s, coordinates=axes.coordinates)

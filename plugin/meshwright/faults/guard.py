@@ -6,7 +6,6 @@ tells the other ranks when this process fails or ends normally.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from meshwright.errors import DivergenceError, PeerFailedError
 from meshwright.faults import exit_hooks, interpose
 from meshwright.faults.collective_log import Trace, describe, describe_tensors, first_difference
+from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.link import Link
 from meshwright.faults.referee_server import Hub
 from meshwright.faults.siblings import end_sibling, this_process
@@ -238,11 +238,13 @@ class Guard:
         os.close(nothing)
 
     def _ask(self, key: str, ranks: tuple[int, ...], what: str, note: str = "") -> dict[str, Any] | None:
-        return self._answer({"kind": "ask", "key": key, "ranks": ranks, "what": what, "note": note}, ranks)
+        return self._answer({"kind": "ask", "key": key, "what": what, "note": note}, ranks, of_group=True)
 
-    def _answer(self, message: dict[str, Any], ranks: tuple[int, ...]) -> dict[str, Any] | None:
+    def _answer(
+        self, message: dict[str, Any], ranks: tuple[int, ...], *, of_group: bool = False
+    ) -> dict[str, Any] | None:
         """Return None if the ranks agree, else the referee's finding."""
-        answer = self._link.ask(message, patience=self.timeout + GRACE)
+        answer = self._link.ask(message, patience=self.timeout + GRACE, ranks=ranks if of_group else None)
         if answer is None:
             self._failed.wait(GRACE / 2)
             if self._cause is None and self._link.hub_left and 0 not in ranks:
@@ -269,8 +271,8 @@ class Guard:
         """Return each rank's value, by the rank's name; an empty dict if not all ranks make this call."""
         # Each text contains the rank, since the referee returns only texts that differ.
         said = json.dumps({"rank": self._rank, "said": value})
-        question = {"kind": "ask", "key": "exchange", "ranks": ranks, "what": said, "note": ""}
-        answer = self._link.ask(question, patience=GRACE) or {}
+        question = {"kind": "ask", "key": "exchange", "what": said, "note": ""}
+        answer = self._link.ask(question, patience=GRACE, ranks=ranks) or {}
         return {name: json.loads(text)["said"] for name, text in answer.get("differ", {}).items()}
 
     def _diverged(self, ranks: tuple[int, ...], finding: dict[str, Any], *details: str) -> DivergenceError:
@@ -326,14 +328,3 @@ def start_guard(*, timeout: float, coordinates: str) -> Guard | None:
 def active_guard() -> Guard | None:
     """Return the guard of the process group in use; None if it has none."""
     return _guard if _guard is not None and _guard.is_current else None
-
-
-def set_timeouts(timeout: float) -> None:
-    """Set the timeout of every process group of this process, in seconds."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        set_timeout(group, timeout)
-
-
-def set_timeout(group: Any, timeout: float) -> None:
-    """Set the timeout of a process group, in seconds."""
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)

@@ -44,6 +44,7 @@ class Link:
         self._timeout, self._status, self._on_notice = timeout, status, on_notice
         self._lock = threading.Lock()  # for the ask connection; held until the answer arrives
         self._telling = threading.Lock()  # for the watch connection, to which the listener and the program write
+        self._groups: dict[tuple[int, ...], int] = {}  # the numbers of groups of ranks, which the hub knows
         self._closed = False
         self.hub_left: str | None = None
         self._ask, self._answers, _ = _connect(address, {**hello, "channel": "ask"})
@@ -53,12 +54,26 @@ class Link:
         self._thread = threading.Thread(target=self._listen, name="meshwright-watch", daemon=True)
         self._thread.start()
 
-    def ask(self, message: dict[str, Any], *, patience: float) -> dict[str, Any] | None:
-        """Send a question and return its answer, or None if the hub does not answer in time or is gone."""
+    def ask(
+        self, message: dict[str, Any], *, patience: float, ranks: tuple[int, ...] | None = None
+    ) -> dict[str, Any] | None:
+        """Send a question and return its answer, or None if the hub does not answer in time or is gone.
+
+        Args:
+            message: the question.
+            patience: the seconds to wait for the answer.
+            ranks: the ranks whom the question concerns. The hub gets them once, and their number in each question.
+        """
         with self._lock:
+            lines = b""
+            if ranks is not None:
+                if ranks not in self._groups:
+                    self._groups[ranks] = len(self._groups)
+                    lines = _line({"kind": "group", "number": self._groups[ranks], "ranks": ranks})
+                message = {**message, "group": self._groups[ranks]}
             try:
                 self._ask.settimeout(patience)
-                self._ask.sendall(_line(message))
+                self._ask.sendall(lines + _line(message))
                 line = self._answers.readline()
             except OSError:
                 # A late answer must not be read as the next question's answer.

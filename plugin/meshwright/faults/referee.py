@@ -9,41 +9,20 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from meshwright.faults.meetings import Group, Meeting, Meetings, Question
+
+AGREED: dict[str, Any] = {"agreed": True}
 HICCUP = 3.0  # seconds without a heartbeat after which a report mentions them; heartbeats come every second
 
 
-@dataclass(frozen=True)
-class Post:
-    """A message to one rank: the answer to its question, or a notice of a failure."""
+class Post(NamedTuple):
+    """A message to ranks: the answer to their question, or a notice of a failure."""
 
-    rank: int
+    ranks: tuple[int, ...]
     channel: Literal["answer", "notice"]
     body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Question:
-    """A rank's question whether all ranks of a group are about to do the same. The rank waits for the answer.
-
-    Args:
-        key: the name of the meeting, the same on all ranks of the group.
-        ranks: the ranks of the group.
-        what: the text that must be equal on all ranks of the group.
-        note: a remark that messages show after ``what``, and that may differ between ranks.
-        since: the time of the question.
-    """
-
-    key: str
-    ranks: tuple[int, ...]
-    what: str
-    note: str
-    since: float
-
-    @property
-    def said(self) -> str:
-        return f"{self.what} ({self.note})" if self.note else self.what
 
 
 @dataclass
@@ -77,33 +56,44 @@ class Referee:
         self.timeout = timeout
         self.first_cause: str | None = None
         self._members: dict[int, Member] = {}
-        self._waiting: dict[int, Question] = {}
+        self._gone: set[int] = set()
+        self._meetings = Meetings()
         self._mail: defaultdict[tuple[int, int, str], Mailbox] = defaultdict(Mailbox)
 
     def join(self, rank: int, name: str, now: float, process: Any = None) -> None:
         """Record that a rank has connected. Messages call the rank ``name``."""
         self._members[rank] = Member(name, now, process=process)
+        self._gone.discard(rank)
 
     def beat(self, rank: int, status: str, now: float) -> None:
         """Record that a rank is alive, and what it is doing."""
         member = self._members[rank]
         member.heard, member.status, member.is_silent = now, status, False
 
-    def ask(self, rank: int, key: str, ranks: Iterable[int], what: str, note: str, now: float) -> list[Post]:
-        """Record that a rank waits for its group. The answer is sent when all ranks wait, or when one cannot come."""
-        question = Question(key, tuple(ranks), what, note, now)
-        self._waiting[rank] = question
-        if gone := [r for r in question.ranks if self._is_gone(r)]:
+    def group(self, ranks: Iterable[int]) -> Group:
+        """Return the group of these ranks, for :meth:`ask`."""
+        return self._meetings.group(ranks)
+
+    def ask(self, rank: int, key: str, group: Group, what: str, note: str, now: float) -> list[Post]:
+        """Record that a rank waits for its group. The answer is sent when all ranks wait, or when one cannot come.
+
+        Args:
+            rank: the rank that asks.
+            key: the name of the meeting, the same on all ranks of the group.
+            group: the group of the ranks that meet.
+            what: the text that must be equal on all ranks of the group.
+            note: a remark that messages show after ``what``, and that may differ between ranks.
+            now: the time.
+        """
+        if self._gone and (gone := [r for r in group.ranks if r in self._gone]):
             return self._refuse([rank], self._how_gone(gone))
-        present = [r for r in question.ranks if self._is_waiting(r, question)]
-        if len(present) == len(question.ranks):
-            questions = [self._waiting.pop(r) for r in present]
-            if len({q.what for q in questions}) == 1:
-                return [Post(r, "answer", {"agreed": True}) for r in present]
-            return self._differ(dict(zip(present, (q.said for q in questions), strict=True)), together=True)
-        if circle := self._circle(rank):
-            return self._differ({r: self._waiting.pop(r).said for r in circle}, together=False)
-        return []
+        meeting = self._meetings.come(rank, key, group, Question(what, note, now))
+        if not meeting.is_complete:
+            return []
+        self._meetings.close(meeting)
+        if all(question.what == what for question in meeting.questions.values()):
+            return [Post(group.ranks, "answer", AGREED)]
+        return self._differ({r: meeting.questions[r].said for r in group.ranks}, together=True)
 
     def send(self, rank: int, to: int, slot: str, what: str) -> list[Post]:
         """Record that a rank is about to send. The rank gets no answer. ``slot`` is a text with the group and tag."""
@@ -114,7 +104,8 @@ class Referee:
         """Record that a rank is about to receive and, if ``waits``, waits for the comparison with the send."""
         self._mail[source, rank, slot].expected.append((what, waits))
         if waits:
-            self._waiting[rank] = Question(f"receive from {source}", (rank, source), what, "", now)
+            pair = self._meetings.group((rank, source))
+            self._meetings.come(rank, f"receive from {source}", pair, Question(what, "", now))
         posts = self._match(source, rank, slot)
         if not posts and waits and self._is_gone(source):
             return self._refuse([rank], self._how_gone([source]))
@@ -137,21 +128,22 @@ class Referee:
         return self._go(rank, how, notice="failed")
 
     def tick(self, now: float) -> list[Post]:
-        """Return messages about ranks that have been silent, or kept others waiting, for the whole timeout."""
+        """Return messages about ranks that wait for each other, or that were silent or late for the whole timeout."""
         posts: list[Post] = []
+        while circle := self._meetings.circle():
+            said = {rank: question.said for rank in circle if (question := self._meetings.withdraw(rank))}
+            posts += self._differ(said, together=False)
         for rank, member in self._members.items():
             if member.gone is None and not member.is_silent and now - member.heard > self.timeout:
                 member.is_silent = True
                 age = f"{now - member.heard:.0f} s"
                 how = f"stopped, hung or cut off: no heartbeat for {age}, last: {member.status}"
                 posts += self._tell_others(rank, how)
-        late = [r for r, question in self._waiting.items() if now - question.since > self.timeout]
-        for rank in late:
-            question = self._waiting.pop(rank)
-            absent = [r for r in question.ranks if not self._is_waiting(r, question) and r != rank]
-            lines = "\n".join(f"  {self._describe(r, now)}" for r in absent)
-            text = f"waited {self.timeout:g} s for ranks that did not come:\n{lines}"
-            posts.append(Post(rank, "answer", {"gone": text}))
+        late = list(self._meetings.asked_before(now - self.timeout))
+        texts = {meeting: self._who_did_not_come(meeting, now) for _, meeting in late}
+        for rank, meeting in late:
+            self._meetings.withdraw(rank)
+            posts.append(Post((rank,), "answer", {"gone": texts[meeting]}))
         return posts
 
     def report(self, now: float) -> dict[str, Any]:
@@ -170,10 +162,11 @@ class Referee:
         if member.gone is not None:
             return []
         member.gone = how
-        self._waiting.pop(rank, None)
+        self._gone.add(rank)
+        self._meetings.withdraw(rank)
         posts = []
-        for other in [r for r, question in self._waiting.items() if rank in question.ranks]:
-            posts += self._refuse([other], self._how_gone([rank]))
+        if waiting := self._meetings.waiting_for(rank):
+            posts += self._refuse(waiting, self._how_gone([rank]))
         if notice is not None:
             posts += self._tell_others(rank, how)
         return posts
@@ -181,12 +174,11 @@ class Referee:
     def _tell_others(self, rank: int, how: str) -> list[Post]:
         text = f"{self._members[rank].name}: {how}"
         self.first_cause = self.first_cause or text
-        others = [r for r, member in self._members.items() if r != rank and member.gone is None]
-        return [self._notice(r) for r in others]
+        return self._notice(r for r, member in self._members.items() if r != rank and member.gone is None)
 
-    def _notice(self, rank: int) -> Post:
+    def _notice(self, ranks: Iterable[int]) -> list[Post]:
         silent = self._silent(lambda member: member.is_silent)
-        return Post(rank, "notice", {"failed": self.first_cause, "silent": silent})
+        return [Post(tuple(ranks), "notice", {"failed": self.first_cause, "silent": silent})]
 
     def _silent(self, is_silent: Callable[[Member], bool]) -> list[Any]:
         """Return the processes of the ranks that do not answer."""
@@ -195,13 +187,12 @@ class Referee:
     def _differ(self, said: dict[int, str], *, together: bool) -> list[Post]:
         """Return the answers to ranks that differ. ``together`` says whether they wait at the same meeting."""
         named = {self._members[rank].name: what for rank, what in sorted(said.items())}
-        body = {"differ": named, "together": together}
-        return [Post(rank, "answer", body) for rank in said]
+        return [Post(tuple(said), "answer", {"differ": named, "together": together})]
 
     def _refuse(self, ranks: list[int], text: str) -> list[Post]:
         for rank in ranks:
-            self._waiting.pop(rank, None)
-        return [Post(rank, "answer", {"gone": text}) for rank in ranks]
+            self._meetings.withdraw(rank)
+        return [Post(tuple(ranks), "answer", {"gone": text})]
 
     def _match(self, source: int, to: int, slot: str) -> list[Post]:
         """Compare the sends of a pair with its receives, in order."""
@@ -210,48 +201,28 @@ class Referee:
         while mail.sent and mail.expected:
             sent, (expected, waits) = mail.sent.popleft(), mail.expected.popleft()
             if waits:
-                self._waiting.pop(to, None)
+                self._meetings.withdraw(to)
             if sent == expected:
-                posts += [Post(to, "answer", {"agreed": True})] if waits else []
+                posts += [Post((to,), "answer", AGREED)] if waits else []
                 continue
             said = {source: f"sends {sent}", to: f"receives {expected}"}
-            posts += [post for post in self._differ(said, together=True) if waits and post.rank == to]
+            named = {self._members[rank].name: what for rank, what in sorted(said.items())}
+            posts += [Post((to,), "answer", {"differ": named, "together": True})] if waits else []
             lines = "".join(f"\n  {self._members[r].name}: {what}" for r, what in said.items())
             self.first_cause = self.first_cause or f"a send and its receive differ:{lines}"
-            posts += [self._notice(r) for r in said if r != to or not waits]
+            posts += self._notice(r for r in said if r != to or not waits)
         return posts
 
     def _is_gone(self, rank: int) -> bool:
-        return rank in self._members and self._members[rank].gone is not None
+        return rank in self._gone
 
-    def _is_waiting(self, rank: int, question: Question) -> bool:
-        theirs = self._waiting.get(rank)
-        return theirs is not None and (theirs.key, theirs.ranks) == (question.key, question.ranks)
+    def _who_did_not_come(self, meeting: Meeting, now: float) -> str:
+        lines = "\n".join(f"  {self._describe(rank, now)}" for rank in meeting.absent())
+        return f"waited {self.timeout:g} s for ranks that did not come:\n{lines}"
 
     def _how_gone(self, ranks: Iterable[int]) -> str:
         # If a rank left because another rank failed, the other rank's failure is the cause.
         return self.first_cause or "\n".join(f"{self._members[r].name}: {self._members[r].gone}" for r in ranks)
-
-    def _circle(self, start: int) -> list[int]:
-        """Return the ranks that wait for each other at different places, if ``start`` is among them."""
-        path: list[int] = []
-        seen: set[int] = set()
-
-        def visit(rank: int) -> list[int]:
-            if rank in path:
-                return path[path.index(rank) :]
-            question = self._waiting.get(rank)
-            if question is None or rank in seen:
-                return []
-            seen.add(rank)
-            path.append(rank)
-            for other in question.ranks:
-                if other != rank and not self._is_waiting(other, question) and (found := visit(other)):
-                    return found
-            path.pop()
-            return []
-
-        return sorted(visit(start))
 
     def _describe(self, rank: int, now: float) -> str:
         member = self._members.get(rank)

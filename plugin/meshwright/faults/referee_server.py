@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import secrets
 import sys
@@ -21,16 +20,18 @@ import threading
 import time
 from typing import Any
 
+from meshwright.faults.hub_connection import Connection, line
+from meshwright.faults.meetings import Group
 from meshwright.faults.referee import Post, Referee
 from meshwright.faults.siblings import this_process
 
 BEAT = 1.0  # seconds between heartbeats, in both directions
 LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
-LONGEST_LINE = 2**24  # bytes; a rank's last collectives, with all their shapes, are sent as one line
-LONGEST_HELLO = 2**12  # bytes before the token is known; names of hosts and axes are short
-HELLO_TIME = 10.0  # seconds for these bytes
+READ = 2**16  # bytes that are received at once
+HELLO_TIME = 10.0  # seconds in which a connection has to send the token
 LAST_WORDS = 0.05  # seconds in which a hub that closes still passes on what the ranks have said
 STRANGERS = 64  # the number of connections that may wait to be known, besides two per rank
+NOTHING_NEW = line({})
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +53,22 @@ class Hub:
         self._token = token
         self._world_size = world_size
         self._strangers = 0  # connections that have not sent the token
-        self._writers: dict[tuple[int, str], asyncio.StreamWriter] = {}
+        self._connections: dict[tuple[int, str], Connection] = {}
+        self._groups: dict[tuple[int, int], Group] = {}  # the groups that each rank has numbered
+        self._received = bytearray(READ)  # what one connection has received, until the next one receives
         self._closing = ""
         self._has_said = False
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
-        serving = asyncio.start_server(self._serve, host, 0, backlog=STRANGERS + 2 * world_size, limit=LONGEST_HELLO)
+        backlog = STRANGERS + 2 * world_size
+        serving = self._loop.create_server(self._connection, host, 0, backlog=backlog)
         self._server = self._loop.run_until_complete(serving)
         self.port: int = self._server.sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="meshwright-hub", daemon=True)
         self._thread.start()
+
+    def _connection(self) -> Connection:
+        return Connection(self._received, on_open=self._open, on_message=self._take, on_close=self._close)
 
     def close(self, how: str) -> None:
         """Tell the other ranks how rank 0 ended, and stop serving."""
@@ -73,7 +80,7 @@ class Hub:
     @property
     def sockets(self) -> list[Any]:
         """All open sockets, including the listening socket."""
-        connections = [writer.get_extra_info("socket") for writer in list(self._writers.values())]
+        connections = [one.transport.get_extra_info("socket") for one in list(self._connections.values())]
         return [*self._server.sockets, *connections]
 
     def _run(self) -> None:
@@ -81,10 +88,10 @@ class Hub:
         self._loop.run_forever()
         ticking.cancel()
         self._loop.run_until_complete(asyncio.sleep(LAST_WORDS))
-        for (_, channel), writer in self._writers.items():
-            if channel == "watch":
-                _write(writer, {"closed": self._closing})
-            writer.transport.close()
+        for connection in self._connections.values():
+            if connection.channel == "watch":
+                connection.write(line({"closed": self._closing}))
+            connection.transport.close()
         self._server.close()
         # The transports need one turn of the loop to flush and close.
         self._loop.run_until_complete(asyncio.sleep(0))
@@ -96,42 +103,45 @@ class Hub:
             self._deliver(self._referee.tick(time.monotonic()), says_so=True)
             if look % LOOKS:
                 continue
-            for (_, channel), writer in list(self._writers.items()):
-                if channel == "watch":
-                    _write(writer, {})
+            for connection in list(self._connections.values()):
+                if connection.channel == "watch":
+                    connection.write(NOTHING_NEW)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        lines = _Lines(reader)
-        hello = await self._hello(lines)
-        if hello is None:
-            writer.transport.abort()
-            return
-        rank, channel = hello["rank"], hello["channel"]
-        lines.longest = LONGEST_LINE
-        self._writers[rank, channel] = writer
-        if channel == "watch":
-            self._referee.join(rank, hello["name"], time.monotonic(), hello["process"])
-        _write(writer, {"name": self._name, "process": this_process()})
-        while (message := await lines.read()) is not None:
-            self._deliver(self._handle(rank, message))
-        self._writers.pop((rank, channel), None)
-        if channel == "watch" and not self._closing:  # a hub that closes has closed the connection itself
-            self._deliver(self._referee.lose(rank), says_so=True)
-        writer.transport.close()
-
-    async def _hello(self, lines: _Lines) -> dict[str, Any] | None:
-        """Return the first message of a connection; None if it is not that of a rank."""
+    def _open(self, connection: Connection) -> None:
         if self._strangers >= STRANGERS + 2 * self._world_size:
-            return None
+            connection.transport.abort()
+            return
         self._strangers += 1
-        try:
-            async with asyncio.timeout(HELLO_TIME):
-                hello = await lines.read()
-        except TimeoutError:
-            return None
-        finally:
+        connection.deadline = self._loop.call_later(HELLO_TIME, connection.transport.abort)
+
+    def _take(self, connection: Connection, message: dict[str, Any]) -> bool:
+        """Serve a message; return False if it is that of a stranger without the token."""
+        if connection.rank is not None:
+            self._deliver(self._handle(connection.rank, message))
+            return True
+        if not self._is_hello(message):
+            return False
+        self._end_wait_for_hello(connection)
+        connection.is_rank(message["rank"], message["channel"])
+        self._connections[message["rank"], connection.channel] = connection
+        if connection.channel == "watch":
+            self._referee.join(message["rank"], message["name"], time.monotonic(), message["process"])
+        connection.write(line({"name": self._name, "process": this_process()}))
+        return True
+
+    def _close(self, connection: Connection) -> None:
+        self._end_wait_for_hello(connection)
+        if connection.rank is None:
+            return
+        self._connections.pop((connection.rank, connection.channel), None)
+        if connection.channel == "watch" and not self._closing:  # a hub that closes has closed the connection itself
+            self._deliver(self._referee.lose(connection.rank), says_so=True)
+
+    def _end_wait_for_hello(self, connection: Connection) -> None:
+        if connection.deadline is not None:
+            connection.deadline.cancel()
+            connection.deadline = None
             self._strangers -= 1
-        return hello if self._is_hello(hello) else None
 
     def _is_hello(self, hello: dict[str, Any] | None) -> bool:
         return (
@@ -153,9 +163,13 @@ class Hub:
                 self._referee.beat(rank, now=now, **message)
                 return []
             case "report":
-                return [Post(rank, "answer", self._referee.report(now))]
+                return [Post((rank,), "answer", self._referee.report(now))]
             case "ask":
-                return self._referee.ask(rank, now=now, **message)
+                group = self._groups[rank, message.pop("group")]
+                return self._referee.ask(rank, now=now, group=group, **message)
+            case "group":
+                self._groups[rank, message["number"]] = self._referee.group(message["ranks"])
+                return []
             case "receive":
                 return self._referee.receive(rank, now=now, **message)
             case "send":
@@ -173,43 +187,11 @@ class Hub:
             print(f"meshwright: {self._referee.first_cause}", file=sys.stderr, flush=True)
             self._has_said = True
         for post in posts:
-            writer = self._writers.get((post.rank, "ask" if post.channel == "answer" else "watch"))
-            if writer is not None:
-                _write(writer, post.body)
-
-
-class _Lines:
-    """The messages of a connection. asyncio's own limit of a line could not be raised once the token is known."""
-
-    def __init__(self, reader: asyncio.StreamReader) -> None:
-        self.longest = LONGEST_HELLO
-        self._reader = reader
-        self._held = bytearray()
-
-    async def read(self) -> dict[str, Any] | None:
-        """Return the next message; None if the connection has ended, or what comes is none."""
-        searched = 0
-        while (end := self._held.find(b"\n", searched)) < 0:
-            searched = len(self._held)
-            try:
-                part = await self._reader.read(2**16) if searched <= self.longest else b""
-            except OSError:
-                part = b""
-            if not part:
-                return None
-            self._held += part
-        line = bytes(self._held[:end])
-        del self._held[: end + 1]
-        try:
-            message = json.loads(line) if len(line) <= self.longest else None
-        except (ValueError, RecursionError):
-            return None
-        return message if isinstance(message, dict) else None
-
-
-def _write(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    if not writer.transport.is_closing():
-        writer.write(json.dumps(body).encode() + b"\n")
+            text = line(post.body)
+            for rank in post.ranks:
+                connection = self._connections.get((rank, "ask" if post.channel == "answer" else "watch"))
+                if connection is not None:
+                    connection.write(text)
 
 
 def _allow_open_files(count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from meshwright.faults.together import texts_of_all
 from meshwright.mesh.process_group import wire_device
 
 Result = TypeVar("Result")
+
+_begun: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # the default groups over which ranks have compared
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,21 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def _device_of_first_call() -> str:
+    """Return the device of the next comparison: CUDA once for each default group, since all ranks must take part in
+    NCCL's first call, and then the CPU, so that the hosts do not wait for their devices."""
+    world = dist.group.WORLD
+    if world is None or world in _begun:
+        return "cpu"
+    _begun.add(world)
+    return "cuda"
+
+
 def _compare(same: Mapping[str, str], number: int | None) -> tuple[bool, int]:
     """Return whether the ranks' entries are equal, and their numbers where known; and the number, or -1 if unknown."""
     digest = hashlib.blake2b(repr(list(same.items())).encode(), digest_size=8).digest()
     code = int.from_bytes(digest) >> 1  # one bit less, so that its negative fits as well
-    # With NCCL, the all-reduce runs over NCCL, since all ranks must take part in NCCL's first call.
-    device = wire_device("cuda")
+    device = wire_device(_device_of_first_call())
     # One MAX yields the largest and the negated smallest value. A rank that does not know the number changes neither.
     claims = [code, -code, -1 if number is None else number, -(2**63) + 1 if number is None else -number]
     extremes = torch.tensor(claims, dtype=torch.int64, device=device)

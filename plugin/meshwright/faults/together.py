@@ -129,7 +129,7 @@ def values_of_all(value: Any, group: Any = None) -> list[Any]:
 
 def _bytes_of_all(own: Tensor, group: Any) -> list[Tensor]:
     """Return the bytes of every rank of a group, on the CPU."""
-    device = wire_device()
+    device = wire_device(group=group)
     size = torch.tensor([len(own)], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)

@@ -11,11 +11,16 @@ import torch.distributed as dist
 
 from meshwright.errors import PeerFailedError
 from meshwright.mesh.listening import LOOPBACK, bound_socket, listening_address
+from meshwright.mesh.local_device import check_one_rank_per_gpu, local_rank
 
 
 def world_size() -> int:
     """Return the number of processes, from the process group or else from the launcher's environment."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def node_count() -> int:
@@ -28,25 +33,39 @@ def backend_for(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
-def wire_device(device: torch.device | str = "cpu") -> torch.device:
+def backend_of_new_groups() -> str | None:
+    """Return the backends of a new process group; None for those of the default group.
+
+    Through gloo, hosts tell each other numbers without waiting for their devices. accelerate's default group is NCCL's
+    alone, so the groups made here add gloo.
+    """
+    return None if "cpu" in _backends(None) else backend_for(torch.device("cuda"))
+
+
+def wire_device(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device from which a tensor of ``device`` can be sent: gloo sends from the CPU, others from CUDA.
 
     Args:
         device: the tensor's device; the CPU for small tensors that belong to no device.
+        group: the process group; None for the default group.
     """
-    backends = dict(entry.split(":") for entry in str(dist.get_backend_config()).split(","))
+    backends = _backends(group)
     sends_itself = torch.device(device).type == "cuda" and backends.get("cuda", "gloo") != "gloo"
     if sends_itself or "cpu" not in backends:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    return dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
+
+
 def device_for(model_device: torch.device) -> torch.device:
     """Return this process's device of the model's device type; a CUDA device becomes the current one."""
     if model_device.type != "cuda":
         return model_device
-    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    # Two ranks on one GPU are found by all ranks together, when they join the process group.
+    device = torch.device("cuda", local_rank(_rank(), world_size()) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -57,6 +76,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     The process leaves the group at exit; otherwise gloo's threads abort the interpreter.
 
     Raises:
+        PlanError: if two ranks use the same GPU. The message names them.
         PeerFailedError: if other ranks do not come within the timeout. The message names them.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -71,6 +91,8 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     store = dist.PrefixStore(f"meshwright{_attempt()}", store)
     store.set(f"rank {rank}", "here")
     try:
+        if device.type == "cuda":
+            check_one_rank_per_gpu(store, rank, world, device)
         dist.init_process_group(
             backend_for(device), store=store, rank=rank, world_size=world, device_id=device_id, timeout=timeout
         )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, get_world_size
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.mesh.process_group import backend_of_new_groups
 from meshwright.mesh.rank_grid import flatten, grid_text, nest
 
 # Keyed by the world's process group, so that a new world starts without device meshes.
@@ -215,7 +216,8 @@ class ProcessMesh:
         known = _device_meshes.setdefault(world, {})
         if (self, device_type) not in known:
             ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
-            known[self, device_type] = self._create(device_type) if ascending else self._create_in_order(device_type)
+            is_plain = ascending and backend_of_new_groups() is None
+            known[self, device_type] = self._create(device_type) if is_plain else self._create_in_order(device_type)
             atexit.register(_let_groups_end, ref(known[self, device_type]))
         return known[self, device_type]
 
@@ -224,7 +226,9 @@ class ProcessMesh:
 
     def _create_in_order(self, device_type: str) -> DeviceMesh:
         """Create a device mesh whose groups keep the mesh's order; DeviceMesh itself sorts the ranks of a group."""
-        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
+        keep_order: dict[str, Any] = {} if ascending else {"sort_ranks": False}
+        if not ascending and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
             raise ValueError(
                 f"torch {torch.__version__} sorts the ranks of a process group, so they must ascend along each axis; "
                 f"reorder them, or use torch 2.13 or newer:\n{self}"
@@ -232,7 +236,8 @@ class ProcessMesh:
         groups = []
         for axis, size in enumerate(self._shape):
             for ranks in self.array.movedim(axis, -1).reshape(-1, size).tolist():
-                group = dist.new_group(ranks, group_desc=f"mesh_{self._dim_names[axis]}", sort_ranks=False)
+                name = f"mesh_{self._dim_names[axis]}"
+                group = dist.new_group(ranks, backend=backend_of_new_groups(), group_desc=name, **keep_order)
                 if dist.get_rank() in ranks:
                     groups.append(group)
         if groups:

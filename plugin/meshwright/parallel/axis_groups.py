@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from meshwright.mesh.process_group import backend_of_new_groups
 from meshwright.parallel.collectives import Axis
 
 
@@ -19,7 +20,7 @@ def axis_over(ranks: torch.Tensor, name: str) -> Axis:
     """
     rank, own = dist.get_rank(), Axis(name)
     for row in ranks.reshape(-1, ranks.shape[-1]).tolist():
-        group = dist.new_group(row)
+        group = dist.new_group(row, backend=backend_of_new_groups())
         if rank in row:
             own = Axis(name, size=len(row), rank=row.index(rank), group=group)
     return own

@@ -114,9 +114,15 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis) -> None:
         _all_gather(out, x, group=axis.group)
 
 
+@own_collectives()
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """Sum ``x`` over the axis and return this rank's equal share of the rows."""
-    return start_reduce_scatter(x, axis)()
+    if axis.size == 1 or x.device.type == "cpu":
+        return start_reduce_scatter(x, axis)()
+    assert x.shape[0] % axis.size == 0
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    _reduce_scatter(out, x.contiguous(), group=axis.group)
+    return out
 
 
 @own_collectives()
@@ -149,9 +155,12 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+@own_collectives()
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum ``x`` over the axis, in place."""
-    return start_all_reduce(x, axis)()
+    if axis.size > 1:
+        dist.all_reduce(x, group=axis.group)
+    return x
 
 
 @own_collectives()
@@ -173,7 +182,9 @@ def maximum(x: Tensor, axis: Axis) -> Tensor:
 
 def largest(number: int, axis: Axis) -> int:
     """Return the largest of the numbers that the ranks of the axis pass. Over gloo, it waits for no device."""
-    return number if axis.size == 1 else int(maximum(torch.tensor(number, device=wire_device()), axis))
+    if axis.size == 1:
+        return number
+    return int(maximum(torch.tensor(number, device=wire_device(group=axis.group)), axis))
 
 
 def agree(x: Tensor, *axes: Axis) -> Tensor:

@@ -3,8 +3,12 @@
 Ranks that hold the same activation must draw the same mask (or noise), and ranks that hold different parts of an
 activation must draw different masks. Every forward pass, in training and in evaluation, has its own stream for
 everything that draws: dropout at any rate and in any mode, NEFTune's noise, a user's hook. The random state is switched
-at the borders between replicated and sharded activations. Each switch draws its seed from the current random state.
-Activation checkpointing restores the state at a layer's start, so it replays the same masks in backward.
+at the borders between replicated and sharded activations.
+
+Seeds are computed on the host, so that no switch waits for a device or another rank. A stream's seed has a shared half,
+which is equal on the ranks of an axis in their own streams too, and a half of its own. A switch derives the new
+stream's seed from the seed of the current one; the switch back goes on with the next seed. torch keeps the seed in the
+CPU's random state. Activation checkpointing restores that state at a layer's start, so it replays the same masks.
 """
 
 from __future__ import annotations
@@ -15,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
-from meshwright.parallel.collectives import Axes, Axis, agree
+from meshwright.parallel.collectives import Axes, Axis
 
 _MAX_SEED = 2**62
+_NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the stream to go on with, or another one; rank r: _OWN + r
 
 Restore = Callable[[], None]
 
@@ -82,14 +86,8 @@ class DropoutStreams:
         return _enter_own(x, self.cp)
 
     def enter_shared(self, x: Tensor) -> Restore:
-        """Inside :meth:`enter_shard`, switch to a shared stream, for code in which every rank holds all of ``x``.
-
-        Since the ranks' random states differ, the first rank's seed is sent to the others.
-        """
-        if self.tp.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
-            return _nothing
-        seed = torch.randint(_MAX_SEED, ()).to(x.device)
-        return _switch(x.device, int(agree(seed, self.tp)))
+        """Inside :meth:`enter_shard`, switch to a shared stream, for code in which every rank holds all of ``x``."""
+        return _enter_derived(x, self.tp, _SHARED)
 
 
 class Rates:
@@ -124,10 +122,36 @@ def dropout_seed() -> int:
 
 
 def _enter_own(x: Tensor, axis: Axis) -> Restore:
-    if axis.size == 1 or isinstance(x, FakeTensor) or _is_capturing(x.device):
+    return _enter_derived(x, axis, _OWN + axis.rank)
+
+
+def _enter_derived(x: Tensor, axis: Axis, purpose: int) -> Restore:
+    """Switch to a stream derived from the current one; the returned function goes on with the next one."""
+    if axis.size == 1 or _is_capturing(x.device):
         return _nothing
-    seed = int(torch.randint(_MAX_SEED, ()))  # drawn on the CPU, so that the host does not wait for the device
-    return _switch(x.device, seed + 1 + axis.rank)
+    seed = torch.initial_seed()
+    _seed(x.device, _derived(seed, purpose))
+    return lambda: _seed(x.device, _derived(seed, _NEXT))
+
+
+def _derived(seed: int, purpose: int) -> int:
+    """Return the seed of another stream.
+
+    Args:
+        seed: the seed of the current stream: its upper 32 bits are shared, its lower 32 bits may be the rank's own.
+        purpose: what for: _NEXT, _SHARED, or _OWN plus a rank's coordinate.
+    """
+    shared = _mixed(seed >> 32, min(purpose, _OWN))
+    own = shared if purpose == _SHARED else _mixed(seed, purpose)
+    return shared >> 32 << 32 | own & 0xFFFFFFFF  # torch's generator for the CPU uses the lower half only
+
+
+def _mixed(seed: int, purpose: int) -> int:
+    """Return the 64 bits of a counter-based generator (splitmix64), of which each depends on all bits of the seed."""
+    x = (seed + purpose * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
 
 
 def _nothing() -> None:
@@ -139,16 +163,20 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _switch(device: torch.device, seed: int) -> Restore:
-    """Seed the random states of the CPU and the device. Later switches draw their seeds from the CPU's state."""
+    """Seed the random states of the CPU and the device; the returned function restores both."""
     state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cuda":
-        return lambda: torch.set_rng_state(state)
-    on_device = torch.cuda.get_rng_state(device)
-    torch.cuda.manual_seed(seed)
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    _seed(device, seed)
 
     def restore() -> None:
         torch.set_rng_state(state)
-        torch.cuda.set_rng_state(on_device, device)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
 
     return restore
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)

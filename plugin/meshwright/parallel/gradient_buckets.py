@@ -63,6 +63,11 @@ class Bucket:
         Each contribution was multiplied by the number of copies on arrival (see GradientSync), so
         this mean is the sum of the contributions. Gradients that are not partial stay as they are.
         """
+        if all(record_of(p).is_grad_partial and not record_of(p).is_sharded for p in self.parameters):
+            # Norms and biases, of which each rank holds all rows: two kernels instead of several for each of them.
+            length = self.offsets[-1] + self.parameters[-1].shape.numel()
+            all_reduce(flat[:length], tp).div_(tp.size)
+            return
         partial = [(p, segment) for p, segment in self.segments(flat) if record_of(p).is_grad_partial]
         full = [torch.zeros(record_of(p).global_shape, dtype=flat.dtype, device=flat.device) for p, _ in partial]
         for whole, (parameter, segment) in zip(full, partial, strict=True):

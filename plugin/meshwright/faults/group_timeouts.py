@@ -1,0 +1,43 @@
+"""The timeouts of process groups, after which their backends give up.
+
+A collective of gloo raises an error, to which the guard adds what the other ranks do. NCCL has a watchdog instead,
+which ends the process from another thread and knows nothing of other ranks. So it waits until the guard has spoken.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WATCHDOG_WAITS = 30.0  # seconds by which NCCL's watchdog is later than the guard
+
+
+def set_timeouts(timeout: float) -> None:
+    """Set the timeout of every process group of this process; see ``set_timeout``."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_timeout(group, timeout)
+
+
+def set_timeout(group: Any, timeout: float) -> None:
+    """Set the timeout of a process group whose collectives raise, and let NCCL's watchdog wait for longer than that.
+
+    The watchdog's time is never shortened: it may be that of a group which the program has made for something else.
+
+    Args:
+        group: the process group.
+        timeout: the seconds.
+    """
+    for backend in {group._get_backend(device) for device in _devices(group)}:
+        if backend.name() != "nccl":
+            backend._set_default_timeout(datetime.timedelta(seconds=timeout))
+            continue
+        watchdog = datetime.timedelta(seconds=timeout + WATCHDOG_WAITS)
+        if backend.options._timeout < watchdog:
+            backend._set_default_timeout(watchdog)
+
+
+def _devices(group: Any) -> list[torch.device]:
+    return [device for device in group._device_types if device.type in ("cpu", "cuda")]

@@ -1,0 +1,105 @@
+"""Which GPU of its host a process uses, and whether it is the only one to use it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import PlanError
+
+# The variables of launchers that do not set LOCAL_RANK: a process's number on its host, and the number of processes.
+_LAUNCHERS = (
+    ("SLURM_LOCALID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("MPI_LOCALRANKID", "PMI_SIZE"),
+    ("PALS_LOCAL_RANKID", "PALS_SIZE"),
+)
+
+logger = logging.getLogger(__name__)
+
+
+def local_rank(rank: int, world: int) -> int:
+    """Return a process's number on its host: from torchrun's LOCAL_RANK, from srun or mpirun, or else its rank.
+
+    A job's variables also reach processes that a script starts by itself. So a launcher counts only if it has started
+    all processes.
+
+    Args:
+        rank: the process's rank.
+        world: the number of processes.
+    """
+    if (number := os.environ.get("LOCAL_RANK")) is not None:
+        return int(number)
+    for name, size in _LAUNCHERS:
+        if name in os.environ and os.environ.get(size) == str(world):
+            return int(os.environ[name])
+    return rank
+
+
+def check_one_rank_per_gpu(store: dist.Store, rank: int, world: int, device: torch.device) -> None:
+    """Check that no two ranks use the same GPU, which NCCL does not support. Every rank must make the call.
+
+    Args:
+        store: the store of all ranks, which need no process group yet.
+        rank: this rank.
+        world: the number of ranks.
+        device: this rank's GPU.
+
+    Raises:
+        PlanError: on every rank, if two ranks use one GPU; the message names both.
+        RuntimeError: if other ranks do not come within the store's timeout.
+    """
+    # A program may leave its process group and join another one, and a launcher keeps its store meanwhile.
+    store = dist.PrefixStore(f"gpus{store.add(f'calls of rank {rank}', 1)}", store)
+    host, gpu = socket.gethostname(), f"{torch.cuda.get_device_properties(device).uuid}"
+    if store.add(f"ranks on {host} {gpu}", 1) == 1:
+        store.set(f"first rank on {host} {gpu}", str(rank))
+    else:
+        first = store.get(f"first rank on {host} {gpu}").decode()
+        count = torch.cuda.device_count()
+        store.set(
+            "shared gpu",
+            f"rank {first} and rank {rank} both use {device} of host {host}, and NCCL needs a GPU for each rank. Rank "
+            f"{rank} sees {count} GPU{'s' if count != 1 else ''}. Launch at most one process per GPU (torchrun "
+            f"--nproc-per-node {count} SCRIPT), or, with a launcher of your own, set LOCAL_RANK in each process to its "
+            "number on its host",
+        )
+    if store.add("ranks with a gpu", 1) == world:
+        store.set("all have a gpu", "")
+    store.wait(["all have a gpu"])
+    if store.check(["shared gpu"]):
+        raise PlanError(store.get("shared gpu").decode())
+
+
+def check_device_num(device_num: int | None, device: torch.device) -> None:
+    """Check the ``device_num`` of a call against the GPUs of this host.
+
+    A process that sees one GPU only may be one of several for which the launcher has chosen GPUs.
+
+    Raises:
+        PlanError: if this host has fewer GPUs.
+    """
+    if device.type != "cuda" or device_num is None:
+        return
+    count = torch.cuda.device_count()
+    if 1 < count < device_num:
+        raise PlanError(
+            f"device_num={device_num}, but this host has {count} GPUs, and each rank needs one; write "
+            f"device_num={count}, and more nodes: node_num=..., or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def warn_of_unused_gpus(device: torch.device, rank: int) -> None:
+    """Say once that a model will train on the CPU of a host with GPUs, since its parameters are there."""
+    if device.type == "cpu" and rank == 0 and torch.cuda.is_available():
+        logger.warning(
+            "the model is on the CPU, so it trains there, although this host has %d GPU(s). To use them, move the "
+            "model before the call: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); model.to('cuda'). To "
+            "train on the CPU without this message, hide the GPUs: CUDA_VISIBLE_DEVICES=''",
+            torch.cuda.device_count(),
+        )
