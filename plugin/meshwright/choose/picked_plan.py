@@ -269,7 +269,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         f"{job.global_batch} x {job.seq_len} tokens per step on {cluster.gpus} x {cluster.device.name}",
         f"  estimated {seconds(choice.time.total)} per step (±{found.profile.band:.0%}), "
         f"{gib(choice.memory.total)} of {gib(found.budget)} per device; {found.fitting} of "
-        f"{found.considered} plans fit",
+        f"{found.weighed} plans fit",
         f"  {slower}{against or 'nothing was ruled out'}. To choose: ToDistributedConfig(plan=ParallelPlan(...))",
     ]
 

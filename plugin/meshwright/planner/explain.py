@@ -147,8 +147,8 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
         "",
         f"Time of the first: {_shares(best.time.parts, best.time.total, 'ms')}",
         f"Memory of a device: {_shares(best.memory.parts, best.memory.total, 'GiB')}",
-        f"Budget {gib(found.budget)}; {found.considered} legal plans, {found.fitting} fit, "
-        f"{found.simulated} simulated.",
+        f"Budget {gib(found.budget)}; {found.considered:,} legal plans, {found.weighed:,} weighed, "
+        f"{found.simulated:,} simulated.",
         *_of_method(found),
         "",
         "Not chosen:",
@@ -221,6 +221,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
         ],
         "budget_bytes": found.budget,
         "considered": found.considered,
+        "weighed": found.weighed,
         "fitting": found.fitting,
         "simulated": found.simulated,
         "not_chosen": dict(reasons(found)),
