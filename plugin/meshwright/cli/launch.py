@@ -9,31 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-
-class Recompute(StrEnum):
-    """Which layers backward recomputes."""
-
-    none = "none"
-    full = "full"
-
-
-class Schedule(StrEnum):
-    """The schedules of a pipeline, which are those of ``meshwright.pipeline.schedule``."""
-
-    gpipe = "gpipe"
-    one_forward_one_backward = "1f1b"
-    interleaved = "interleaved"
-    zero_bubble_h1 = "zb-h1"
-    zero_bubble_v = "zbv"
-
-
-class Context(StrEnum):
-    """The methods of context parallelism, which are those of ``meshwright.context.methods``."""
-
-    gather = "gather"
-    ulysses = "ulysses"
-    ring = "ring"
-    hybrid = "hybrid"
+from meshwright.cli.options import Context, Recompute, Schedule
 
 
 class MixedPrecision(StrEnum):

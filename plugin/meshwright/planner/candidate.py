@@ -71,6 +71,11 @@ class Job:
         return replace(self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4)
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the weights, by its name in torch."""
+        return "float32" if self.weight_bytes == 4 else "bfloat16"
+
+    @property
     def tokens(self) -> int:
         """Tokens of one optimizer step."""
         return self.seq_len * self.global_batch

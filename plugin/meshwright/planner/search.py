@@ -15,7 +15,7 @@ from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
-_HEADROOM = 0.90  # share of the device's memory that a plan may fill; with more, the first unusual batch fails
+HEADROOM = 0.90  # share of the device's memory that a plan may fill; with more, the first unusual batch fails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,7 @@ class Search:
         smallest: the weighed plan that needs the least memory, and its memory; if none fits, all were weighed.
         binding: for each value that no fitting plan has (such as "tp=1" or "micro_batch=64"), the plan with this value
             that needs the least memory, and its memory.
+        repetitions: for each choice, plans with the same time and memory that were left out, if these were looked for.
     """
 
     shape: ModelShape
@@ -69,6 +70,7 @@ class Search:
     budget: float
     smallest: tuple[Candidate, Memory]
     binding: dict[str, tuple[Candidate, Memory]]
+    repetitions: tuple[tuple[Candidate, ...], ...] = ()
 
     def space(self, cluster: Cluster, job: Job, *, allow_future: bool = False) -> Space:
         """Return the candidates for the same model on another cluster, or for another job."""
@@ -100,7 +102,7 @@ def search(
     """
     shape, cluster, job = space.shape, space.cluster, space.job
     profile = profile or HardwareProfile(name="catalogue")
-    budget = budget if budget is not None else _HEADROOM * cluster.device.memory
+    budget = budget if budget is not None else HEADROOM * cluster.device.memory
     walk = BestFirst(space, StepModel(shape, cluster, profile.coefficients), budget)
     if not walk.slots:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(space.pruned.items(), 6))
@@ -108,7 +110,7 @@ def search(
             f"no legal plan for {shape.name} on {cluster.gpus} devices with a global batch of {job.global_batch}: "
             f"{reasons}. Change --global-batch to a multiple of the number of devices, or change --gpus"
         )
-    choices = tuple(_choice(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(top))
+    choices = tuple(choice_of(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(top))
     return Search(
         shape=shape,
         cluster=cluster,
@@ -128,7 +130,8 @@ def search(
     )
 
 
-def _choice(space: Space, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
+def choice_of(space: Space, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
+    """Return a plan with its estimates and the speed that follows from them."""
     cluster, job = space.cluster, space.job
     peak = space.shape.flops(job.seq_len) * job.tokens / (cluster.device.flops * cluster.gpus)
     speed = job.tokens / time.total / cluster.gpus
