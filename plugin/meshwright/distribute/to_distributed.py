@@ -33,7 +33,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.collectives import Axes
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.recompute import can_recompute
+from meshwright.parallel.recompute import check_recompute
 from meshwright.roles.adapters import without_wrappers
 
 logger = logging.getLogger(__name__)
@@ -200,8 +200,8 @@ def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, en
             "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or set "
             "gradient_accumulation_steps=1 and micro_batch_size=None"
         )
-    if plan.recompute == "full" and not can_recompute(model):
-        raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
+    if plan.recompute == "full":
+        check_recompute(model, plan.recomputed_layers)
 
 
 def _starting_device(model: nn.Module) -> torch.device:

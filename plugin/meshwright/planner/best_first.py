@@ -139,7 +139,7 @@ class BestFirst:
 
     def _fewest_recomputed(self, plan: Candidate) -> Candidate:
         """Return the fitting plan that recomputes the fewest layers, if a plan that recomputes all of them fits."""
-        if plan.recompute != "full" or not self.space.allow_future or not self._fits(plan):
+        if plan.recompute != "full" or not self.space.recomputes_some or not self._fits(plan):
             return plan
         low, high, best = 0, max(rank_layers(plan, self.space.shape.layers)), plan
         fields = vars(plan)
