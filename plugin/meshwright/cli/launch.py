@@ -66,7 +66,11 @@ def launch(
         int | None, typer.Option(help="Rows of a rank's batch that run at once (default: all of them).")
     ] = None,
     recompute: Annotated[
-        Recompute | None, typer.Option(help="Recompute no layers or all layers in backward (default: none).")
+        Recompute | None, typer.Option(help="Recompute no layers or layers in backward (default: none).")
+    ] = None,
+    recomputed_layers: Annotated[
+        int | None,
+        typer.Option(help="With --recompute full, number of layers of each rank to recompute (default: all of them)."),
     ] = None,
     num_processes: Annotated[
         int | None,
@@ -158,6 +162,7 @@ def launch(
         "pp": pp, "schedule": schedule and schedule.value,
         "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
         "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
+        "recomputed_layers": recomputed_layers,
     }  # fmt: skip
     sizes = {name: value for name, value in sizes.items() if value is not None}
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -160,7 +160,14 @@ def plan(
     ] = None,
     recompute: Annotated[
         Recompute | None,
-        typer.Option(help="Recompute no layers or all layers in backward (default: none).", rich_help_panel=_OWN),
+        typer.Option(help="Recompute no layers or layers in backward (default: none).", rich_help_panel=_OWN),
+    ] = None,
+    recomputed_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="With --recompute full, number of layers of each rank to recompute (default: all).",
+            rich_help_panel=_OWN,
+        ),
     ] = None,
     top: Annotated[int, typer.Option(help="Number of plans to show.", rich_help_panel=_OUTPUT)] = 5,
     allow_future: Annotated[
@@ -266,6 +273,7 @@ def plan(
         "dp": dp, "tp": tp, "cp": cp, "context": context and context.value, "ulysses": ulysses, "pp": pp,
         "schedule": schedule and schedule.value, "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
         "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
+        "recomputed_layers": recomputed_layers,
     }  # fmt: skip
     sizes = {name: value for name, value in sizes.items() if value is not None}
     try:
@@ -284,7 +292,7 @@ def plan(
         outputs = plan_answers.Outputs(
             json=json, save=save, html=html, emit=emit and emit.value, trace=trace, stage=stage, model=model
         )
-        values = {
+        values: dict[str, tuple[Any, ...]] = {
             "gpus": plan_inputs.numbers("--gpus", gpus, int),
             "seq_len": plan_inputs.numbers("--seq-len", seq_len, int),
             "global_batch": plan_inputs.numbers("--global-batch", global_batch, int),
@@ -298,7 +306,7 @@ def plan(
             )
         if days is not None and gpus is not None:
             raise ValueError("--days finds the number of devices, and --gpus gives it; leave one of them out")
-        first = {name: found[0] if found else None for name, found in values.items()}
+        first: dict[str, Any] = {name: found[0] if found else None for name, found in values.items()}
         plans = None
         if own:
             first["gpus"], plans = plan_inputs.own_plans(plan or [], sizes, first["gpus"])

@@ -8,6 +8,7 @@ import importlib
 import json as json_format
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ def answer_sweep(question: Question, outputs: Outputs, name: str, values: Sequen
     def find(value: Any) -> Search:
         return question.search(question.space(**{name: value}), top=1)
 
-    rows = [row_of(value, lambda value=value: find(value), question.budget) for value in values]
+    rows = [row_of(value, partial(find, value), question.budget) for value in values]
     if not any(row.speed for row in rows):
         raise PlanError(f"no plan for any value: {rows[0].reason}")
     if outputs.json:

@@ -142,5 +142,5 @@ def _may_follow(field: dataclasses.Field[Any], before: ParallelPlan, new: Any, *
     if field.name in ("micro_batch_size", "gradient_accumulation_steps"):
         return old == field.default or before.pp > 1  # a pipeline splits each batch anew
     if field.name == "recomputed_layers":
-        return before.recompute == "none"
+        return before.recompute == "none" and before.pp == 1
     return field.name == "recompute" and old == field.default

@@ -144,9 +144,21 @@ def to_distributed(
         cut=None if cut is None else dataclasses.replace(cut, rank=axes.pp.rank),
     )
     installation.distribute(optimizer, weights.make)
+    _warn_of_dtype(plan, model)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
     return model, optimizer, loader
+
+
+def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:
+    """Warn on the first rank if the plan was estimated for weights of another dtype."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if plan.dtype not in (None, dtype) and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "the plan was estimated for weights in %s, but the model has weights in %s, so its memory and time differ "
+            "from the estimates. Load the model with dtype=torch.%s, or remove dtype from the plan",
+            plan.dtype, dtype, plan.dtype,
+        )  # fmt: skip
 
 
 def _complete(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshwright.errors import PlanError
@@ -135,7 +136,7 @@ def smallest_cluster(
     rows: list[Row] = []
     for gpus in _sizes(least, cluster.gpus_per_node):
         sized = dataclasses.replace(cluster, gpus=gpus)
-        rows.append(row_of(gpus, lambda sized=sized: find(sized, job), budget))  # type: ignore[misc]
+        rows.append(row_of(gpus, partial(find, sized, job), budget))
         made = rows[-1].bill
         if made is not None and made.days <= days:
             break
