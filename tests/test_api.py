@@ -95,6 +95,8 @@ def test_signatures() -> None:
         "micro_batch_size",
         "gradient_accumulation_steps",
         "recompute",
+        "recomputed_layers",
+        "dtype",
     ]
     for configuration in (mw.ParallelPlan, mw.ToDistributedConfig, mw.ShardingPlan, mw.ParallelDims):
         kinds = {p.kind for p in inspect.signature(configuration).parameters.values()}

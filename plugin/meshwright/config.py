@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -55,7 +55,11 @@ class ParallelPlan:
         micro_batch_size: number of rows per micro-batch on each rank; None runs all rows of a rank at once.
         gradient_accumulation_steps: number of micro-batches into which a rank's rows are split; an alternative to
             ``micro_batch_size``.
-        recompute: "none", or "full" to recompute every layer in backward.
+        recompute: "none", or "full" to recompute layers in backward.
+        recomputed_layers: number of layers on each rank, from its first layer on, that recompute="full" recomputes;
+            None for all.
+        dtype: the dtype of the weights for which the planner estimated the plan, for example "bfloat16". A model with
+            another dtype is trained with a warning. None if the plan is for any dtype.
 
     Raises:
         PlanError: if a field does not exist or has the wrong type, a size is not a positive integer, or this version
@@ -80,6 +84,8 @@ class ParallelPlan:
     micro_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     recompute: Literal["none", "full"] = "none"
+    recomputed_layers: int | None = None
+    dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "gradient_accumulation_steps"):
@@ -89,6 +95,13 @@ class ParallelPlan:
         check_choice("ParallelPlan", "zero_stage", self.zero_stage, (0, 1, 2, 3))
         if self.recompute not in ("none", "full"):
             raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
+        check_int("ParallelPlan", "recomputed_layers", self.recomputed_layers, optional=True)
+        if self.recomputed_layers is not None and self.recompute != "full":
+            raise PlanError(
+                f"ParallelPlan.recomputed_layers={self.recomputed_layers} counts the layers that recompute='full' "
+                f"recomputes, but recompute={self.recompute!r}; set recompute='full', or leave recomputed_layers out"
+            )
+        check_type("ParallelPlan", "dtype", self.dtype, str, "a string such as 'bfloat16'")
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
             raise PlanError(
                 f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="

@@ -34,6 +34,8 @@ _RECOMPUTE = (
     "use_recompute recompute_activations"
 )
 
+_RECOMPUTED = "recompute_num_layers num_layers_to_recompute"
+
 PLAN_NAMES: dict[str, str] = {
     name: ours
     for theirs, ours in (
@@ -51,6 +53,7 @@ PLAN_NAMES: dict[str, str] = {
         (_ROWS, "micro_batch_size=N"),
         (_STEPS, "gradient_accumulation_steps=N"),
         (_RECOMPUTE, "recompute='full'"),
+        (_RECOMPUTED, "recompute='full', recomputed_layers=N"),
     )
     for name in theirs.split()
 }

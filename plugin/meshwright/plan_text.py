@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 
 _FORMS = (
     "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 "
-    "(2 micro-batches of 4 rows), ga2 (2 micro-batches) and recompute=full"
+    "(2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full and recompute=full(3) (3 layers of each rank)"
 )
 _ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
 _SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
@@ -58,6 +58,8 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     Example:
         >>> format_plan({"dp": 2, "tp": 2, "sequence_parallel": True, "recompute": "full"})
         'dp2 tp2+sp zero0 recompute=full'
+        >>> format_plan({"recompute": "full", "recomputed_layers": 3})
+        'dp1 zero0 recompute=full(3)'
         >>> format_plan({"pp": 4, "schedule": "zb-h1", "micro_batch_size": 1})
         'dp1 pp4(zb-h1) zero0 mb1'
     """
@@ -74,7 +76,8 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     if fields.get("gradient_accumulation_steps", 1) > 1:
         words.append(f"ga{fields['gradient_accumulation_steps']}")
     if fields.get("recompute", "none") != "none":
-        words.append(f"recompute={fields['recompute']}")
+        layers = fields.get("recomputed_layers")
+        words.append(f"recompute={fields['recompute']}" + ("" if layers is None else f"({layers})"))
     return " ".join(words)
 
 

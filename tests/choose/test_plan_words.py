@@ -265,6 +265,10 @@ def test_every_field_has_its_words() -> None:
         elif name in of_context:
             fields = {"cp": 6, "context": "hybrid" if name == "ulysses" else "ring", name: of_context[name]}
             assert parse_plan(format_plan(fields))[name] == of_context[name]
+        elif name == "recomputed_layers":
+            assert parse_plan(format_plan({"recompute": "full", name: 3}))[name] == 3
+        elif name == "dtype":  # a property of the model, which only a plan file notes
+            assert parse_plan(format_plan({name: "bfloat16"})) == parse_plan(format_plan({}))
         else:
             fields = {"pp": 3, "schedule": "interleaved" if name == "chunks" else "1f1b", name: of_pipeline[name]}
             assert parse_plan(format_plan(fields))[name] == of_pipeline[name]

@@ -79,8 +79,9 @@ def test_gradient_checkpointing_with_odd_length_and_padding(pool2: Any) -> None:
 
 
 def test_recompute_in_the_plan_is_gradient_checkpointing(pool2: Any) -> None:
-    ranks = pool2.run(one_step, "llama", "plain", {**SP, "recompute": "full"})
-    assert_equal_steps(ranks[0], one_step("llama", "plain"))
+    for layers in (None, 1):
+        ranks = pool2.run(one_step, "llama", "plain", {**SP, "recompute": "full", "recomputed_layers": layers})
+        assert_equal_steps(ranks[0], one_step("llama", "plain"))
 
 
 @pytest.mark.parametrize("option", ["one kv head", "kv heads that do not divide"])

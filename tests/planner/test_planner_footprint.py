@@ -42,6 +42,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tp": 2},
     "tp2+sp+recompute": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+    "tp2+sp+recompute(2)": {"tp": 2, "sequence_parallel": True, "recompute": "full", "recomputed_layers": 2},
     "dp2": {"dp": 2},
     "dp2+zero1": {"dp": 2, "zero_stage": 1},
     "dp2+zero2+micro": {"dp": 2, "zero_stage": 2, "micro_batch_size": 1},
@@ -64,11 +65,12 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "cp2(ring)+dp2+zero3+recompute": {"cp": 2, "context": "ring", "dp": 2, "zero_stage": 3, "recompute": "full"},
 }  # fmt: skip
 PLANS |= CONTEXT
-PLAIN = [plan for plan in PLANS if plan not in CONTEXT]
+PLAIN = [plan for plan in PLANS if plan not in (*CONTEXT, "tp2+sp+recompute(2)")]
 CASES = [(family, plan, torch.float32) for family in FAMILIES for plan in PLAIN if plan != "dp2+zero3+micro"]
 CASES += [(family, plan, torch.bfloat16) for family in ("llama", "gemma2") for plan in PLAIN if "+sp+zero3" not in plan]
 CASES += [("gemma2", "dp2xtp2+sp+zero3", torch.bfloat16), ("olmo2", "dp2+zero3+micro", torch.float32)]
 CASES += [("llama", plan, torch.float32) for plan in CONTEXT]
+CASES += [(family, "tp2+sp+recompute(2)", torch.bfloat16) for family in ("llama", "olmo2")]
 CASES += [("gemma2", "cp2", torch.float32), ("mistral", "cp8(ulysses)", torch.float32), ("phi3", "cp2", torch.float32)]
 CASES += [("qwen3", "cp2(ring)+tp2+sp+zero1", torch.bfloat16), ("olmo2", "cp4(hybrid-2)+dp2+zero2", torch.float32)]
 
@@ -88,9 +90,10 @@ def traced(family: str, plan: str, dtype: torch.dtype) -> Trace:
 def candidate(plan: str) -> Candidate:
     fields = dict(PLANS[plan])
     micro = fields.pop("micro_batch_size", ROWS)
+    recomputed = fields.pop("recomputed_layers", None)
     dp = fields.pop("dp", 1)
     spread = {"shard": dp} if fields.get("zero_stage") else {"replicate": dp}
-    return Candidate(**spread, micro_batch=micro, accumulation=ROWS // micro, **fields)
+    return Candidate(**spread, micro_batch=micro, accumulation=ROWS // micro, recomputed=recomputed, **fields)
 
 
 def total(traffic: Any, phases: list[str], axis: str) -> tuple[Counter[str], int]:

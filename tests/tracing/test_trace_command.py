@@ -70,10 +70,11 @@ def test_every_line_agrees(config: Path, plan: Candidate) -> None:
         (Candidate(pp=2, replicate=512, accumulation=8), 1, 512),  # a rank of a thousand
         (Candidate(pp=2, schedule="zb-h1", shard=2, zero_stage=1, accumulation=4), 0, 0),
         (Candidate(pp=2, tp=2, sequence_parallel=True, accumulation=4, recompute="full"), None, 0),
+        (Candidate(pp=2, accumulation=4, recompute="full", recomputed=1), 0, 0),
         (Candidate(pp=2, cp=4, context="hybrid", ulysses=2, schedule="zb-h1", accumulation=4), 1, 4),
         (Candidate(pp=2, cp=4, context="ring", shard=2, zero_stage=1, accumulation=4, recompute="full"), 0, 0),
     ],
-    ids=["1f1b", "zb-h1", "the largest", "cp, hybrid", "cp, ring"],
+    ids=["1f1b", "zb-h1", "the largest", "recompute of some", "cp, hybrid", "cp, ring"],
 )
 def test_any_stage_agrees(config: Path, plan: Candidate, stage: int | None, rank: int) -> None:
     """What is held to 1 %; the peak to a quarter, since a tiny model's temporary tensors are not small beside it."""

@@ -21,7 +21,7 @@ from meshwright.roles.registry import CONFIG_KEY, ROLES_KEY
 logger = logging.getLogger(__name__)
 
 # Fields that only the planner has.
-_AHEAD = {"replicate", "recomputed_layers"}
+_AHEAD = {"replicate"}
 
 
 def given_plan(config: ToDistributedConfig) -> ParallelPlan | None:

@@ -27,7 +27,7 @@ from meshwright.mesh.process_group import node_count, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.parallel.head_losses import find_loss
 from meshwright.parallel.model_shape import shape_of
-from meshwright.parallel.recompute import can_recompute
+from meshwright.parallel.recompute import can_recompute_some, check_recompute
 from meshwright.parallel.structure import describe as describe_structure
 from meshwright.planner import explain
 from meshwright.planner.candidate import Candidate, Job
@@ -113,7 +113,8 @@ def _search(
             type(model).__name__, shape.parameters / 1e6, parameters / 1e6,
         )  # fmt: skip
     no_context = None if config.engine is None else f"{config.engine} averages gradients over dp alone"
-    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages, no_context=no_context)
+    space = Space(shape=shape, cluster=cluster, job=job, most_zero=2, no_stages=no_stages, no_context=no_context,
+                  recomputes_some=can_recompute_some(without_wrappers(model)[1]))  # fmt: skip
     found = search(space, profile, top=_CHOICES, budget=budget)
     if config.prefer == "memory" and found.choices:
         # Nothing fits into one byte, so each plan is tried with the most recompute.
@@ -160,9 +161,9 @@ def _refusals(
     decoder = without_wrappers(model)[1]
     if plan.accumulation > 1 and find_loss(decoder, config.loss_averages_over) is None:
         yield "the model computes its own loss, so a batch cannot be split into micro-batches"
-    if plan.recompute == "full" and not can_recompute(decoder):
-        yield "the model's layers cannot be recomputed"
     try:
+        if plan.recompute == "full":
+            check_recompute(decoder, plan.recomputed)
         if optimizer is not None and (plan.tp > 1 or plan.pp > 1 or plan.zero_stage):
             check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
         if plan.tp * plan.cp > 1:
@@ -269,7 +270,7 @@ def _lines(found: Search, choice: Choice, name: str) -> list[str]:
         f"{job.global_batch} x {job.seq_len} tokens per step on {cluster.gpus} x {cluster.device.name}",
         f"  estimated {seconds(choice.time.total)} per step (±{found.profile.band:.0%}), "
         f"{gib(choice.memory.total)} of {gib(found.budget)} per device; {found.fitting} of "
-        f"{found.considered} plans fit",
+        f"{found.weighed} plans fit",
         f"  {slower}{against or 'nothing was ruled out'}. To choose: ToDistributedConfig(plan=ParallelPlan(...))",
     ]
 

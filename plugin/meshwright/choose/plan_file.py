@@ -71,13 +71,14 @@ def runnable_fields(plan: Candidate) -> dict[str, Any]:
     return {**plan_fields(plan), "micro_batch_size": plan.micro_batch if plan.accumulation > 1 else None}
 
 
-def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
+def save_plan(plan: Candidate, path: str | Path, *, comment: str = "", dtype: str | None = None) -> None:
     """Write a plan to a YAML file.
 
     Args:
         plan: the plan.
         path: the file to write.
         comment: lines to put at the head of the file as comments.
+        dtype: the dtype of the weights for which the plan was estimated; None to leave it out.
 
     Raises:
         PlanError: if the file cannot be written.
@@ -85,6 +86,8 @@ def save_plan(plan: Candidate, path: str | Path, *, comment: str = "") -> None:
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines.append(f"version: {PLAN_VERSION}")
     lines += [f"{key}: {json.dumps(value)}" for key, value in plan_fields(plan).items()]
+    if dtype is not None:
+        lines.append(f"dtype: {json.dumps(dtype)}")
     try:
         Path(path).write_text("\n".join(lines) + "\n")
     except OSError as error:

@@ -9,31 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-
-class Recompute(StrEnum):
-    """Which layers backward recomputes."""
-
-    none = "none"
-    full = "full"
-
-
-class Schedule(StrEnum):
-    """The schedules of a pipeline, which are those of ``meshwright.pipeline.schedule``."""
-
-    gpipe = "gpipe"
-    one_forward_one_backward = "1f1b"
-    interleaved = "interleaved"
-    zero_bubble_h1 = "zb-h1"
-    zero_bubble_v = "zbv"
-
-
-class Context(StrEnum):
-    """The methods of context parallelism, which are those of ``meshwright.context.methods``."""
-
-    gather = "gather"
-    ulysses = "ulysses"
-    ring = "ring"
-    hybrid = "hybrid"
+from meshwright.cli.options import Context, Recompute, Schedule
 
 
 class MixedPrecision(StrEnum):
@@ -90,7 +66,11 @@ def launch(
         int | None, typer.Option(help="Rows of a rank's batch that run at once (default: all of them).")
     ] = None,
     recompute: Annotated[
-        Recompute | None, typer.Option(help="Recompute no layers or all layers in backward (default: none).")
+        Recompute | None, typer.Option(help="Recompute no layers or layers in backward (default: none).")
+    ] = None,
+    recomputed_layers: Annotated[
+        int | None,
+        typer.Option(help="With --recompute full, number of layers of each rank to recompute (default: all of them)."),
     ] = None,
     num_processes: Annotated[
         int | None,
@@ -182,6 +162,7 @@ def launch(
         "pp": pp, "schedule": schedule and schedule.value,
         "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
         "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
+        "recomputed_layers": recomputed_layers,
     }  # fmt: skip
     sizes = {name: value for name, value in sizes.items() if value is not None}
     try:

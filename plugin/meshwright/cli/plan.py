@@ -1,22 +1,22 @@
-"""``meshwright plan``: finds the fastest plans that fit a cluster and explains them."""
+"""``meshwright plan``: finds the fastest plans that fit a cluster, and answers what they cost."""
 
 from __future__ import annotations
 
-import importlib
-import json as json_format
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
+from meshwright.cli.options import Context, Recompute, Schedule
 from meshwright.cli.validate import LeaveOut, validate_estimator
 
-if TYPE_CHECKING:
-    from meshwright.planner.candidate import Job
-    from meshwright.planner.hardware import Cluster, HardwareProfile
-    from meshwright.planner.search import Search
+_JOB = "What is trained, and where"
+_RUN = "The whole run: days, GPU-hours and cost"
+_OWN = "A plan of your own, which is weighed in place of a search"
+_OUTPUT = "Output"
+_ACCURACY = "Accuracy of the estimates"
 
 
 class Emit(StrEnum):
@@ -36,105 +36,246 @@ def plan(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="transformers config.json, or a directory that holds one; no weights are read. Required unless "
-            "--validate is given."
+            help="transformers config.json, a directory that holds one, or the id of a Hub model whose config is in "
+            "the local cache; no weights are read. Required unless --validate is given.",
+            rich_help_panel=_JOB,
         ),
     ] = None,
     gpus: Annotated[
-        int | None,
-        typer.Option(help="Number of devices in the cluster (default: 8, or as many as --profile measured)."),
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Number of devices in the cluster (default: 8, or as many as --profile measured). Several numbers, "
+            "as in 64,128,256, print a table of their best plans with the efficiency of scaling.",
+            rich_help_panel=_JOB,
+        ),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="Number of devices per node (default: 8, or as many as --profile measured).")
+        int | None,
+        typer.Option(
+            help="Number of devices per node (default: 8, or as many as --profile measured).", rich_help_panel=_JOB
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="Device model, for example a100-80, h100-sxm, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the "
-            "device that --profile measured)."
+            help="Device model, for example a100, h100, h200, b200, rtx-4090 or cpu (default: h100-sxm, or the "
+            "device that --profile measured).",
+            rich_help_panel=_JOB,
         ),
     ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
-    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step, over all devices.")] = 64,
-    precision: Annotated[Precision, typer.Option(help="Dtype of the layers' matrix multiplications.")] = Precision.bf16,
-    interconnect: Annotated[
-        float | None,
+    seq_len: Annotated[
+        str,
         typer.Option(
+            metavar="N[,N...]", help="Tokens per sequence. Several numbers print a table.", rich_help_panel=_JOB
+        ),
+    ] = "4096",
+    global_batch: Annotated[
+        str,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Sequences per optimizer step, over all devices. Several numbers print a table.",
+            rich_help_panel=_JOB,
+        ),
+    ] = "64",
+    precision: Annotated[
+        Precision, typer.Option(help="Dtype of the layers' matrix multiplications.", rich_help_panel=_JOB)
+    ] = Precision.bf16,
+    interconnect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GBPS[,GBPS...]",
             help="Bandwidth from one device to other nodes, in Gb/s (default: that of the system in which the device "
-            "is usually sold, or what --profile measured)."
+            "is usually sold, or what --profile measured). Several numbers print a table.",
+            rich_help_panel=_JOB,
         ),
     ] = None,
-    memory: Annotated[float, typer.Option(help="Share of the device memory that a plan may fill, up to 1.")] = 0.9,
+    memory: Annotated[
+        float, typer.Option(help="Share of the device memory that a plan may fill, up to 1.", rich_help_panel=_JOB)
+    ] = 0.9,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies)."),
+        typer.Option(
+            help="Profile that meshwright calibrate wrote (default: data sheets and typical efficiencies).",
+            rich_help_panel=_JOB,
+        ),
     ] = None,
-    top: Annotated[int, typer.Option(help="Number of plans to show.")] = 5,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of the whole run, for example 300B or 1.5T: also print its days, GPU-hours and cost.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(help="Price of one GPU-hour, in any currency; with --tokens.", rich_help_panel=_RUN),
+    ] = None,
+    days: Annotated[
+        float | None,
+        typer.Option(
+            help="Print the smallest cluster that trains on --tokens in so many days, in place of --gpus.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    plan: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLAN",
+            help='Plan in words, for example "dp8 tp2+sp zero1 mb1x4", or a file that --save wrote. Give --plan twice '
+            "to compare two plans.",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option(help="Data-parallel size (default: --gpus / the other sizes).", rich_help_panel=_OWN),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).", rich_help_panel=_OWN)] = None,
+    cp: Annotated[int | None, typer.Option(help="Context-parallel size (default: 1).", rich_help_panel=_OWN)] = None,
+    context: Annotated[
+        Context | None,
+        typer.Option(help="With --cp, how attention reaches the whole sequence.", rich_help_panel=_OWN),
+    ] = None,
+    ulysses: Annotated[
+        int | None,
+        typer.Option(help="With --context hybrid, number of ranks that exchange heads.", rich_help_panel=_OWN),
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel size (default: 1).", rich_help_panel=_OWN)] = None,
+    schedule: Annotated[
+        Schedule | None, typer.Option(help="With --pp, the schedule (default: 1f1b).", rich_help_panel=_OWN)
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="With --tp, also shard the activations between blocks (default: no).",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    zero_stage: Annotated[int | None, typer.Option(help="ZeRO stage (default: 0).", rich_help_panel=_OWN)] = None,
+    micro_batch_size: Annotated[
+        int | None,
+        typer.Option(help="Sequences of a rank that run at once (default: all of them).", rich_help_panel=_OWN),
+    ] = None,
+    recompute: Annotated[
+        Recompute | None,
+        typer.Option(help="Recompute no layers or layers in backward (default: none).", rich_help_panel=_OWN),
+    ] = None,
+    recomputed_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="With --recompute full, number of layers of each rank to recompute (default: all).",
+            rich_help_panel=_OWN,
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Number of plans to show.", rich_help_panel=_OUTPUT)] = 5,
     allow_future: Annotated[
-        bool, typer.Option(help="Also show plans that this version cannot run yet, such as context parallelism.")
+        bool,
+        typer.Option(
+            "--allow-future",
+            help="Also show plans that this version cannot run yet, such as recompute of attention alone.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False,
-    json: Annotated[bool, typer.Option(help="Print the whole answer as JSON.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the whole answer as JSON.", rich_help_panel=_OUTPUT)
+    ] = False,
     save: Annotated[
-        Path | None, typer.Option(help="Write the best plan to this YAML file, for meshwright launch --plan.")
+        Path | None,
+        typer.Option(
+            help="Write the first plan to this YAML file, for meshwright launch --plan.", rich_help_panel=_OUTPUT
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the answer as diagrams to this HTML file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the answer as diagrams to this HTML file.", rich_help_panel=_OUTPUT)
+    ] = None,
     emit: Annotated[
-        Emit | None, typer.Option(help="Print a configuration file for accelerate launch instead of the answer.")
+        Emit | None,
+        typer.Option(
+            help="Print a configuration file for accelerate launch instead of the answer.", rich_help_panel=_OUTPUT
+        ),
     ] = None,
     trace: Annotated[
         bool,
         typer.Option(
             "--trace",
-            help="Also run a step of the best plan on fake tensors and ranks, and compare its memory and collectives "
+            help="Also run a step of the first plan on fake tensors and ranks, and compare its memory and collectives "
             "with the estimates.",
+            rich_help_panel=_OUTPUT,
         ),
     ] = False,
     stage: Annotated[
         int | None,
-        typer.Option(help="With --trace, rank of the pipeline to trace (default: the one that needs the most memory)."),
+        typer.Option(
+            help="With --trace, rank of the pipeline to trace (default: the one that needs the most memory).",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
     validate: Annotated[
-        Path | None, typer.Option(help="Compare the estimator with the measured runs of this CSV file; plan nothing.")
+        Path | None,
+        typer.Option(
+            help="Compare the estimator with the measured runs of this CSV file; plan nothing.",
+            rich_help_panel=_ACCURACY,
+        ),
     ] = None,
     calibrate_rows: Annotated[
-        int, typer.Option(help="With --validate, number of runs of each source to fit the coefficients to first.")
+        int,
+        typer.Option(
+            help="With --validate, number of runs of each source to fit the coefficients to first.",
+            rich_help_panel=_ACCURACY,
+        ),
     ] = 0,
     seed: Annotated[
         int,
         typer.Option(
-            help="With --calibrate-rows, seed of the random half of the runs from which the runs to fit are chosen."
+            help="With --calibrate-rows, seed of the random half of the runs from which the runs to fit are chosen.",
+            rich_help_panel=_ACCURACY,
         ),
     ] = 0,
     leave_out: Annotated[
         LeaveOut,
         typer.Option(
             help="With --validate, runs to score: rows (all that were not fitted), model (one model at a time, fitted "
-            "on the others), gpus (the larger GPU counts, fitted on the smaller) or test (the test split)."
+            "on the others), gpus (the larger GPU counts, fitted on the smaller) or test (the test split).",
+            rich_help_panel=_ACCURACY,
         ),
     ] = LeaveOut.rows,
 ) -> None:
-    """Find the fastest plans to train a model on a cluster.
+    """Find the fastest plans to train a model on a cluster, and what the training costs.
 
-    Prints their time and memory, and why other plans were not chosen. Needs no GPU, no cluster and no weights.
+    Prints their time and memory, and why other plans were not chosen. Needs no GPU, no cluster and no weights, and
+    downloads nothing.
 
     A plan is a split of the devices over data (dp), tensor (tp), pipeline (pp) and context (cp) parallelism, a ZeRO
     stage, a micro-batch size, and a choice of layers that backward recomputes. It is printed in words:
     "dp32 tp2+sp zero1 mb1x16" means 32 data-parallel x 2 tensor-parallel ranks with sequence parallelism (sp), ZeRO
     stage 1, and 16 micro-batches of 1 sequence per step.
 
-    For example:
+    For example, the fastest plans, what a run costs, how it scales, and the smallest cluster for two weeks:
 
     \b
-      meshwright plan --model config.json --gpus 64 --gpu h100-sxm --seq-len 8192 --global-batch 512
-      meshwright plan --model config.json --gpus 64 --html plan.html
-      meshwright plan --model config.json --gpus 8 --save plan.yaml --emit accelerate > accelerate.yaml
-      meshwright plan --validate runs.csv --calibrate-rows 8 --leave-out model
-    """
-    # Imported here so that --help is fast.
-    from meshwright.planner.search import search
-    from meshwright.planner.shapes import describe
-    from meshwright.planner.space import Space
+      meshwright plan --model config.json --gpus 64 --gpu h100 --seq-len 8192 --global-batch 512
+      meshwright plan --model config.json --gpus 64 --global-batch 512 --tokens 1T --price 2.5
+      meshwright plan --model config.json --gpus 64,128,256,512 --global-batch 512
+      meshwright plan --model config.json --tokens 1T --days 14 --global-batch 512
 
+    A plan of your own, two plans side by side, and what to run next:
+
+    \b
+      meshwright plan --model config.json --tp 2 --dp 8 --zero-stage 1
+      meshwright plan --model config.json --plan "dp16 zero1 mb1x4" --plan "dp16 zero3 mb1x4"
+      meshwright plan --model config.json --gpus 8 --save plan.yaml --emit accelerate > accelerate.yaml
+
+    The exit code is 0; 1 if a plan of your own does not fit; and 2 if an argument is wrong or no plan fits.
+    """
+    sizes = {
+        "dp": dp, "tp": tp, "cp": cp, "context": context and context.value, "ulysses": ulysses, "pp": pp,
+        "schedule": schedule and schedule.value, "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
+        "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
+        "recomputed_layers": recomputed_layers,
+    }  # fmt: skip
+    sizes = {name: value for name, value in sizes.items() if value is not None}
     try:
         if validate is not None:
             validate_estimator(validate, calibrate_rows, seed, leave_out, profile, json)
@@ -145,103 +286,45 @@ def plan(
             raise ValueError(f"--memory={memory} must be a share of the device's memory, above 0 and at most 1")
         if top < 1:
             raise ValueError(f"--top={top} must be at least 1")
-        cluster, measured = _hardware(profile, gpu, gpus, gpus_per_node, interconnect)
-        job = _job(cluster, measured, seq_len, global_batch, precision)
-        space = Space(shape=describe(model), cluster=cluster, job=job, allow_future=allow_future)
-        found = search(space, measured, top=top, budget=memory * cluster.device.memory)
-        if emit is not None and (json or trace):
-            raise ValueError(f"--emit {emit.value} prints a file; leave out {'--json' if json else '--trace'}")
-        _show(found, json, save, html, emit)
-        if trace:
-            _trace(model, found, stage)
+        # Imported here so that --help is fast.
+        from meshwright.cli import plan_answers, plan_inputs
+
+        outputs = plan_answers.Outputs(
+            json=json, save=save, html=html, emit=emit and emit.value, trace=trace, stage=stage, model=model
+        )
+        values: dict[str, tuple[Any, ...]] = {
+            "gpus": plan_inputs.numbers("--gpus", gpus, int),
+            "seq_len": plan_inputs.numbers("--seq-len", seq_len, int),
+            "global_batch": plan_inputs.numbers("--global-batch", global_batch, int),
+            "interconnect": plan_inputs.numbers("--interconnect", interconnect, float),
+        }
+        swept = plan_inputs.swept(values)
+        if (own := bool(plan or sizes)) and (swept or days is not None):
+            raise ValueError(
+                f"a plan of your own is weighed for one setting; leave out the plan, or "
+                f"{'--days' if swept is None else 'all but one value of --' + swept.replace('_', '-')}"
+            )
+        if days is not None and gpus is not None:
+            raise ValueError("--days finds the number of devices, and --gpus gives it; leave one of them out")
+        first: dict[str, Any] = {name: found[0] if found else None for name, found in values.items()}
+        plans = None
+        if own:
+            first["gpus"], plans = plan_inputs.own_plans(plan or [], sizes, first["gpus"])
+        question = plan_inputs.question(
+            model,
+            plan_inputs.Settings(
+                **first, gpus_per_node=gpus_per_node, gpu=gpu, precision=precision.value, profile_path=profile
+            ),
+            memory=memory, top=top, allow_future=allow_future, tokens=tokens, price=price,
+        )  # fmt: skip
+        if plans is not None:
+            sys.exit(0 if plan_answers.answer_own(question, outputs, plans) else 1)
+        if days is not None:
+            plan_answers.answer_days(question, outputs, days)
+        elif swept is not None:
+            plan_answers.answer_sweep(question, outputs, swept, values[swept])
+        else:
+            plan_answers.answer_search(question, outputs)
     except ValueError as error:
         typer.echo(f"meshwright plan: {error}", err=True)
         sys.exit(2)
-
-
-def _hardware(
-    profile: Path | None, gpu: str | None, gpus: int | None, gpus_per_node: int | None, interconnect: float | None
-) -> tuple[Cluster, HardwareProfile | None]:
-    """Return the cluster, and the profile if there is one."""
-    from meshwright.planner.hardware import Cluster, HardwareProfile, device
-
-    if interconnect is not None and not interconnect > 0:
-        raise ValueError(f"--interconnect={interconnect} must be above zero Gb/s")
-    measured = HardwareProfile.load(profile) if profile else None
-    slow_link = interconnect and interconnect / 8 * 1e9
-    if measured is not None and measured.device is not None:
-        if gpu is not None:
-            raise ValueError(
-                f"--gpu {gpu} cannot be combined with {profile}, which measured {measured.device.name!r}; leave out "
-                "one of them"
-            )
-        return measured.cluster(gpus=gpus, gpus_per_node=gpus_per_node, slow_link=slow_link), measured
-    return Cluster(
-        device=device(gpu or "h100-sxm"), gpus=8 if gpus is None else gpus,
-        gpus_per_node=8 if gpus_per_node is None else gpus_per_node, slow_link=slow_link,
-    ), measured  # fmt: skip
-
-
-def _job(
-    cluster: Cluster, measured: HardwareProfile | None, seq_len: int, global_batch: int, precision: Precision
-) -> Job:
-    """Return the job, in 32 bits if the profile measured float32 or the cluster has CPUs only."""
-    from meshwright.planner.candidate import Job
-
-    on_cpu = cluster.device.shares_host
-    job = Job(seq_len=seq_len, global_batch=global_batch, precision=precision.value, own_runtime=True, on_cpu=on_cpu)
-    dtype = measured.dtype if measured and measured.dtype else "float32" if on_cpu else "bfloat16"
-    return job.in_32_bits() if dtype == "float32" else job
-
-
-def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None) -> None:
-    from meshwright.choose.plan_file import save_plan
-    from meshwright.planner import explain
-
-    if not found.choices:
-        raise explain.no_fit(found)
-    changed = explain.changes(found)
-    if emit is not None:
-        typer.echo(_accelerate_config(found, save))
-    elif json:
-        typer.echo(json_format.dumps(explain.as_dict(found, changed=changed), indent=2))
-    else:
-        typer.echo(explain.text(found, changed=changed))
-    if html is not None:
-        from meshwright.planner.page import write_page
-
-        write_page(found, html, changed=changed)
-    if save is not None:
-        best = found.choices[0]
-        comment = (
-            f"{found.shape.name} on {found.cluster.gpus} x {found.cluster.device.name}: {best.plan.label}, "
-            f"{best.time.total:.3g} s per step estimated"
-        )
-        save_plan(best.plan, save, comment=comment)
-
-
-def _accelerate_config(found: Search, save: Path | None) -> str:
-    from meshwright.errors import PlanError
-
-    plan = found.choices[0].plan
-    if not plan.runs_today:
-        raise PlanError(f"--emit: {plan.label} cannot run in this version; leave out --allow-future")
-    # Imported by name, since the core works without accelerate and must not import it.
-    config = importlib.import_module("meshwright_hf.accelerate_config")
-    return str(
-        config.accelerate_config(
-            plan, found.cluster, saved=save,
-            mixed_precision="no" if found.job.activation_bytes == 4 else found.job.precision,
-        )
-    )  # fmt: skip
-
-
-def _trace(model: Path, found: Search, stage: int | None) -> None:
-    import torch
-
-    from meshwright.tracing.compare import model_on_meta, trace_and_compare
-
-    plan = found.choices[0].plan
-    typer.echo(f"\nTracing a step of {found.shape.name} on {plan.world_size} fake ranks...", err=True)
-    dtype = torch.bfloat16 if found.job.weight_bytes == 2 else torch.float32
-    typer.echo("\n" + trace_and_compare(model_on_meta(model, dtype), found.shape, plan, found.job, stage))

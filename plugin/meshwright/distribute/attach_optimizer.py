@@ -69,7 +69,7 @@ def plan_to_complete(
     plan = before if given is None else given
     for field in dataclasses.fields(ParallelPlan):
         old, new = getattr(before, field.name), getattr(plan, field.name)
-        if old != new and not _may_follow(field, before, new, has_optimizer=optimizer is not None):
+        if field.compare and old != new and not _may_follow(field, before, new, has_optimizer=optimizer is not None):
             raise PlanError(
                 f"ParallelPlan.{field.name}={new!r}, but the model was distributed with {field.name}={old!r}; leave "
                 "ToDistributedConfig.plan=None to keep the model's plan, or build a new model"
@@ -116,7 +116,7 @@ def complete(
         if plan.pp == 1:  # a pipeline splits batches itself
             split_batches(decoder, runtime, plan)
     if plan.recompute == "full" and before.recompute == "none":
-        recompute_layers(decoder)
+        recompute_layers(decoder, plan.recomputed_layers)
 
 
 def _check_unchanged(runtime: Runtime, model: nn.Module) -> None:
@@ -141,4 +141,6 @@ def _may_follow(field: dataclasses.Field[Any], before: ParallelPlan, new: Any, *
         return has_optimizer and max(old, new) < 3  # stage 3 shards the parameters, which exist already
     if field.name in ("micro_batch_size", "gradient_accumulation_steps"):
         return old == field.default or before.pp > 1  # a pipeline splits each batch anew
+    if field.name == "recomputed_layers":
+        return before.recompute == "none" and before.pp == 1
     return field.name == "recompute" and old == field.default

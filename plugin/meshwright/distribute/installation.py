@@ -249,7 +249,8 @@ class Installation:
                 refuse_generating_parts(part)
             sample_together(part, runtime.tp, runtime.guard)
         if self.plan.recompute == "full":
-            recompute_layers(decoder)
+            own = None if self.cut is None else [self.cut.layers[index] for index in sorted(self.cut.own_layers)]
+            recompute_layers(decoder, self.plan.recomputed_layers, own)
 
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime

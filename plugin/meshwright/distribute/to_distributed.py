@@ -34,7 +34,7 @@ from meshwright.optim.shard_state import check_ownership
 from meshwright.parallel.causal_lm_loss import CausalLMLoss
 from meshwright.parallel.collectives import Axes
 from meshwright.parallel.head_losses import find_loss
-from meshwright.parallel.recompute import can_recompute
+from meshwright.parallel.recompute import check_recompute
 from meshwright.roles.adapters import without_wrappers
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,21 @@ def to_distributed(
         cut=None if cut is None else dataclasses.replace(cut, rank=axes.pp.rank),
     )
     installation.distribute(optimizer, weights.make)
+    _warn_of_dtype(plan, model)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
     return model, optimizer, loader
+
+
+def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:
+    """Warn on the first rank if the plan was estimated for weights of another dtype."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if plan.dtype not in (None, dtype) and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "the plan was estimated for weights in %s, but the model has weights in %s, so its memory and time differ "
+            "from the estimates. Load the model with dtype=torch.%s, or remove dtype from the plan",
+            plan.dtype, dtype, plan.dtype,
+        )  # fmt: skip
 
 
 def _complete(
@@ -203,8 +215,8 @@ def _check_passes(plan: ParallelPlan, has_known_loss: bool, model: nn.Module, en
             "ToDistributedConfig(loss_averages_over='rows'), 'labels' or a callable that counts in a batch; or set "
             "gradient_accumulation_steps=1 and micro_batch_size=None"
         )
-    if plan.recompute == "full" and not can_recompute(model):
-        raise PlanError(f"ParallelPlan.recompute='full': {type(model).__name__} has no gradient_checkpointing_enable")
+    if plan.recompute == "full":
+        check_recompute(model, plan.recomputed_layers)
 
 
 def _starting_device(model: nn.Module) -> torch.device:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
+
+from meshwright.errors import PlanError
+
+_FLAG = "gradient_checkpointing"  # of a transformers module: whether backward recomputes it
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -12,9 +17,64 @@ def can_recompute(model: nn.Module) -> bool:
     return _switch(model) is not None
 
 
-def recompute_layers(model: nn.Module) -> None:
-    """Make a model recompute its layers in backward; ``can_recompute(model)`` must be True."""
+def can_recompute_some(model: nn.Module) -> bool:
+    """Return whether a model can recompute some of its layers, each of which has a flag of its own."""
+    return can_recompute(model) and bool(_layers(model))
+
+
+def check_recompute(model: nn.Module, layers: int | None) -> None:
+    """Raise a PlanError if a model cannot recompute its layers, or so many of them.
+
+    Args:
+        model: the decoder.
+        layers: number of layers to recompute; None for all.
+    """
+    name = type(model).__name__
+    if not can_recompute(model):
+        raise PlanError(f"ParallelPlan.recompute='full': {name} has no gradient_checkpointing_enable")
+    if layers is None:
+        return
+    count = len(_layers(model))
+    if count == 0:
+        raise PlanError(
+            f"ParallelPlan.recomputed_layers={layers}: {name} recomputes all of its layers or none; leave "
+            "recomputed_layers out"
+        )
+    if layers > count:
+        raise PlanError(
+            f"ParallelPlan.recomputed_layers={layers}, but {name} has {count} layers; give at most {count}, or leave "
+            "recomputed_layers out to recompute all"
+        )
+
+
+def recompute_layers(model: nn.Module, layers: int | None = None, own: Collection[nn.Module] | None = None) -> None:
+    """Make a model recompute its layers in backward; ``check_recompute`` must have passed.
+
+    Args:
+        model: the decoder.
+        layers: number of layers to recompute, from the first on; None for all.
+        own: the layers that this rank of a pipeline holds, of which so many are recomputed; None for all.
+    """
     _switch(model)({"use_reentrant": False})
+    if layers is None:
+        return
+    found = _layers(model)
+    if own is not None:
+        inside = {id(module) for layer in own for module in layer.modules()}
+        found = [layer for layer in found if id(layer) in inside]
+    for layer in found[layers:]:
+        setattr(layer, _FLAG, False)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with a flag of their own, in order; the decoder's own flag is that of no layer."""
+    flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
+    holders = {
+        id(module)
+        for module in flagged
+        if any(hasattr(inner, _FLAG) for inner in module.modules() if inner is not module)
+    }
+    return [module for module in flagged if id(module) not in holders]
 
 
 def _switch(model: nn.Module) -> Any:

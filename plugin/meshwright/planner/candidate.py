@@ -71,6 +71,11 @@ class Job:
         return replace(self, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4)
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the weights, by its name in torch."""
+        return "float32" if self.weight_bytes == 4 else "bfloat16"
+
+    @property
     def tokens(self) -> int:
         """Tokens of one optimizer step."""
         return self.seq_len * self.global_batch
@@ -145,8 +150,7 @@ class Candidate:
     @property
     def runs_today(self) -> bool:
         """Whether this version's runtime can run the plan."""
-        is_recomputed_as_here = self.recompute != "selective" and self.recomputed is None
-        return is_recomputed_as_here and (self.zero_stage == 0 or self.replicate == 1)
+        return self.recompute != "selective" and (self.zero_stage == 0 or self.replicate == 1)
 
     @property
     def label(self) -> str:
@@ -202,9 +206,19 @@ def _rank_layers(schedule: str, p: int, v: int, counts: tuple[int, ...]) -> tupl
     return tuple(sum(counts[stage] for stage in stages_of_rank(schedule, rank, p, v)) for rank in range(p))
 
 
+def count_recomputed(candidate: Candidate, held: int) -> int:
+    """Return how many of the ``held`` layers of a rank backward recomputes in full.
+
+    Example:
+        >>> count_recomputed(Candidate(recompute="full", recomputed=3), 8)
+        3
+    """
+    if candidate.recompute != "full":
+        return 0
+    return held if candidate.recomputed is None else min(held, candidate.recomputed)
+
+
 def recomputed_share(candidate: Candidate, layers: int) -> float:
     """Return the share of a rank's layers that backward recomputes in full."""
-    if candidate.recompute != "full":
-        return 0.0
     held = max(rank_layers(candidate, layers))
-    return 1.0 if candidate.recomputed is None else min(1.0, candidate.recomputed / held)
+    return count_recomputed(candidate, held) / held

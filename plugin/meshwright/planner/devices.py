@@ -119,21 +119,33 @@ CATALOGUE: Mapping[str, Device] = {
         ),
     )
 }  # fmt: skip
+# Short names, for the variant that most clusters have.
+_ALIASES = {
+    "a100": "a100-80", "h100": "h100-sxm", "v100": "v100-32", "4090": "rtx-4090", "rtx4090": "rtx-4090",
+}  # fmt: skip
 
 
 def device(name: str) -> Device:
     """Return a device of the catalogue.
 
+    Args:
+        name: its name, or a short name for its most common variant: "h100" is "h100-sxm".
+
     Raises:
         PlanError: the name is not in the catalogue; the message lists the nearest names.
 
     Example:
-        >>> device("h100-sxm").flops / 1e12
+        >>> device("h100").flops / 1e12
         989.0
     """
-    key = name.lower().replace("_", "-").replace(" ", "-")
+    key = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
+    key = _ALIASES.get(key, key)
     if key in CATALOGUE:
         return CATALOGUE[key]
     near = difflib.get_close_matches(key, CATALOGUE, n=3, cutoff=0.3) or sorted(CATALOGUE)
     near += [known for known in CATALOGUE if known.startswith(key) and known not in near]
-    raise PlanError(f"--gpu {name!r} is not in the catalogue; nearest: {', '.join(near)}. All: {', '.join(CATALOGUE)}")
+    aliases = ", ".join(f"{alias} ({entry})" for alias, entry in _ALIASES.items())
+    raise PlanError(
+        f"--gpu {name!r} is not in the catalogue; nearest: {', '.join(near)}. All: {', '.join(CATALOGUE)}; short "
+        f"names: {aliases}"
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from meshwright.context.methods import local_tokens
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
-from meshwright.planner.candidate import Candidate
+from meshwright.planner.candidate import Candidate, count_recomputed
 from meshwright.planner.context_cost import exchanges
 from meshwright.planner.shapes import ModelShape
 
@@ -68,11 +68,13 @@ def _context(
     shape: ModelShape, plan: Candidate, seq_len: int, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]
 ) -> None:
     forward, backward = exchanges(shape, plan, seq_len=seq_len, element_bytes=b)
-    again = forward if plan.recompute == "full" else []
-    for phase, sent in (("forward", forward), ("backward", [*backward, *again])):
+    again = count_recomputed(plan, shape.layers)
+    for phase, sent, layers in (
+        ("forward", forward, shape.layers), ("backward", backward, shape.layers), ("backward", forward, again)
+    ):  # fmt: skip
         for exchange in sent:
             kind = "all-to-all" if gloo and exchange.kind == "reduce-scatter" else exchange.kind
-            phases[phase]["cp"].add(kind, plan.accumulation * shape.layers * exchange.count, exchange.bytes)
+            phases[phase]["cp"].add(kind, plan.accumulation * layers * exchange.count, exchange.bytes)
 
 
 def _tensor(
@@ -84,9 +86,8 @@ def _tensor(
     rows = plan.micro_batch * tokens
     whole = rows * shape.hidden * b
     # Recompute reduces the outputs of blocks again, except a layer's last output if no norm reads that output.
-    again = 0
-    if plan.recompute == "full":
-        again = blocks if traits.norms_outputs else shape.layers
+    recomputed = count_recomputed(plan, shape.layers)
+    again = (2 if traits.norms_outputs else 1) * recomputed
     forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
     forward.add("all-gather", micro, 3 * rows * 4 * plan.tp)  # the loss: three numbers per token
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input
@@ -102,7 +103,7 @@ def _tensor(
         backward.add("all-reduce", micro * (blocks + again), whole)
     if traits.query_norm == "whole":
         forward.add("all-reduce", micro * blocks, rows * 4)
-        backward.add("all-reduce", micro * blocks * (2 if plan.recompute == "full" else 1), rows * 4)
+        backward.add("all-reduce", micro * (blocks + 2 * recomputed), rows * 4)
     members = list(parameters(shape, plan))
     is_gathered = plan.zero_stage == 3 and plan.data_ranks > 1
     # Stages 2 and 3 reduce the gradients of every micro-batch.

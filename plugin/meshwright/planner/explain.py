@@ -11,9 +11,11 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.cost import Budget, bill_dict, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.method_choice import method_reasons
+from meshwright.planner.notes import batch_warning, notes
 from meshwright.planner.search import Choice, Search, search
 
 TIE = 0.03  # relative difference in time below which two plans tie, since runs of one plan differ as much
@@ -124,12 +126,13 @@ def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:
         yield gpus
 
 
-def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
+def text(found: Search, *, changed: Sequence[Change] | None = None, budget: Budget | None = None) -> str:
     """Return the whole answer as text.
 
     Args:
         found: the outcome of a search.
         changed: result of ``changes``; computed if not given.
+        budget: tokens and price of a whole run; None to leave its time and cost out.
 
     Raises:
         PlanError: no plan fits.
@@ -137,18 +140,17 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
     if not found.choices:
         raise no_fit(found)
     best = found.choices[0]
-    cluster, job = found.cluster, found.job
-    nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
     lines = [
-        f"{found.shape.name}: {found.shape.parameters / 1e9:.2f} B parameters, {cluster.gpus} x "
-        f"{cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens per step",
+        heading(found),
         "",
-        _table(found.choices, ties(found)),
+        table(found.choices, ties(found)),
+        *(f"   {note}" for note in notes(found)),
         "",
-        f"Time of the first: {_shares(best.time.parts, best.time.total, 'ms')}",
-        f"Memory of a device: {_shares(best.memory.parts, best.memory.total, 'GiB')}",
-        f"Budget {gib(found.budget)}; {found.considered} legal plans, {found.fitting} fit, "
-        f"{found.simulated} simulated.",
+        *([f"Whole run: {bill_line(bill_of(found, budget))}"] if budget else []),
+        f"Time of the first: {shares(best.time.parts, best.time.total, 'ms')}",
+        f"Memory of a device: {shares(best.memory.parts, best.memory.total, 'GiB')}",
+        f"Budget {gib(found.budget)}; {found.considered:,} legal plans, {found.weighed:,} weighed, "
+        f"{found.simulated:,} simulated.",
         *_of_method(found),
         "",
         "Not chosen:",
@@ -158,8 +160,19 @@ def text(found: Search, *, changed: Sequence[Change] | None = None) -> str:
         *(_change_line(best, change) for change in (changes(found) if changed is None else changed)),
         "",
         error_band(found),
+        *warnings(found),
     ]
     return "\n".join(lines)
+
+
+def heading(found: Search) -> str:
+    """Return the line about the model, the cluster and the job."""
+    cluster, job = found.cluster, found.job
+    nodes = f" in {cluster.nodes} nodes" if cluster.nodes > 1 else ""
+    return (
+        f"{found.shape.name}: {found.shape.parameters / 1e9:.2f} B parameters in {job.dtype}, {cluster.gpus} x "
+        f"{cluster.device.name}{nodes}, {job.global_batch} sequences of {job.seq_len} tokens per step"
+    )
 
 
 def _of_method(found: Search) -> list[str]:
@@ -180,6 +193,12 @@ def reasons(found: Search) -> Iterator[tuple[str, str]]:
         yield f"{axis}={','.join(values)}" if values[0] else axis, reason
 
 
+def warnings(found: Search) -> list[str]:
+    """Return the warnings about the job, each after an empty line."""
+    warning = batch_warning(found.job)
+    return ["", f"Warning: {warning}."] if warning else []
+
+
 def error_band(found: Search) -> str:
     """Return the line about the error band of the estimates."""
     profile, first = found.profile, found.choices[0].time.total
@@ -194,7 +213,7 @@ def error_band(found: Search) -> str:
     )
 
 
-def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
+def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | None = None) -> dict[str, Any]:
     """Return the whole answer as plain data, for ``--json``."""
     return {
         "model": {"name": found.shape.name, "parameters": found.shape.parameters, "roles": found.shape.roles},
@@ -203,13 +222,14 @@ def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
             "gpus": found.cluster.gpus,
             "gpus_per_node": found.cluster.gpus_per_node,
         },
-        "job": dataclasses.asdict(found.job),
+        "job": dataclasses.asdict(found.job) | {"dtype": found.job.dtype},
         "plans": [
             {
                 "label": choice.plan.label,
                 "plan": dataclasses.asdict(choice.plan),
                 "runs_today": choice.plan.runs_today,
                 "tie": index < ties(found),
+                "fits": choice.memory.total <= found.budget,
                 "step_seconds": choice.time.total,
                 "time": choice.time.parts,
                 "tokens_per_second_per_gpu": choice.tokens_per_second,
@@ -217,10 +237,12 @@ def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
                 "memory_bytes": choice.memory.total,
                 "memory": choice.memory.parts,
             }
+            | ({"run": bill_dict(bill_of(found, budget, index=index))} if budget else {})
             for index, choice in enumerate(found.choices)
         ],
         "budget_bytes": found.budget,
         "considered": found.considered,
+        "weighed": found.weighed,
         "fitting": found.fitting,
         "simulated": found.simulated,
         "not_chosen": dict(reasons(found)),
@@ -229,12 +251,15 @@ def as_dict(found: Search, *, changed: Sequence[Change] = ()) -> dict[str, Any]:
             {"what": change.what, "plan": change.plan and change.plan.label, "speed": change.speed}
             for change in changed
         ],
+        "notes": list(notes(found)),
+        "warnings": list(filter(None, [batch_warning(found.job)])),
         "band": found.profile.band,
         "profile": {"name": found.profile.name, "rows": found.profile.rows},
     }
 
 
-def _table(choices: Sequence[Choice], tied: int) -> str:
+def table(choices: Sequence[Choice], tied: int) -> str:
+    """Return the table of plans, of which the first ``tied`` are marked as ties."""
     head = ("", "plan", "step", "tokens/s/GPU", "MFU", "memory", "compute", "comm", "bubble", "other")
     rows: list[tuple[str, ...]] = [head]
     for index, choice in enumerate(choices):
@@ -287,7 +312,8 @@ def _layout(plan: Candidate) -> Candidate:
     return dataclasses.replace(plan, accumulation=1)
 
 
-def _shares(parts: dict[str, float], total: float, unit: str) -> str:
+def shares(parts: dict[str, float], total: float, unit: str) -> str:
+    """Return the parts of a total that are above half a percent, the largest first, in "ms" or "GiB"."""
     scale = 1e-3 if unit == "ms" else _GIB
     shown = sorted(((name, value) for name, value in parts.items() if value > 0.005 * total), key=lambda p: -p[1])
     return ", ".join(f"{name} {value / scale:,.{0 if unit == 'ms' else 1}f} {unit}" for name, value in shown)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from meshwright.context.methods import local_tokens
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
-from meshwright.planner.candidate import Candidate
+from meshwright.planner.candidate import Candidate, count_recomputed
 from meshwright.planner.context_memory import attention_memory
 from meshwright.planner.shapes import ModelShape
 
@@ -76,7 +76,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     weights = elements * state / ranks if is_gathered else elements * b
     held = weights + optimizer
     gathered = _Gathered.of(members, shape, b) if is_gathered else _Gathered()
-    recomputed = shape.layers if plan.recompute == "full" else 0
+    recomputed = count_recomputed(plan, shape.layers)
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
         shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered
@@ -139,6 +139,11 @@ class _MicroBatch:
         """The tokens that a rank holds."""
         return self.plan.micro_batch * local_tokens(self.seq_len, self.plan.cp)
 
+    def held_below(self, layer: int) -> float:
+        """Return the bytes that the layers before one have saved; the first ones are recomputed."""
+        again = min(layer, self.recomputed)
+        return again * self.saved.kept + (layer - again) * self.saved.layer
+
     @property
     def attention(self) -> tuple[float, float]:
         """The temporary bytes of one attention under context parallelism, in forward and in backward."""
@@ -155,8 +160,9 @@ def _forward(micro: _MicroBatch) -> float:
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head
-    in_layer = before + (saved.layer - saved.kept if recomputed else 0) + _joined(shape, plan, n, b)
-    in_attention = before + saved.attention - (saved.kept if recomputed else saved.layer) + micro.attention[0]
+    is_last_kept = recomputed < shape.layers
+    in_layer = before + (0 if is_last_kept else saved.layer - saved.kept) + _joined(shape, plan, n, b)
+    in_attention = before + saved.attention - (saved.layer if is_last_kept else saved.kept) + micro.attention[0]
     return max(at_loss + gathered.head, max(in_layer, in_attention) + gathered.layers)
 
 
@@ -175,7 +181,6 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     is_copied = b < 4 or shape.traits.caps_logits
     at_loss = total + (8 * n * words if plan.tp == 1 else n * words * b * is_copied)
     at_head = total - saved.logits + n * words * b + words * shape.hidden * b + rows
-    kept = saved.kept if recomputed else saved.layer
     norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six 32-bit tensors of a norm's size
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
@@ -196,11 +201,11 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             # A layer's activations are freed as its gradients arrive, first those of the MLP.
             left = 1 - arrived[layer] / counts[layer]
             of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
-            rest += layer * kept + of_attention * saved.attention + of_mlp * (saved.layer - saved.attention)
+            rest += micro.held_below(layer) + of_attention * saved.attention + of_mlp * (saved.layer - saved.attention)
             rest += (mlp if left > 0.5 else attention) + (saved.arguments if recomputed else 0)
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
-            rest += shape.layers * kept + gathered.head
+            rest += micro.held_below(layer) + gathered.head
         elif shape.tied:
             arrival += member.numel * b  # the embedding's gradient, which is added to the gradient of the tied head
         arrived[layer] += 1

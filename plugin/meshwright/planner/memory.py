@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
-from meshwright.planner.candidate import Candidate, Job, rank_layers, stage_layers
+from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_layers, stage_layers
 from meshwright.planner.context_memory import attention_memory
 from meshwright.planner.footprint import IN_FLIGHT, footprint
 from meshwright.planner.shapes import ModelShape
@@ -112,7 +112,7 @@ def held_activations(shape: ModelShape, plan: Candidate, job: Job, rank: int) ->
     """
     saved = _saved(shape, plan, job)
     held = rank_layers(plan, shape.layers)[rank]
-    again = 0 if plan.recompute != "full" else held if plan.recomputed is None else min(held, plan.recomputed)
+    again = count_recomputed(plan, held)
     layer = (again * saved.kept + (held - again) * saved.layer) / held
     pending = pending_weight_grads(shape, plan, job) if plan.splits_backward else 0.0
     p, v = plan.pp, plan.chunks
@@ -178,7 +178,8 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     optimizer = elements * _optimizer_bytes(plan, job) / sharded
 
     saved = _saved(shape, plan, job)
-    again = plan.recompute == "full" and plan.recomputed != 0
+    # When the backward of the last recomputed layer begins, the layers after it are freed already.
+    again = count_recomputed(plan, layers) == layers
     activations = held_activations(shape, plan, job, stage)
     working = saved.layer if again else 0.5 * saved.layer
     if job.own_runtime:
@@ -225,8 +226,9 @@ def _new_gradients(shape: ModelShape, plan: Candidate, job: Job, stage: int, ele
     if plan.accumulation == 1:
         return 0.0
     saved = _saved(shape, plan, job)
-    layer = saved.kept if plan.recompute == "full" else saved.layer
-    freed = rank_layers(plan, shape.layers)[stage] / plan.chunks * layer
+    held = rank_layers(plan, shape.layers)[stage]
+    again = count_recomputed(plan, held)
+    freed = (again * saved.kept + (held - again) * saved.layer) / plan.chunks
     return max(0.0, elements / plan.chunks * job.weight_bytes - freed)
 
 

@@ -22,6 +22,7 @@ from meshwright.planner.family_traits import (
     shares_one_key_head,
     traits_of,
 )
+from meshwright.planner.hub_cache import config_path
 
 _NO_WINDOW = frozenset({"llama", "olmo", "olmo2", "gemma"})  # families whose code ignores the config's window
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -279,14 +280,18 @@ def _config(source: Any) -> tuple[Mapping[str, Any], str]:
         config = source.to_dict()
         attention = getattr(source, "_attn_implementation", None)  # to_dict omits this field
         return _config({**config, "_attn_implementation": attention} if attention else config)
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
+    path = config_path(source)
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise PlanError(f"{path}: no such file; give a config.json or a directory that holds one") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path}: not a JSON file ({error})") from None
     if not isinstance(config, dict):
         raise PlanError(f"{path}: a config is a JSON object, not a {type(config).__name__}")
-    return config, path.parent.name if path.name == "config.json" else path.stem
+    return config, _label(source, path)
+
+
+def _label(source: Any, path: Path) -> str:
+    """Return the name of a model whose config was read: that of its folder, or of its Hub id."""
+    if path.name != "config.json":
+        return path.stem
+    return path.absolute().parent.name if Path(source).exists() else str(source).rpartition("/")[2]

@@ -50,6 +50,7 @@ class Space:
         most_zero: the highest ZeRO stage to include.
         no_stages: the reason against all plans with pipeline stages; None to include them.
         no_context: the reason against all plans with context parallelism; None to include them.
+        recomputes_some: whether the model can recompute some of its layers.
 
     Example:
         >>> from meshwright.planner.hardware import device
@@ -70,6 +71,7 @@ class Space:
     most_zero: int = 3
     no_stages: str | None = None
     no_context: str | None = None
+    recomputes_some: bool = True
     pruned: dict[str, str] = field(default_factory=dict, init=False)
 
     def regions(self) -> Iterator[Region]:

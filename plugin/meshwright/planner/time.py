@@ -21,6 +21,7 @@ _ALIGNED = 8  # without a fused kernel, head widths that are not a multiple of t
 _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the peak rate, but nearly reach their rate
 _CAST_BYTES = 4  # bytes moved per element cast to 8 bits: one read, one write, one transposed write for backward
 _SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
+_ROUNDING = 1 - 1e-9  # so that a bound is below the time to which it is equal but for rounding
 _REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
 
@@ -257,6 +258,19 @@ class StepModel:
 
     def bound(self, plan: Candidate, job: Job) -> float:
         """Return a lower bound on ``step(plan, job).total`` that needs no simulation."""
+        piped, forward, backward = self._piped(plan, job)
+        rest = self.data(plan, job, forward, backward) + self.optimizer(plan, job)
+        return self._with_stragglers(piped + rest + self.k.step) * _ROUNDING
+
+    def pipe_bound(self, plan: Candidate, job: Job) -> float:
+        """Return a lower bound on the time of a plan and of the same plan under any ZeRO stage and recompute."""
+        return self._with_stragglers(self._piped(plan, job)[0] + self.k.step) * _ROUNDING
+
+    def _with_stragglers(self, seconds: float) -> float:
+        return seconds * (1 + self.k.straggler * math.log2(self.cluster.nodes))
+
+    def _piped(self, plan: Candidate, job: Job) -> tuple[float, float, float]:
+        """Return a lower bound on the time of the pipeline, and the slowest rank's forward and backward."""
         every_forward, every_backward, _, _ = self.stages(plan, job)
         forward, backward = _of_ranks(plan, every_forward), _of_ranks(plan, every_backward)
         busy = [f + b for f, b in zip(forward, backward, strict=True)]
@@ -267,9 +281,7 @@ class StepModel:
             piped = max(piped, before + plan.accumulation * own)
             before += every_forward[rank] + (0.0 if plan.splits_backward else every_backward[rank])
         slowest = busy.index(max(busy))
-        data = self.data(plan, job, forward[slowest], backward[slowest])
-        total = piped + data + self.optimizer(plan, job) + self.k.step
-        return total * (1 + self.k.straggler * math.log2(self.cluster.nodes)) * (1 - 1e-9)
+        return piped, forward[slowest], backward[slowest]
 
     def transfer(self, plan: Candidate, job: Job) -> float:
         """Return the seconds to send one micro-batch's activations to the next stage."""

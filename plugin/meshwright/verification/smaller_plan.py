@@ -19,7 +19,8 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp
         2
     """
-    plan = dataclasses.replace(plan, stages=None)
+    # Of the few layers of a verification one is recomputed, and the others are not.
+    plan = dataclasses.replace(plan, stages=None, recomputed_layers=plan.recomputed_layers and 1)
     if plan.world_size <= processes:
         return plan
     dp, pp = min(plan.dp, 2), min(plan.pp, 2)

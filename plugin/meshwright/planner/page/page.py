@@ -57,7 +57,7 @@ def page(found: Search, *, changed: Sequence[explain.Change] | None = None) -> s
         reasons=_reasons(found),
         changes=_changes(found, changed),
         sections=[_memory(found), _time(found), _timeline(found), _ranks(found), _front(found)],
-        footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.fitting:,} fit, "
+        footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
         f"{found.simulated:,} simulated.",
     )
 
@@ -125,7 +125,7 @@ def _header(found: Search) -> dict[str, Any]:
     measured = f"{profile.rows} measured runs" if profile.rows else "nothing measured on this cluster"
     low, high = seconds(total / (1 + profile.band)), seconds(total * (1 + profile.band))
     others = tied - 1
-    least = "+" if tied == len(found.choices) < found.fitting else ""  # plans that were not kept may tie too
+    least = "+" if tied == len(found.choices) < found.considered else ""  # plans that were not kept may tie too
     tie = f"{others}{least} other{'s' if others > 1 or least else ''}" if others or least else "none"
     tiles = [
         ("Step time", seconds(total), f"{low} to {high} (±{profile.band:.0%}; {measured})"),

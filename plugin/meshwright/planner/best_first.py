@@ -1,0 +1,163 @@
+"""The walk of the search: best first, by lower bounds on the time of a step.
+
+Each layout of the ranks with a micro-batch size gets a lower bound on the time of its pipeline. They are opened in the
+order of their bounds. Only the plans of an opened one are bounded with their communication, and only those of them that
+may be among the fastest are weighed (their memory) and simulated (their time).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from meshwright.planner.breakdown import StepTime
+from meshwright.planner.candidate import Candidate, rank_layers
+from meshwright.planner.memory import Memory, peak_memory
+from meshwright.planner.space import Region, Space
+from meshwright.planner.time import StepModel
+
+_Slot = tuple[Region, int]  # a layout of the ranks, and a micro-batch size
+_Zero = tuple[int, int, int]
+
+
+@dataclass(order=True)
+class _Entry:
+    """A node of the walk: a slot to open, or a plan.
+
+    Args:
+        bound: a lower bound on the seconds of every plan below the node.
+        order: the number of the slot, of the ZeRO stage, and whether the stages are uneven, which breaks ties.
+        plan: the plan; None for a slot.
+        slower: the same plan with more recompute, the fastest first.
+    """
+
+    bound: float
+    order: tuple[int, int, int]
+    plan: Candidate | None = field(default=None, compare=False)
+    slower: tuple[Candidate, ...] = field(default=(), compare=False)
+
+
+class BestFirst:
+    """A walk through the plans of a space.
+
+    Args:
+        space: the plans.
+        model: estimates their times.
+        budget: memory per device that a plan may fill, in bytes.
+    """
+
+    def __init__(self, space: Space, model: StepModel, budget: float):
+        self.space, self.model, self.budget = space, model, budget
+        self.slots: list[_Slot] = [
+            (region, micro) for region in space.regions() for micro in space.micro_batches(region)
+        ]
+        self.weights: dict[Candidate, Memory] = {}
+        self.simulated = 0
+
+    def count(self) -> int:
+        """Return the number of plans, apart from uneven stages and from recompute of some layers."""
+        return sum(len(self.space.zero(region)) * len(self.space.recompute(region)) for region, _ in self.slots)
+
+    def weigh(self, plan: Candidate) -> Memory:
+        """Return the memory of a plan."""
+        if plan not in self.weights:
+            self.weights[plan] = peak_memory(self.space.shape, plan, self.space.job)
+        return self.weights[plan]
+
+    def fastest(self, top: int) -> list[tuple[Candidate, StepTime]]:
+        """Return the fastest plans that fit with their times, best first."""
+        model, job = self.model, self.space.job
+        heap = [_Entry(self._bound(slot), (index, -1, 0)) for index, slot in enumerate(self.slots)]
+        heapq.heapify(heap)
+        best: list[tuple[float, tuple[int, int, int], Candidate, StepTime]] = []
+        while heap:
+            entry = heapq.heappop(heap)
+            if len(best) >= top and entry.bound > best[-1][0]:
+                break
+            if entry.plan is None:
+                for inner in self._opened(entry.order[0]):
+                    heapq.heappush(heap, inner)
+            elif self._fits(entry.plan):
+                time = model.step(entry.plan, job)
+                self.simulated += 1
+                best = sorted([*best, (time.total, entry.order, entry.plan, time)], key=lambda item: item[:2])[:top]
+            elif entry.slower:
+                plan = self._fewest_recomputed(entry.slower[0])
+                heapq.heappush(heap, _Entry(model.bound(plan, job), entry.order, plan, entry.slower[1:]))
+        return [(plan, time) for _, _, plan, time in best]
+
+    def binding(self) -> dict[str, tuple[Candidate, Memory]]:
+        """Return each axis value of which no plan fits, with the plan of this value that needs the least memory."""
+        fit = {name for plan, memory in self.weights.items() if memory.total <= self.budget for name in _axes(plan)}
+        found: dict[str, tuple[Candidate, Memory]] = {}
+        by_axis: dict[str, list[tuple[_Slot, _Zero]]] = {}
+        for slot in self.slots:
+            for zero in self.space.zero(slot[0]):
+                for name in _axes(self._even(slot, zero)[0]):
+                    by_axis.setdefault(name, []).append((slot, zero))
+        for name, values in by_axis.items():
+            if name in fit:
+                continue
+            # Small micro-batches and high ZeRO stages first, since one plan that fits settles the value.
+            for slot, zero in sorted(values, key=lambda value: (value[0][1], -value[1][0])):
+                plan = self._even(slot, zero)[-1]
+                memory = self.weigh(plan)
+                if memory.total <= self.budget:
+                    fit.update(_axes(plan))
+                    found.pop(name, None)
+                    break
+                if name not in found or memory.total < found[name][1].total:
+                    found[name] = (plan, memory)
+        return {name: value for name, value in found.items() if name not in fit}
+
+    def _fits(self, plan: Candidate) -> bool:
+        return self.weigh(plan).total <= self.budget
+
+    def _bound(self, slot: _Slot) -> float:
+        """Return a lower bound on the times of all plans of a slot."""
+        plan = self._even(slot, self.space.zero(slot[0])[0])[0]
+        ways = [plan, self.model.balanced(plan, self.space.job) if plan.pp > 1 else None]
+        return min(self.model.pipe_bound(way, self.space.job) for way in ways if way is not None)
+
+    def _opened(self, index: int) -> Iterator[_Entry]:
+        """Yield the plans of a slot with the least recompute, one for each ZeRO stage, with even and uneven stages."""
+        model, job, slot = self.model, self.space.job, self.slots[index]
+        for number, zero in enumerate(self.space.zero(slot[0])):
+            even = self._even(slot, zero)
+            yield _Entry(model.bound(even[0], job), (index, number, 0), even[0], even[1:])
+            if even[0].pp > 1:
+                first, *slower = (model.balanced(plan, job) for plan in even)
+                if first is not None:
+                    others = tuple(plan for plan in slower if plan is not None)
+                    yield _Entry(model.bound(first, job), (index, number, 1), first, others)
+
+    def _even(self, slot: _Slot, zero: _Zero) -> tuple[Candidate, ...]:
+        """Return the plans of a slot and a ZeRO stage with even stages, by kind of recompute, the fastest first."""
+        region, micro = slot
+        return tuple(self.space.candidate(region, micro, zero, kind) for kind in self.space.recompute(region))
+
+    def _fewest_recomputed(self, plan: Candidate) -> Candidate:
+        """Return the fitting plan that recomputes the fewest layers, if a plan that recomputes all of them fits."""
+        if plan.recompute != "full" or not self.space.recomputes_some or not self._fits(plan):
+            return plan
+        low, high, best = 0, max(rank_layers(plan, self.space.shape.layers)), plan
+        fields = vars(plan)
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = Candidate(**{**fields, "recomputed": middle})
+            if self._fits(trial):
+                high, best = middle, trial
+            else:
+                low = middle
+        return best
+
+
+def _axes(plan: Candidate) -> tuple[str, ...]:
+    return (
+        f"tp={plan.tp}",
+        f"cp={plan.cp}",
+        f"pp={plan.pp}",
+        f"zero={plan.zero_stage}",
+        f"micro_batch={plan.micro_batch}",
+    )

@@ -1,0 +1,62 @@
+"""Find the config.json of a model: a file, a folder with one, or a Hub id in this machine's cache; nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from meshwright.errors import PlanError
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def config_path(source: str | os.PathLike[str]) -> Path:
+    """Return the path of a model's config.json.
+
+    Args:
+        source: the file, a folder that holds it, or the id of a model on the Hugging Face Hub whose config is in the
+            local cache.
+
+    Raises:
+        PlanError: it is none of these.
+    """
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return path
+    name = os.fspath(source)
+    if not _ID.fullmatch(name) or path.suffix == ".json":
+        raise PlanError(f"{path}: no such file; give a config.json or a directory that holds one")
+    cached = _in_cache(name)
+    if cached is not None:
+        return cached
+    raise PlanError(
+        f"{name}: no such file, and if it is a model of the Hugging Face Hub, its config.json is not in the cache "
+        f"({_cache()}). This command downloads nothing; fetch the config, a few kB, with: hf download {name} "
+        "config.json"
+    )
+
+
+def _in_cache(name: str) -> Path | None:
+    """Return the newest cached config of a Hub id: that of the branch main, otherwise the last that was written."""
+    folder = _cache() / f"models--{name.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    if main.is_file():
+        path = folder / "snapshots" / main.read_text().strip() / "config.json"
+        if path.is_file():
+            return path
+    paths = sorted(folder.glob("snapshots/*/config.json"), key=lambda path: path.stat().st_mtime)
+    return paths[-1] if paths else None
+
+
+def _cache() -> Path:
+    """Return the folder of the Hub's cache, as huggingface_hub finds it."""
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if cache:
+        return Path(cache).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hub"

@@ -1,0 +1,85 @@
+"""What the numbers of a table of plans do not show: equal plans, weights without masters, and batches too large."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.cost import tokens_text
+from meshwright.planner.search import Choice, Search
+
+# Tokens per step of the largest batches of published training runs of dense models (Llama 3: 4 M, later 16 M).
+LARGEST_BATCH = 2**24
+
+
+def batch_warning(job: Job) -> str | None:
+    """Return a warning about a batch beyond those of published training runs; None if the batch is not so large.
+
+    Example:
+        >>> batch_warning(Job(seq_len=4096, global_batch=65536))[:60]
+        'a batch of 65,536 sequences of 4,096 tokens is 268 M tokens '
+        >>> batch_warning(Job(seq_len=4096, global_batch=1024)) is None
+        True
+    """
+    if job.tokens <= LARGEST_BATCH:
+        return None
+    most = max(1, LARGEST_BATCH // job.seq_len)
+    return (
+        f"a batch of {job.global_batch:,} sequences of {job.seq_len:,} tokens is {tokens_text(job.tokens)} tokens per "
+        f"step, but published runs of dense models use at most {tokens_text(LARGEST_BATCH)}. A larger batch needs more "
+        f"tokens for the same loss, so the time and cost of a run are higher than here. Write --global-batch {most}"
+    )
+
+
+def merged(choices: Sequence[Choice]) -> list[tuple[Choice, list[Choice]]]:
+    """Return the choices without repetitions, each with its repetitions.
+
+    A plan repeats another one if only the ZeRO stages differ, and time and memory are equal.
+    """
+    found: list[tuple[Choice, list[Choice]]] = []
+    for choice in choices:
+        same = next((rest for first, rest in found if _is_repeated(first, choice)), None)
+        if same is None:
+            found.append((choice, []))
+        else:
+            same.append(choice)
+    return found
+
+
+def without_repetitions(found: Search, top: int) -> Search:
+    """Return a search with at most ``top`` choices, none of which repeats another; ``repetitions`` keeps the others."""
+    kept = merged(found.choices)[:top]
+    return dataclasses.replace(
+        found,
+        choices=tuple(choice for choice, _ in kept),
+        repetitions=tuple(tuple(other.plan for other in rest) for _, rest in kept),
+    )
+
+
+def notes(found: Search) -> Iterator[str]:
+    """Yield the notes on the first choices: which plans were merged, and which ties are no ties in the numerics."""
+    for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):
+        if rest:
+            stages = " and ".join(f"zero{plan.zero_stage}" for plan in rest)
+            takes = "takes" if len(rest) == 1 else "take"
+            yield f"{number}: {stages} in place of zero{choice.plan.zero_stage} {takes} the same time and memory"
+    if found.job.own_runtime and found.job.weight_bytes == 2 and any(c.plan.zero_stage == 0 for c in found.choices):
+        yield (
+            "zero0 updates the 16-bit weights themselves, so small updates are rounded away; zero1 to zero3 keep "
+            "32-bit masters"
+        )
+
+
+def _is_repeated(one: Choice, other: Choice) -> bool:
+    return (
+        _without_zero(one.plan) == _without_zero(other.plan)
+        and math.isclose(one.time.total, other.time.total, rel_tol=1e-6)
+        and math.isclose(one.memory.total, other.memory.total, rel_tol=1e-6)
+        and min(one.plan.zero_stage, other.plan.zero_stage) > 0
+    )
+
+
+def _without_zero(plan: Candidate) -> Candidate:
+    return dataclasses.replace(plan, zero_stage=0, replicate=1, shard=plan.dp)

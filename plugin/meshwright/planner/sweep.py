@@ -1,0 +1,171 @@
+"""Compare the best plans for several values of one setting, and find the smallest cluster for a number of days."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.planner.candidate import Job
+from meshwright.planner.cost import Bill, Budget, bill_dict, bill_of, days_text
+from meshwright.planner.explain import grid
+from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.search import Search
+
+_STEPS = 8  # sizes of the cluster to try for each doubling
+_DOUBLINGS = 6  # doublings to try, from the size at which devices would have to run at their peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The best plan for one value of a setting.
+
+    Args:
+        value: the value.
+        found: the outcome of the search; None if there is no legal plan.
+        reason: why no plan is shown; None if there is one.
+        bill: what a whole training run takes; None without a number of tokens.
+    """
+
+    value: Any
+    found: Search | None = None
+    reason: str | None = None
+    bill: Bill | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second per device; 0 without a plan."""
+        return self.found.choices[0].tokens_per_second if self.found and self.reason is None else 0.0
+
+
+def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> Row:
+    """Return the row for one value.
+
+    Args:
+        value: the value of the setting.
+        find: a function that searches with this value.
+        budget: the tokens and the price; None to leave the bill out.
+    """
+    try:
+        found = find()
+    except PlanError as error:
+        return Row(value=value, reason=str(error).split(". ")[0])
+    if not found.choices:
+        return Row(value=value, found=found, reason=str(no_fit_of(found)))
+    return Row(value=value, found=found, bill=bill_of(found, budget) if budget else None)
+
+
+def no_fit_of(found: Search) -> str:
+    """Return why no plan fits, without the changes with which one would fit."""
+    plan, memory = found.smallest
+    return f"no plan fits: the leanest, {plan.label}, needs {gib(memory.total)} of {gib(found.budget)}"
+
+
+def sweep_text(name: str, rows: Sequence[Row]) -> str:
+    """Return the rows as a table.
+
+    Args:
+        name: the option whose values are compared.
+        rows: at least one row.
+    """
+    has_bill = any(row.bill for row in rows)
+    has_price = any(row.bill and row.bill.cost is not None for row in rows)
+    relative = "efficiency" if name == "gpus" else "relative"
+    head = [name, "plan", "step", "tokens/s/GPU", relative, "MFU", "memory"]
+    head += ["days", "GPU-hours"] * has_bill + ["cost"] * has_price
+    base = next((row.speed for row in rows if row.speed), 0.0)
+    cells = [tuple(head)]
+    for row in rows:
+        if row.found is None or row.reason is not None:
+            cells.append((_number(row.value), "-", *[""] * (len(head) - 2)))
+            continue
+        best = row.found.choices[0]
+        line = [
+            _number(row.value), best.plan.label, seconds(best.time.total), f"{best.tokens_per_second:,.0f}",
+            f"{row.speed / base:.0%}", f"{best.mfu:.1%}", gib(best.memory.total),
+        ]  # fmt: skip
+        if row.bill is not None:
+            line += [days_text(row.bill.days, unit=False), f"{row.bill.gpu_hours:,.0f}"]
+            line += [f"{row.bill.cost:,.0f}"] if row.bill.cost is not None else []
+        cells.append(tuple(line))
+    reasons = [f"  {name}={_number(row.value)}: {row.reason}" for row in rows if row.reason is not None]
+    return "\n".join([grid(cells, left=2), *(["", "Without a plan:", *reasons] if reasons else [])])
+
+
+def sweep_dict(name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows as plain data."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        entry: dict[str, Any] = {name: row.value, "reason": row.reason}
+        if row.found is not None and row.reason is None:
+            best = row.found.choices[0]
+            entry |= {
+                "plan": best.plan.label,
+                "step_seconds": best.time.total,
+                "tokens_per_second_per_gpu": best.tokens_per_second,
+                "mfu": best.mfu,
+                "memory_bytes": best.memory.total,
+            }
+        if row.bill is not None:
+            entry |= bill_dict(row.bill)
+        found.append(entry)
+    return found
+
+
+def smallest_cluster(
+    find: Callable[[Cluster, Job], Search], cluster: Cluster, job: Job, budget: Budget, days: float, flops: float
+) -> list[Row]:
+    """Return rows for clusters of ascending size, the last of which is the first that is fast enough, if any is.
+
+    Args:
+        find: a function that searches for a cluster and a job.
+        cluster: the device and the nodes; its number of devices is not used.
+        job: the job.
+        budget: the tokens and the price.
+        days: the days that the run may take.
+        flops: floating-point operations of forward and backward for one token.
+    """
+    if not days > 0:
+        raise PlanError(f"--days={days} must be above zero")
+    peak = cluster.device.flops_8bit if job.precision == "fp8" else None
+    least = budget.tokens * flops / ((peak or cluster.device.flops) * days * 86400)
+    rows: list[Row] = []
+    for gpus in _sizes(least, cluster.gpus_per_node):
+        sized = dataclasses.replace(cluster, gpus=gpus)
+        rows.append(row_of(gpus, partial(find, sized, job), budget))
+        made = rows[-1].bill
+        if made is not None and made.days <= days:
+            break
+    return rows
+
+
+def is_met(rows: Sequence[Row], days: float) -> bool:
+    """Return whether the last of the rows of ``smallest_cluster`` is fast enough."""
+    return bool(rows) and rows[-1].bill is not None and rows[-1].bill.days <= days
+
+
+def _sizes(least: float, per_node: int) -> Iterator[int]:
+    """Yield sizes of a cluster from the least on: powers of two inside a node, then whole nodes.
+
+    Example:
+        >>> list(_sizes(3.0, 8))[:7]
+        [4, 8, 16, 24, 32, 40, 48]
+    """
+    size = 1
+    while size < per_node:
+        if size >= least:
+            yield size
+        size *= 2
+    nodes, most = 1, max(least, per_node) * 2**_DOUBLINGS
+    while nodes * per_node <= most:
+        if nodes * per_node >= least:
+            yield nodes * per_node
+        nodes += max(1, 2 ** (nodes.bit_length() - 1) // _STEPS)
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,136 @@
+"""``meshwright plan``: its questions, its files and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from meshwright.choose.given_plan import resolve_plan
+from meshwright.cli import app
+
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 1024, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "intermediate_size": 2048, "vocab_size": 32000,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+def run(config: Any, options: str) -> Any:
+    return CliRunner().invoke(app, ["plan", "--model", str(config), "--gpu", "h100", *options.split()])
+
+
+def test_a_run_has_a_bill(config: Path) -> None:
+    done = run(config, "--gpus 8 --tokens 1B --price 2 --json")
+    run_of = json.loads(done.output)["plans"][0]["run"]
+    assert run_of["steps"] == -(-(10**9) // (64 * 4096)) and run_of["cost"] == pytest.approx(2 * run_of["gpu_hours"])
+    assert "Whole run: 1 B tokens in 3,815 steps" in run(config, "--gpus 8 --tokens 1B").output
+
+
+@pytest.mark.parametrize(
+    "option", ["--gpus 8,16", "--seq-len 1024,2048", "--global-batch 8,64", "--interconnect 10,400 --gpus 16"]
+)
+def test_several_values_are_a_table(config: Path, option: str) -> None:
+    rows = json.loads(run(config, f"{option} --json").output)
+    assert len(rows) == 2 and all(row["tokens_per_second_per_gpu"] > 0 for row in rows)
+    assert "tokens/s/GPU" in run(config, option).output
+
+
+def test_own_sizes_are_own_words(config: Path) -> None:
+    sizes = run(config, "--tp 2 --sequence-parallel --zero-stage 1 --micro-batch-size 2 --gpus 8 --json")
+    words = CliRunner().invoke(
+        app, ["plan", "--model", str(config), "--gpu", "h100", "--plan", "dp4 tp2+sp zero1 mb2", "--json"]
+    )
+    assert json.loads(sizes.output) == json.loads(words.output)
+    assert json.loads(sizes.output)["plans"][0]["label"] == "dp4 tp2+sp zero1 mb2x8"
+    huge = run(config, "--dp 1 --global-batch 4096 --seq-len 8192")
+    assert huge.exit_code == 1 and "does not fit, by" in huge.output
+
+
+def test_a_saved_plan_holds_the_dtype_and_runs(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    done = run(config, f"--gpus 8 --dp 8 --zero-stage 1 --recompute full --recomputed-layers 3 --save {path}")
+    assert done.exit_code == 0 and f"meshwright launch --plan {path} train.py" in done.output
+    assert yaml.safe_load(path.read_text())["dtype"] == "bfloat16"
+    plan = resolve_plan(path)
+    assert (plan.dtype, plan.recomputed_layers, plan.label) == ("bfloat16", 3, "dp8 zero1 mb8 recompute=full(3)")
+    emitted = run(config, "--gpus 8 --emit accelerate").output
+    assert "mixed_precision: bf16" in emitted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--price 2", "--price 2 needs the tokens of the run"),
+        ("--days 3", "--days needs the tokens of the run"),
+        ("--days 3 --gpus 8 --tokens 1B", "leave one of them out"),
+        ("--gpus 8,16 --global-batch 64,128", "--gpus and --global-batch have several values"),
+        ("--gpus 8,16 --save x.yaml", "--save is about one plan"),
+        ("--gpus 8,16 --tp 2", "weighed for one setting"),
+        ("--tp 3 --gpus 8", "--gpus 8 is not divisible by tp=3"),
+        ("--tp 16", "heads=8 of tiny is not divisible by tp=16"),
+        ("--zero-stage 1 --dp 8 --plan dp8", "both give a plan"),
+        ("--recomputed-layers 2 --dp 2", "set recompute='full'"),
+        ("--tokens 1B --days 0.0001", "is fast enough"),
+    ],
+)
+def test_what_is_refused(config: Path, options: str, message: str) -> None:
+    done = run(config, options)
+    assert done.exit_code == 2 and message in done.output, done.output
+
+
+def test_a_plan_that_cannot_run_is_not_saved(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.planner.candidate import Candidate
+
+    monkeypatch.setattr(Candidate, "runs_today", property(lambda plan: False))
+    done = run(config, f"--gpus 8 --allow-future --save {tmp_path / 'plan.yaml'}")
+    assert done.exit_code == 2 and "cannot run in this version; leave out --allow-future" in done.output
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    done = run("acme/tiny-1B", "--gpus 8")
+    assert done.exit_code == 2 and "hf download acme/tiny-1B config.json" in done.output
+    for revision, layers in (("aaa", 4), ("bbb", 8)):
+        folder = tmp_path / "models--acme--tiny-1B" / "snapshots" / revision
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    refs = tmp_path / "models--acme--tiny-1B" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("aaa")
+    model = json.loads(run("acme/tiny-1B", "--gpus 8 --json").output)["model"]
+    assert model["name"] == "tiny-1B" and model["parameters"] < 110e6  # main, of four layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gemma3", "text_config": CONFIG, "vision_config": {"hidden_size": 8}}, "is a multimodal model"),
+        ({"model_type": "llama4", "text_config": CONFIG | {"num_local_experts": 16}}, "is a mixture-of-experts model"),
+        (CONFIG | {"num_experts": 4}, "is a mixture-of-experts model"),
+    ],
+)
+def test_models_that_the_runtime_refuses(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(fields))
+    done = run(path, "--gpus 8")
+    assert done.exit_code == 2 and message in done.output
+
+
+def test_help_is_in_groups() -> None:
+    text = CliRunner().invoke(app, ["plan", "--help"]).output
+    for group in ("What is trained, and where:", "The whole run: days, GPU-hours and cost:", "A plan of your own"):
+        assert group in text
+    options = text[text.index("What is trained") :]
+    assert options.index("  --tokens") < options.index("  --micro-batch-size") < options.index("  --validate")
