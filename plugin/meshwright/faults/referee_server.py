@@ -21,6 +21,7 @@ import threading
 import time
 from typing import Any
 
+from meshwright.faults.posted import Posted
 from meshwright.faults.referee import Post, Referee
 from meshwright.faults.siblings import this_process
 
@@ -55,6 +56,7 @@ class Hub:
         self._writers: dict[tuple[int, str], asyncio.StreamWriter] = {}
         self._closing = ""
         self._has_said = False
+        self.posted = Posted(world_size)
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
         serving = asyncio.start_server(self._serve, host, 0, backlog=STRANGERS + 2 * world_size, limit=LONGEST_HELLO)
@@ -160,6 +162,9 @@ class Hub:
                 return self._referee.receive(rank, now=now, **message)
             case "send":
                 return self._referee.send(rank, **message)
+            case "post":
+                self.posted.add(rank, **message)
+                return []
             case "leave":
                 return self._referee.leave(rank, **message)
             case "fail":

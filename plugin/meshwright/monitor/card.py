@@ -1,0 +1,153 @@
+"""The card that a run shows at its start, and the comparison of its estimate with what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.config import ParallelPlan
+from meshwright.monitor.estimate import Estimate, Machine
+from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.memory import Memory
+
+_PROFILE = "ToDistributedConfig(hardware_profile='machine.json')"
+_WIDEST = 16  # ranks up to which the card shows the whole mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What is known of a run before its first step.
+
+    Args:
+        model: the model's class.
+        parameters: number of its parameters.
+        plan: the plan.
+        source: where the plan comes from.
+        device: name of the devices.
+        batch: rows on one data-parallel rank and tokens per row of a forward pass; None if the model takes no tokens.
+        estimate: the planner's estimate; None without one.
+        reason: why there is no estimate.
+        profile: name of the hardware profile; empty if nothing was measured.
+    """
+
+    model: str
+    parameters: int
+    plan: ParallelPlan
+    source: str
+    device: str
+    batch: tuple[int, int] | None
+    estimate: Estimate | None
+    reason: str = ""
+    profile: str = ""
+
+    @property
+    def tokens_per_pass(self) -> int | None:
+        """The tokens of one forward pass over all ranks."""
+        return None if self.batch is None else self.batch[0] * self.batch[1] * self.plan.dp
+
+    def __str__(self) -> str:
+        plan, world = self.plan, self.plan.world_size
+        sizes = [(name, getattr(plan, name)) for name in ("pp", "dp", "cp", "tp")]
+        mesh = " x ".join(f"{name}={size}" for name, size in sizes if size > 1) or "one device"
+        if world <= _WIDEST and world > 1:
+            mesh += "".join(f"\n    {line}" for line in plan.dims.rank_grid().splitlines())
+        lines = [
+            f"meshwright: {self.model}, {self.parameters / 1e6:,.1f} M parameters, on {world} x {self.device}",
+            f"  plan    {plan.label}",
+            f"  why     {self.source}",
+            f"  mesh    {mesh}",
+        ]
+        if self.batch is not None:
+            rows, length = self.batch
+            lines.append(
+                f"  tokens  {self.tokens_per_pass:,} per step ({rows * plan.dp} rows of {length}, one forward pass)"
+            )
+        if self.estimate is None:
+            lines.append(f"  memory  no estimate: {self.reason}; measured after step 1")
+        else:
+            lines += [
+                f"  memory  {_memory(self.estimate)}; measured after step 1",
+                f"  time    {seconds(self.estimate.time.total)} per step estimated, ±{self.estimate.band:.0%} "
+                f"({self.profile or 'from data sheets, nothing measured on this machine'})",
+            ]
+        return "\n".join(lines)
+
+
+def _memory(estimate: Estimate) -> str:
+    least, most = (pick(estimate.memory, key=lambda memory: memory.total) for pick in (min, max))
+    text = f"{gib(most.total)} per rank estimated" if least.total == most.total else (
+        f"{gib(least.total)} to {gib(most.total)} per rank estimated"
+    )  # fmt: skip
+    return f"{text} ({_largest(most)})"
+
+
+def _largest(memory: Memory) -> str:
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {gib(value)}" for name, value in parts if value > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The estimate of a step beside what was measured.
+
+    Args:
+        estimate: the estimate.
+        seconds: measured seconds per step, without the first step.
+        peak: measured bytes on the fullest rank.
+        rank: that rank.
+        has_profile: whether the estimate rests on a calibrated profile.
+        is_cpu: whether the devices are CPUs.
+    """
+
+    estimate: Estimate
+    seconds: float
+    peak: float
+    rank: int
+    has_profile: bool
+    is_cpu: bool
+
+    @property
+    def time_ratio(self) -> float:
+        return self.seconds / self.estimate.time.total
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.peak / self.estimate.fullest.total
+
+    def is_inside(self, ratio: float) -> bool:
+        """Return whether a measured value is inside the estimate's band."""
+        return 1 / (1 + self.estimate.band) <= ratio <= 1 + self.estimate.band
+
+    def __str__(self) -> str:
+        estimate = self.estimate
+        lines = [
+            f"meshwright: estimated {seconds(estimate.time.total)} per step (±{estimate.band:.0%}), measured "
+            f"{seconds(self.seconds)} ({self.time_ratio:.2f}x); estimated {gib(estimate.fullest.total)} of memory, "
+            f"measured {gib(self.peak)} on rank {self.rank} ({self.memory_ratio:.2f}x)"
+        ]
+        return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
+
+    @property
+    def hints(self) -> list[str]:
+        """What to do about values outside the band; empty if all are inside."""
+        hints = []
+        if not self.is_inside(self.time_ratio):
+            cure = (
+                "the machine is not as it was when the profile was measured (other programs, clocks, links); measure "
+                "it again: meshwright calibrate --output machine.json"
+                if self.has_profile
+                else "the estimate rests on data sheets; measure this machine with meshwright calibrate --output "
+                f"machine.json, and pass {_PROFILE}"
+            )
+            hints.append(f"The step takes {self.time_ratio:.2f}x the estimate, outside its band: {cure}")
+        if not self.is_inside(self.memory_ratio):
+            where = "a process's largest resident memory, which includes its libraries" if self.is_cpu else "of a GPU"
+            hints.append(
+                f"The memory is {self.memory_ratio:.2f}x the estimate ({where}); see the parts with "
+                "print(meshwright.memory_of(model, optimizer))"
+            )
+        return hints
+
+
+def why_no_estimate(machine: Machine | str) -> str:
+    """Return why there is no machine to estimate for."""
+    return machine if isinstance(machine, str) else ""
