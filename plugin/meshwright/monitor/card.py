@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.config import ParallelPlan
-from meshwright.monitor.estimate import Estimate, Machine
-from meshwright.planner.formatting import gib, seconds
+from meshwright.monitor.estimate import Estimate
+from meshwright.monitor.words import memory as size
+from meshwright.planner.formatting import seconds
 from meshwright.planner.memory import Memory
 
 _PROFILE = "ToDistributedConfig(hardware_profile='machine.json')"
@@ -26,7 +27,8 @@ class Card:
         batch: rows on one data-parallel rank and tokens per row of a forward pass; None if the model takes no tokens.
         estimate: the planner's estimate; None without one.
         reason: why there is no estimate.
-        profile: name of the hardware profile; empty if nothing was measured.
+        basis: what the estimate of the time rests on.
+        has_peak: whether the devices' peak is known, which MFU needs.
     """
 
     model: str
@@ -37,7 +39,8 @@ class Card:
     batch: tuple[int, int] | None
     estimate: Estimate | None
     reason: str = ""
-    profile: str = ""
+    basis: str = ""
+    has_peak: bool = False
 
     @property
     def tokens_per_pass(self) -> int | None:
@@ -51,7 +54,7 @@ class Card:
         if world <= _WIDEST and world > 1:
             mesh += "".join(f"\n    {line}" for line in plan.dims.rank_grid().splitlines())
         lines = [
-            f"meshwright: {self.model}, {self.parameters / 1e6:,.1f} M parameters, on {world} x {self.device}",
+            f"meshwright: {self.model}, {_count(self.parameters)} parameters, on {world} x {self.device}",
             f"  plan    {plan.label}",
             f"  why     {self.source}",
             f"  mesh    {mesh}",
@@ -67,22 +70,22 @@ class Card:
             lines += [
                 f"  memory  {_memory(self.estimate)}; measured after step 1",
                 f"  time    {seconds(self.estimate.time.total)} per step estimated, ±{self.estimate.band:.0%} "
-                f"({self.profile or 'from data sheets, nothing measured on this machine'})",
+                f"({self.basis})",
             ]
+        if not self.has_peak:
+            lines.append(f"  MFU     unknown: {self.reason or f'the peak of this CPU is; pass {_PROFILE}'}")
         return "\n".join(lines)
 
 
 def _memory(estimate: Estimate) -> str:
     least, most = (pick(estimate.memory, key=lambda memory: memory.total) for pick in (min, max))
-    text = f"{gib(most.total)} per rank estimated" if least.total == most.total else (
-        f"{gib(least.total)} to {gib(most.total)} per rank estimated"
-    )  # fmt: skip
-    return f"{text} ({_largest(most)})"
+    low, high = size(least.total), size(most.total)
+    return f"{high if low == high else f'{low} to {high}'} per rank estimated ({_largest(most)})"
 
 
 def _largest(memory: Memory) -> str:
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {gib(value)}" for name, value in parts if value > 0)
+    return ", ".join(f"{name} {size(value)}" for name, value in parts if value > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +124,8 @@ class Comparison:
         estimate = self.estimate
         lines = [
             f"meshwright: estimated {seconds(estimate.time.total)} per step (±{estimate.band:.0%}), measured "
-            f"{seconds(self.seconds)} ({self.time_ratio:.2f}x); estimated {gib(estimate.fullest.total)} of memory, "
-            f"measured {gib(self.peak)} on rank {self.rank} ({self.memory_ratio:.2f}x)"
+            f"{seconds(self.seconds)} ({self.time_ratio:.2f}x); estimated {size(estimate.fullest.total)} of memory, "
+            f"measured {size(self.peak)} on rank {self.rank} ({self.memory_ratio:.2f}x)"
         ]
         return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
 
@@ -148,6 +151,5 @@ class Comparison:
         return hints
 
 
-def why_no_estimate(machine: Machine | str) -> str:
-    """Return why there is no machine to estimate for."""
-    return machine if isinstance(machine, str) else ""
+def _count(parameters: int) -> str:
+    return f"{parameters:,}" if parameters < 1e6 else f"{parameters / 1e6:,.1f} M"

@@ -53,6 +53,13 @@ class Machine:
         )
 
     @property
+    def basis(self) -> str:
+        """What an estimate of the time rests on."""
+        if self.profile.rows:
+            return f"profile {self.profile.name}"
+        return "from data sheets, nothing measured here" if self.is_known else "a guess for some CPU, nothing measured"
+
+    @property
     def peak_flops(self) -> float | None:
         """The peak of one device in floating-point operations per second; None if it is not known."""
         return self.cluster.device.flops if self.is_known else None
@@ -111,9 +118,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         memory = tuple(stage_memory(machine.shape, candidate, job, stage) for stage in range(plan.pp))
     except (ArithmeticError, ValueError) as error:
         raise PlanError(f"no estimate of {plan.label}: {error}") from error
-    return Estimate(
-        time=time, memory=memory, band=machine.profile.band, ranks_per_stage=plan.dp * plan.cp * plan.tp
-    )
+    return Estimate(time=time, memory=memory, band=machine.profile.band, ranks_per_stage=plan.dp * plan.cp * plan.tp)
 
 
 def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:

@@ -68,9 +68,7 @@ class MemoryOfRanks:
         return grid(rows, left=2)
 
 
-def memory_of_ranks(
-    model: nn.Module, optimizer: Optimizer | None, estimated: Sequence[Memory] = ()
-) -> MemoryOfRanks:
+def memory_of_ranks(model: nn.Module, optimizer: Optimizer | None, estimated: Sequence[Memory] = ()) -> MemoryOfRanks:
     """Return what each rank holds now, and its peak so far; every rank makes the call.
 
     Args:

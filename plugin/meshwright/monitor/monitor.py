@@ -24,10 +24,9 @@ from meshwright.monitor.host_values import HostValues
 from meshwright.monitor.records import VERSION, RunLog
 from meshwright.monitor.reporter import Pending, Reporter
 from meshwright.monitor.step_observer import StepObserver
-from meshwright.monitor.words import line
+from meshwright.monitor.words import line, memory
 from meshwright.optim.runtime import Runtime, device_of
 from meshwright.parallel.row_layout import global_shape
-from meshwright.planner.formatting import gib
 from meshwright.roles.adapters import without_wrappers
 
 _COMPARED = 10  # steps after which the estimate is compared with what was measured
@@ -89,15 +88,15 @@ class Monitor:
     ) -> None:
         self.every, self.prints = every, prints
         self.latest: Figures | None = None
-        self._number, self._sent = next(_MONITORS), 0
+        self._number = next(_MONITORS)
+        self._sent: tuple[int, Pending | None] | None = None  # the last line, and the steps before it
+        self._max_steps = config.max_steps
         self._prepared, self._runtime, self._config = prepared, runtime, config
         self._device = device_of(model)
         self._model_name = type(without_wrappers(model)[1]).__name__
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._first_step = 0  # of the run, before the program's first one
-        self._after_first: float | None = None  # when the first step ended
         self._estimate: Estimate | None = None
-        self._counted_from = 0
         self._has_compared = self._has_measured = False
         machine = prepared.machine
         self.steps = StepObserver(
@@ -114,7 +113,6 @@ class Monitor:
             self._show,
             row_copies=runtime.axes.row_copies,
             peak_flops=None if isinstance(machine, str) else machine.peak_flops,
-            max_steps=config.max_steps,
         )
         if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
             runtime.guard.on_failure = self._note_fault
@@ -133,9 +131,15 @@ class Monitor:
     def end_step(self, *, lr: float | None, norm: Any) -> None:
         self.steps.end_step(lr=lr, norm=norm)
 
-    def resumed(self, step: int) -> None:
-        """Count the next steps from the step of a checkpoint."""
+    def resumed(self, step: int, max_steps: int | None = None) -> None:
+        """Count the next steps from the step of a checkpoint.
+
+        Args:
+            step: the run's last step.
+            max_steps: number of steps of the run, if the caller knows it.
+        """
         self._first_step = step - self.steps.steps
+        self._max_steps = max_steps or self._max_steps
 
     # ---- what others ask
 
@@ -144,12 +148,20 @@ class Monitor:
         """The run's last step."""
         return self._first_step + self.steps.steps
 
-    def figures_now(self) -> Figures | None:
+    def figures_now(
+        self, *, step: int, max_steps: int | None = None, values: Mapping[str, float | None] | None = None
+    ) -> Figures | None:
         """Return the figures since the last line, on rank 0; every rank makes the call, after the same step.
 
         Rank 0 waits a few seconds for the figures of the other ranks, and returns None if they do not come.
+
+        Args:
+            step: the run's last step, as the caller counts.
+            max_steps: number of steps of the run.
+            values: the loss, the norm and the learning rate, as far as the caller knows them.
         """
-        pending = self._send(HostValues({}))
+        self.resumed(step, max_steps)
+        pending = self._send(HostValues(values or {}))
         if pending is None:
             return None
         pending.done.wait(_SOON)
@@ -170,25 +182,27 @@ class Monitor:
         self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
 
     def _send(self, values: HostValues) -> Pending | None:
-        count, now = self.steps.steps, time.perf_counter()
-        own = self.steps.take()
-        self._sent += 1
-        topic = f"figures {self._number}.{self._sent}"
-        guard = self._runtime.guard
-        if _rank() != 0:
-            if guard is not None:
-                guard.post(topic, own.as_message())
-            return None
-        if guard is not None:
-            guard.post(topic, own.as_message())
-        if self._after_first is None:
-            self._after_first, self._counted_from = now, count
-        measured = count - self._counted_from
-        per_step = (now - self._after_first) / measured if measured else None
-        pending = Pending(
-            step=self.step, count=count, topic=topic, own=own, values=values, per_step=per_step
-        )
-        self._reporter.put(pending)
+        """Send this rank's figures to rank 0, which returns the line that it puts together from them."""
+        count = self.steps.steps
+        if self._sent is not None and self._sent[0] == count:
+            return self._sent[1]  # two lines after the same step are one
+        own, per_step = self.steps.take(), self.steps.seconds_per_step
+        topic = f"figures {self._number}.{count}"
+        if self._runtime.guard is not None:
+            self._runtime.guard.post(topic, own.as_message())
+        pending = None
+        if _rank() == 0:
+            pending = Pending(
+                step=self.step,
+                count=count,
+                topic=topic,
+                own=own,
+                values=values,
+                per_step=per_step,
+                max_steps=self._max_steps,
+            )
+            self._reporter.put(pending)
+        self._sent = (count, pending)
         return pending
 
     # ---- what rank 0 shows
@@ -215,7 +229,7 @@ class Monitor:
                 "rows_per_rank": None if card.batch is None else card.batch[0],
                 "row_tokens": None if card.batch is None else card.batch[1],
                 "tokens_per_pass": card.tokens_per_pass,
-                "max_steps": self._config.max_steps,
+                "max_steps": self._max_steps,
                 "memory_is": "allocated" if self._device.type == "cuda" else "resident",
             }
             self._prepared.log.write("run", record | _of_estimate(found))
@@ -238,7 +252,8 @@ class Monitor:
             batch=batch,
             estimate=self._estimate,
             reason=reason,
-            profile="" if isinstance(machine, str) or not machine.profile.rows else machine.profile.name,
+            basis="" if isinstance(machine, str) else machine.basis,
+            has_peak=not isinstance(machine, str) and machine.is_known,
         )
 
     def _show(self, pending: Pending, figures: Figures) -> None:
@@ -250,7 +265,7 @@ class Monitor:
             self._has_measured = True
             self._show_memory(figures)
         if self.prints and self.every is not None:
-            _print(line(figures, max_steps=self._config.max_steps))
+            _print(line(figures, max_steps=pending.max_steps))
         if not self._has_compared and pending.count >= _COMPARED and pending.per_step:
             self._has_compared = True
             self._compare(figures, pending.per_step)
@@ -258,7 +273,7 @@ class Monitor:
     def _show_memory(self, figures: Figures) -> None:
         """Show the memory after the first step, and the tokens of a step that has several forward passes."""
         what = "allocated" if self._device.type == "cuda" else "resident memory of the process"
-        words = f"peak {gib(figures.peak[figures.fullest])} on rank {figures.fullest}, the fullest ({what})"
+        words = f"peak {memory(figures.peak[figures.fullest])} on rank {figures.fullest}, the fullest ({what})"
         if self.steps.passes_per_step > 1:
             words += f"; {self.steps.passes_per_step} forward passes and {figures.tokens:,} tokens per step"
         _print(f"meshwright: measured after step {figures.step}: {words}")
@@ -282,7 +297,7 @@ class Monitor:
         )
         _print(str(compared))
         if self._prepared.log is not None:
-            record = {
+            record: dict[str, Any] = {
                 "step": figures.step,
                 "measured_seconds": per_step,
                 "measured_peak": compared.peak,
@@ -316,7 +331,7 @@ def monitor_of(runtime: Runtime | None) -> Monitor | None:
     return watch if isinstance(watch, Monitor) else None
 
 
-def _of_estimate(found: Estimate | None) -> Mapping[str, Any]:
+def _of_estimate(found: Estimate | None) -> dict[str, Any]:
     if found is None:
         return {"estimated_seconds": None, "estimated_parts": {}, "estimated_memory": [], "band": None}
     return {

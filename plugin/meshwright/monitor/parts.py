@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from meshwright.monitor.figures import PARTS
 
 
 class HostParts:
-    """Adds up the host's seconds in each part; this is the time of the part on CPU, where operations are synchronous."""
+    """Adds up the host's seconds in each part; on CPU, operations end before the host goes on."""
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(PARTS, 0.0)
@@ -31,24 +32,29 @@ class HostParts:
 
 
 class CudaParts:
-    """Records events on the device where the parts of one step per interval begin; nobody waits for them."""
+    """Records events on the device where the parts of sampled steps begin; nobody waits for them.
+
+    What lies between the steps is not recorded.
+    """
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, Any]] = []
-        self._last: list[tuple[str, Any]] = []
+        self._running: list[tuple[str, Any]] = []
+        self._ended: list[list[tuple[str, Any]]] = []
 
     def begin(self, part: str, *, is_sampled: bool) -> None:
         """Begin another part; it is recorded if the step is sampled."""
-        if is_sampled:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events.append((part, event))
+        if not is_sampled:
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._running.append((part, event))
+        if part == "between":
+            self._ended, self._running = [*self._ended[-1:], self._running], []
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return the seconds of each part in the sampled step before, whose events have passed by now."""
+        """Return the seconds of each part in the newest sampled step that the device has finished."""
         sums = dict.fromkeys(PARTS, 0.0)
-        if self._last and self._last[-1][1].query():
-            for (part, event), (_, following) in zip(self._last, self._last[1:], strict=False):
-                sums[part] += 1e-3 * event.elapsed_time(following)
-        self._last, self._events = self._events, []
+        done = [events for events in self._ended if events[-1][1].query()]
+        for (part, event), (_, following) in itertools.pairwise(done[-1] if done else []):
+            sums[part] += 1e-3 * event.elapsed_time(following)
         return sums

@@ -33,6 +33,7 @@ class Pending:
         own: rank 0's figures.
         values: the loss, the norm and the learning rate.
         per_step: mean seconds of a step since the first one.
+        max_steps: number of steps of the run, if known.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Pending:
     own: RankFigures
     values: HostValues
     per_step: float | None
+    max_steps: int | None
     figures: Figures | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -53,7 +55,6 @@ class Reporter:
         show: a function of a line and its figures, called in the thread.
         row_copies: number of ranks that have the same rows.
         peak_flops: the peak of one device, or None.
-        max_steps: number of steps of the run, or None.
     """
 
     def __init__(
@@ -63,10 +64,9 @@ class Reporter:
         *,
         row_copies: int,
         peak_flops: float | None,
-        max_steps: int | None,
     ) -> None:
         self._guard, self._show = guard, show
-        self._row_copies, self._peak_flops, self._max_steps = row_copies, peak_flops, max_steps
+        self._row_copies, self._peak_flops = row_copies, peak_flops
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
@@ -110,5 +110,5 @@ class Reporter:
             ranks,
             row_copies=self._row_copies,
             peak_flops=self._peak_flops,
-            max_steps=self._max_steps,
+            max_steps=pending.max_steps,
         )

@@ -23,6 +23,8 @@ from meshwright.monitor.parts import CudaParts, HostParts
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright.parallel.output_loss import loss_of
 
+_SAMPLED = 10  # on CUDA, the parts of every tenth step are recorded, and those of the steps before a line
+
 
 class StepObserver:
     """Counts the steps, the tokens and the time of a distributed model.
@@ -60,9 +62,10 @@ class StepObserver:
         self._losses: list[Tensor] = []
         self._own_losses: list[Tensor] = []
         self._norm: Tensor | None = None
-        self._keeps = is_due(1)
-        self._parts = CudaParts() if device.type == "cuda" else HostParts()
+        self._keeps = self._is_sampled = is_due(1)
+        self._parts: CudaParts | HostParts = CudaParts() if device.type == "cuda" else HostParts()
         self._flops_of: dict[int, float] = {}
+        self._after_first = 0.0  # when the first step ended
         self.begin_interval()
         for module in {id(x): x for x in (model, decoder)}.values():
             module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -77,21 +80,29 @@ class StepObserver:
 
     def begin_interval(self) -> None:
         """Begin to measure the time, the tokens and the waiting of the next line."""
-        self.since = time.perf_counter()
+        self._since = time.perf_counter()
         self._first, self._tokens, self._done = self.steps, 0, 0.0
         self._waited = interpose.waited()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The mean seconds of a step since the first one; None before the second one."""
+        return None if self.steps < 2 else (time.perf_counter() - self._after_first) / (self.steps - 1)
 
     def take(self) -> RankFigures:
         """Return this rank's figures of the interval that ends now, and begin the next one."""
         steps = max(1, self.steps - self._first)
+        seconds, parts = time.perf_counter() - self._since, self._parts.take(steps)
+        if self._device.type == "cuda":
+            parts["between"] = max(0.0, seconds / steps - sum(parts.values())) if any(parts.values()) else 0.0
         figures = RankFigures(
-            seconds=time.perf_counter() - self.since,
+            seconds=seconds,
             steps=steps,
             tokens=self._tokens,
             flops=self._done,
             waited=interpose.waited() - self._waited,
             peak=peak_memory(self._device),
-            parts=self._parts.take(steps),
+            parts=parts,
         )
         self.begin_interval()
         return figures
@@ -115,8 +126,10 @@ class StepObserver:
             lr: the step's learning rate.
             norm: the gradient norm, if an engine has computed it.
         """
-        self._parts.begin("between", is_sampled=self._keeps)
+        self._parts.begin("between", is_sampled=self._is_sampled)
         self.steps += 1
+        if self.steps == 1:
+            self._after_first = time.perf_counter()
         self.passes_per_step, self.passes = max(1, self.passes), 0
         if self._keeps:
             losses = self._own_losses or self._losses
@@ -124,6 +137,7 @@ class StepObserver:
             self.on_due(loss, self._norm if norm is None else norm, lr)
         self._losses, self._own_losses, self._norm = [], [], None
         self._keeps = self._is_due(self.steps + 1)
+        self._is_sampled = self._keeps or (self.steps + 1) % _SAMPLED == 0
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._running is not None or not module.training or not torch.is_grad_enabled():
@@ -135,22 +149,22 @@ class StepObserver:
         is_first = self.batch is None
         if shape is not None:
             rows, length = self.batch = shape
+            if is_first:
+                self.on_batch()
+                self.begin_interval()
             self._tokens += rows * length
             if self._flops is not None:
                 if length not in self._flops_of:
                     self._flops_of = {**dict(list(self._flops_of.items())[-255:]), length: self._flops(length)}
                 self._done += rows * length * self._flops_of[length]
-            if is_first:
-                self.on_batch()
-                self.begin_interval()
         self.passes += 1
-        self._parts.begin("forward", is_sampled=self._keeps)
+        self._parts.begin("forward", is_sampled=self._is_sampled)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module is not self._running:
             return
         self._running = None
-        self._parts.begin("backward", is_sampled=self._keeps)
+        self._parts.begin("backward", is_sampled=self._is_sampled)
         if self._keeps and (loss := loss_of(output)) is not None:
             self._losses.append(loss.detach())
 
@@ -160,7 +174,7 @@ class StepObserver:
 
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (of := reference()) is not None and of._leads(optimizer):
-                of._parts.begin("optimizer", is_sampled=of._keeps)
+                of._parts.begin("optimizer", is_sampled=of._is_sampled)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if (of := reference()) is not None and of._leads(optimizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.monitor.figures import Figures
-from meshwright.planner.formatting import gib, seconds
+from meshwright.planner.formatting import seconds
 
 
 def line(figures: Figures, *, max_steps: int | None = None) -> str:
@@ -25,8 +25,9 @@ peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
     if found.lr is not None:
         words.append(f"lr {found.lr:.1e}")
     words += [f"{found.tokens_per_second:,.0f} tokens/s", f"{found.tokens_per_second / found.ranks:,.0f} per device"]
-    words.append("MFU unknown" if found.mfu is None else f"MFU {found.mfu:.1%}")
-    words.append(f"peak {gib(found.peak[found.fullest])} (rank {found.fullest})")
+    if found.mfu is not None:
+        words.append(f"MFU {found.mfu:.1%}")
+    words.append(f"peak {memory(found.peak[found.fullest])} (rank {found.fullest})")
     if found.slowest is not None:
         words.append(f"slowest rank {found.slowest} (+{seconds(found.behind)})")
     if found.left is not None:
@@ -44,3 +45,13 @@ def clock(value: float) -> str:
     days, rest = divmod(round(value), 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days}d {text}" if days else text
+
+
+def memory(value: float) -> str:
+    """Return a number of bytes as text, in MiB below one GiB.
+
+    Example:
+        >>> memory(2.0**31), memory(2.0**29)
+        ('2.0 GiB', '512 MiB')
+    """
+    return f"{value / 2**30:,.1f} GiB" if value >= 2**30 else f"{value / 2**20:,.0f} MiB"

@@ -44,6 +44,10 @@ class RequiresGrad(Protocol):
 class Watch(Protocol):
     """Watches the steps of a model, to show what the run does."""
 
+    @property
+    def step(self) -> int:
+        """The run's last step."""
+
     def saw_norm(self, norm: Tensor) -> None:
         """The program has clipped the gradients, whose norm was this."""
 
