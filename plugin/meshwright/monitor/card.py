@@ -138,7 +138,7 @@ class Comparison:
                 "the machine is not as it was when the profile was measured (other programs, clocks, links); measure "
                 "it again: meshwright calibrate --output machine.json"
                 if self.has_profile
-                else "the estimate rests on data sheets; measure this machine with meshwright calibrate --output "
+                else f"the estimate rests on {'a guess for some CPU' if self.is_cpu else 'data sheets'}; measure this machine with meshwright calibrate --output "
                 f"machine.json, and pass {_PROFILE}"
             )
             hints.append(f"The step takes {self.time_ratio:.2f}x the estimate, outside its band: {cure}")

@@ -144,6 +144,11 @@ class Monitor:
     # ---- what others ask
 
     @property
+    def machine(self) -> Machine | str:
+        """The model's sizes and the devices, or why they are unknown."""
+        return self._prepared.machine
+
+    @property
     def step(self) -> int:
         """The run's last step."""
         return self._first_step + self.steps.steps
@@ -275,7 +280,7 @@ class Monitor:
         what = "allocated" if self._device.type == "cuda" else "resident memory of the process"
         words = f"peak {memory(figures.peak[figures.fullest])} on rank {figures.fullest}, the fullest ({what})"
         if self.steps.passes_per_step > 1:
-            words += f"; {self.steps.passes_per_step} forward passes and {figures.tokens:,} tokens per step"
+            words += f"; {self.steps.passes_per_step} forward passes per step"
         _print(f"meshwright: measured after step {figures.step}: {words}")
         if self._prepared.log is not None:
             self._prepared.log.write("memory", {"step": figures.step, "peak": figures.peak, "memory_is": what})
