@@ -134,12 +134,12 @@ class Comparison:
         """What to do about values outside the band; empty if all are inside."""
         hints = []
         if not self.is_inside(self.time_ratio):
+            basis = "a guess for some CPU" if self.is_cpu else "data sheets"
+            measure = "meshwright calibrate --output machine.json"
             cure = (
-                "the machine is not as it was when the profile was measured (other programs, clocks, links); measure "
-                "it again: meshwright calibrate --output machine.json"
+                f"the machine is not as it was when the profile was measured; measure it again: {measure}"
                 if self.has_profile
-                else f"the estimate rests on {'a guess for some CPU' if self.is_cpu else 'data sheets'}; measure this machine with meshwright calibrate --output "
-                f"machine.json, and pass {_PROFILE}"
+                else f"the estimate rests on {basis}; measure this machine with {measure}, and pass {_PROFILE}"
             )
             hints.append(f"The step takes {self.time_ratio:.2f}x the estimate, outside its band: {cure}")
         if not self.is_inside(self.memory_ratio):

@@ -126,13 +126,14 @@ def _leaves(state: Any) -> Iterable[Any]:
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> float:
     """Return the bytes of the tensors' storages that were not seen before."""
     total = 0
-    for tensor in tensors:
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            total += storage.nbytes()
+    with torch._C.DisableTorchFunctionSubclass():  # placeholders refuse to be read
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += storage.nbytes()
     return float(total)
 
 

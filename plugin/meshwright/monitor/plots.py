@@ -178,6 +178,7 @@ def parts_plot(
             box = Box(x, top, (end - x) * 0.85, bottom - top)
             svg.part(box, COLOURS[name], title=f"{name}, from step {step:g}: {unit(parts[name])}")
             below += parts[name]
-    for index in {0, len(bars) // 2, len(bars) - 1}:
-        svg.text(place.x(index), _TOP + _HEIGHT + 18, f"{bars[index][0]:,.0f}", "axis")
+    svg.text(_LEFT, _TOP + _HEIGHT + 18, f"{bars[0][0]:,.0f}", "axis")
+    if len(bars) > 1:
+        svg.text(width - 2, _TOP + _HEIGHT + 18, f"{bars[-1][0]:,.0f}", "axis", anchor="end")
     return svg

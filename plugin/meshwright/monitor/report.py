@@ -23,6 +23,7 @@ from meshwright.planner.page.draw import Svg
 from meshwright.planner.page.style import style
 
 _HALF, _NARROW = 538, 336  # widths of pictures in pixels: half a page, and a phone
+_GIB = 2**30
 _RANKS = 8  # ranks whose memory has a line of its own; of more ranks, the fullest and the emptiest have one
 _STRAGGLERS = 8  # rows of the table of slow ranks
 _STYLE = """
@@ -116,7 +117,7 @@ def _header(found: RunRecords) -> dict[str, Any]:
     mfus = sorted(value for _, value in _points(found, "mfu")[1:])
     peaks = _peaks(last)
     loss, left = _number(last.get("loss")), _number(last.get("left"))
-    ranks = run.get("ranks") or 1
+    ranks, millions = run.get("ranks") or 1, (run.get("parameters") or 0) / 1e6
     tiles = [
         ("Step", steps, f"{clock(left)} left" if left else "the last line"),
         ("Loss", "unknown" if loss is None else f"{loss:.4f}", "of the last line"),
@@ -129,7 +130,7 @@ def _header(found: RunRecords) -> dict[str, Any]:
     mesh = " \u00d7 ".join(f"{name}={size}" for name, size in (run.get("mesh") or {}).items() if size and size > 1)
     return {
         "name": str(run.get("model", "A run")),
-        "job": f"{run.get('parameters') or 0:,} parameters on {ranks} \u00d7 {run.get('device', 'unknown')}",
+        "job": f"{millions:,.6g} M parameters on {ranks} \u00d7 {run.get('device', 'unknown')}",
         "label": str(run.get("plan", "")),
         "why": "; ".join(filter(None, (mesh, str(run.get("why", ""))))),
         "tiles": tiles,
@@ -180,7 +181,7 @@ def _memory(found: RunRecords, run: Mapping[str, Any]) -> Plot:
     by_rank: dict[int, list[tuple[float, float]]] = {}
     for step in found.steps:
         for rank, value in _peaks(step).items():
-            by_rank.setdefault(rank, []).append((float(step["step"]), value))
+            by_rank.setdefault(rank, []).append((float(step["step"]), value / _GIB))
     order = sorted(by_rank, key=lambda rank: -by_rank[rank][-1][1])
     shown = order if len(order) <= _RANKS else [order[0], order[-1]]
     series = [
@@ -189,12 +190,14 @@ def _memory(found: RunRecords, run: Mapping[str, Any]) -> Plot:
     ]
     stages = run.get("estimated_memory") or []
     totals = [sum(filter(None, map(_number, parts.values()))) for parts in stages]
-    levels = [(max(totals), f"estimated {memory(max(totals))}")] if totals else []
+    levels = [(max(totals) / _GIB, f"estimated {memory(max(totals))}")] if totals else []
     is_host = run.get("memory_is") == "resident"
     words = "The largest memory of each rank so far: " + (
         "resident memory of the process, which includes its libraries." if is_host else "what torch had allocated."
     )
-    draw = functools.partial(line_plot, series, title="Memory of each rank", unit=memory, marks=Marks(levels=levels))
+    draw = functools.partial(
+        line_plot, series, title="Memory of each rank", unit="{:.3g} GiB".format, marks=Marks(levels=levels)
+    )
     return Plot("Memory of each rank", f"{words} The thick line is the fullest rank.", "memory", draw)
 
 
