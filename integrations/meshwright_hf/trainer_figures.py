@@ -31,7 +31,7 @@ def show_run(model: nn.Module, runtime: Runtime, config: ToDistributedConfig) ->
 def count_from(runtime: Runtime, state: Any) -> None:
     """Count the steps from those of the Trainer, which may go on from a checkpoint."""
     monitor = monitor_of(runtime)
-    if monitor is not None and monitor.steps.batch is None:
+    if monitor is not None and not monitor.steps.has_begun:
         monitor.resumed(state.global_step, state.max_steps)
 
 

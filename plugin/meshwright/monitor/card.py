@@ -11,6 +11,7 @@ from meshwright.planner.formatting import seconds
 from meshwright.planner.memory import Memory
 
 _PROFILE = "ToDistributedConfig(hardware_profile='machine.json')"
+_SMALL = 2**20  # bytes below which a part is not listed
 _WIDEST = 16  # ranks up to which the card shows the whole mesh
 
 
@@ -85,7 +86,7 @@ def _memory(estimate: Estimate) -> str:
 
 def _largest(memory: Memory) -> str:
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {size(value)}" for name, value in parts if value > 0)
+    return ", ".join(f"{name} {size(value)}" for name, value in parts if value >= _SMALL)
 
 
 @dataclass(frozen=True, kw_only=True)

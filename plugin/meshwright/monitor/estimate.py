@@ -11,7 +11,7 @@ from meshwright.choose.picked_plan import cluster_at_hand, describe_model
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import node_count
-from meshwright.optim.runtime import device_of
+from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster, HardwareProfile
@@ -43,10 +43,17 @@ class Machine:
         Raises:
             PlanError: if the planner cannot describe the model, or the profile is of other processes.
         """
+        is_cut = find_runtime(model) is not None and not hasattr(getattr(model, "config", None), "to_dict")
+        try:
+            shape = None if is_cut else describe_model(model, config)
+        except PlanError:
+            shape = None
+        if shape is None:
+            raise PlanError(f"the planner does not know the sizes of {type(model).__name__}")
         device = device_of(model)
         given = None if config.hardware_profile is None else HardwareProfile.load(config.hardware_profile)
         return cls(
-            shape=describe_model(model, config),
+            shape=shape,
             cluster=cluster_at_hand(device, node_count(), given),
             profile=given or HardwareProfile(name="catalogue"),
             is_known=device.type != "cpu" or (given is not None and given.device is not None),

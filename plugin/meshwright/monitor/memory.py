@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.faults.together import texts_of_all
+from meshwright.monitor.words import memory as memory_text
 from meshwright.optim.runtime import Runtime, device_of, runtime_of
 from meshwright.planner.explain import grid
-from meshwright.planner.formatting import gib
 from meshwright.planner.memory import Memory
 
 
@@ -62,9 +62,9 @@ class MemoryOfRanks:
         names = list(asdict(self.measured[0]))
         rows: list[tuple[str, ...]] = [("rank", "", *names)]
         for rank, held in enumerate(self.measured):
-            rows.append((str(rank), "measured", *(gib(value) for value in asdict(held).values())))
+            rows.append((str(rank), "measured", *(memory_text(value) for value in asdict(held).values())))
             if self.estimated:
-                rows.append(("", "estimated", *(gib(value) for value in asdict(self.estimated[rank]).values())))
+                rows.append(("", "estimated", *(memory_text(value) for value in asdict(self.estimated[rank]).values())))
         return grid(rows, left=2)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import sys
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,12 +111,13 @@ class Monitor:
         self.steps.on_batch, self.steps.on_due = self._begin, self._end_interval
         self._reporter = Reporter(
             runtime.guard,
-            self._show,
             row_copies=runtime.axes.row_copies,
             peak_flops=None if isinstance(machine, str) else machine.peak_flops,
         )
         if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
-            runtime.guard.on_failure = self._note_fault
+            note = weakref.WeakMethod(self._note_fault)  # the guard lives longer than the model
+            runtime.guard.on_failure = lambda what: None if (call := note()) is None else call(what)
+        weakref.finalize(self, self._reporter.stop)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
         return self
@@ -206,7 +208,7 @@ class Monitor:
                 per_step=per_step,
                 max_steps=self._max_steps,
             )
-            self._reporter.put(pending)
+            self._reporter.put(pending, self._show)
         self._sent = (count, pending)
         return pending
 

@@ -47,12 +47,16 @@ class Pending:
     done: threading.Event = field(default_factory=threading.Event)
 
 
+Show = Callable[[Pending, Figures], None]
+
+
 class Reporter:
-    """Waits for the figures of all ranks in a thread of its own, and calls ``show`` with them.
+    """Waits for the figures of all ranks in a thread of its own, and shows them.
+
+    It keeps no reference to the model, except for lines that are on their way.
 
     Args:
         guard: the guard, over which the ranks send their figures; None on one process.
-        show: a function of a line and its figures, called in the thread.
         row_copies: number of ranks that have the same rows.
         peak_flops: the peak of one device, or None.
     """
@@ -60,24 +64,23 @@ class Reporter:
     def __init__(
         self,
         guard: Guard | None,
-        show: Callable[[Pending, Figures], None],
         *,
         row_copies: int,
         peak_flops: float | None,
     ) -> None:
-        self._guard, self._show = guard, show
+        self._guard = guard
         self._row_copies, self._peak_flops = row_copies, peak_flops
-        self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Pending, Show] | None] = queue.SimpleQueue()
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
-    def put(self, pending: Pending) -> None:
-        """Show a line as soon as its figures are there."""
+    def put(self, pending: Pending, show: Show) -> None:
+        """Call ``show`` with a line as soon as its figures are there, in the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshwright-reporter", daemon=True)
             self._thread.start()
             atexit.register(self.close)
-        self._queue.put(pending)
+        self._queue.put((pending, show))
 
     def close(self) -> None:
         """Wait a moment for the lines that are on their way."""
@@ -85,16 +88,24 @@ class Reporter:
             self._queue.put(None)
             self._thread.join(timeout=_CLOSING)
             self._thread = None
+            atexit.unregister(self.close)
+
+    def stop(self) -> None:
+        """End the thread after the lines that are on their way, without waiting."""
+        atexit.unregister(self.close)
+        self._queue.put(None)
 
     def _run(self) -> None:
-        while (pending := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
+            pending, show = item
             try:
                 pending.figures = self._figures(pending)
-                self._show(pending, pending.figures)
+                show(pending, pending.figures)
             except Exception as error:  # what a run shows must not end it
                 logger.warning("the line of step %d is missing: %s: %s", pending.step, type(error).__name__, error)
             finally:
                 pending.done.set()
+                del item, pending, show
 
     def _figures(self, pending: Pending) -> Figures:
         messages = {}

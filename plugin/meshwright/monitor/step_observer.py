@@ -51,6 +51,7 @@ class StepObserver:
     ) -> None:
         self.steps = 0  # since the start of the program
         self.batch: tuple[int, int] | None = None  # rows and tokens per row of the last forward pass in training
+        self.has_begun = False  # with the first forward pass in training
         self.passes = 0  # forward passes in the running step
         self.passes_per_step = 1
         self.on_batch: Callable[[], None] = lambda: None  # called before the first forward pass in training
@@ -126,6 +127,7 @@ class StepObserver:
             lr: the step's learning rate.
             norm: the gradient norm, if an engine has computed it.
         """
+        self._begin()  # if no forward pass was seen, of a model that is compiled as a whole
         self._parts.begin("between", is_sampled=self._is_sampled)
         self.steps += 1
         if self.steps == 1:
@@ -139,19 +141,26 @@ class StepObserver:
         self._keeps = self._is_due(self.steps + 1)
         self._is_sampled = self._keeps or (self.steps + 1) % _SAMPLED == 0
 
+    def _begin(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self.on_batch()
+            self.begin_interval()
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # the graph of a whole compiled model would freeze what is counted here
         if self._running is not None or not module.training or not torch.is_grad_enabled():
             return
         if (known := self._modules.get(id(module))) is None or known() is not module:
             return
         self._running = module
         shape = _shape_of_ids(args, kwargs)
-        is_first = self.batch is None
         if shape is not None:
-            rows, length = self.batch = shape
-            if is_first:
-                self.on_batch()
-                self.begin_interval()
+            self.batch = shape
+        self._begin()
+        if shape is not None:
+            rows, length = shape
             self._tokens += rows * length
             if self._flops is not None:
                 if length not in self._flops_of:
@@ -161,7 +170,7 @@ class StepObserver:
         self._parts.begin("forward", is_sampled=self._is_sampled)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module is not self._running:
+        if torch.compiler.is_compiling() or module is not self._running:
             return
         self._running = None
         self._parts.begin("backward", is_sampled=self._is_sampled)
@@ -199,7 +208,9 @@ class StepObserver:
 def _shape_of_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
     """Return the rows and the tokens per row of a batch; None if it has no tokens."""
     ids = kwargs.get("input_ids", args[0] if args else None)
-    ids = kwargs.get("inputs_embeds") if ids is None else ids
-    if not isinstance(ids, Tensor) or ids.ndim < 2:
-        return None
-    return ids.shape[0], ids.shape[1]
+    if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+        return ids.shape[0], ids.shape[1]
+    embeddings = kwargs.get("inputs_embeds")
+    if isinstance(embeddings, Tensor) and embeddings.ndim == 3:
+        return embeddings.shape[0], embeddings.shape[1]
+    return None

@@ -24,7 +24,11 @@ peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
         words.append(f"norm {found.norm:.3f}")
     if found.lr is not None:
         words.append(f"lr {found.lr:.1e}")
-    words += [f"{found.tokens_per_second:,.0f} tokens/s", f"{found.tokens_per_second / found.ranks:,.0f} per device"]
+    if found.tokens:
+        rate = found.tokens_per_second
+        words += [f"{rate:,.0f} tokens/s", f"{rate / found.ranks:,.0f} per device"]
+    else:
+        words.append(f"{seconds(found.seconds_per_step)} per step")
     if found.mfu is not None:
         words.append(f"MFU {found.mfu:.1%}")
     words.append(f"peak {memory(found.peak[found.fullest])} (rank {found.fullest})")
