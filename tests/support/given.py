@@ -24,7 +24,6 @@ from transformers.distributed import DistributedConfig
 
 import meshwright as mw
 import meshwright_hf
-from meshwright.monitor.records import RunLog
 from meshwright.parallel.collectives import Axis
 from support import clm_script, words
 from support.models import build
@@ -304,20 +303,11 @@ class MyDecoder(LlamaForCausalLM):
 """
 
 
-def _log_of_run(path: Path) -> None:
-    """The log of a run of one line."""
-    step = {"step": 1, "loss": 4.5, "tokens_per_second": 100.0, "seconds_per_step": 0.1, "peak": {"0": 1e9}}
-    log = RunLog(path)
-    log.write("run", {"first_step": 0, "model": "LlamaForCausalLM", "plan": "dp2 zero0", "ranks": 2})
-    log.write("step", step)
-
-
 FILES: dict[str, Callable[[Path], Any]] = {
     "Llama-3-8B": partial(_folder_with_config, config=LLAMA_3_8B),
     "config.json": partial(_config, config=TINY),
     "DIR": partial(_folder_with_config, config=TINY),
     "checkpoint": _checkpoint,
-    "runs/first": _log_of_run,
     "ds.json": partial(_config, config=DEEPSPEED | ADAM),
     "ds_without_optimizer.json": partial(_config, config=DEEPSPEED),
     "one_device.py": lambda path: path.write_text(TRAIN),
