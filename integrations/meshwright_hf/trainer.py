@@ -41,6 +41,7 @@ from meshwright_hf.trainer_checks import (
 )
 from meshwright_hf.trainer_data import gather_rows, mesh_loader
 from meshwright_hf.trainer_evaluation import EvaluationLoss
+from meshwright_hf.trainer_figures import count_from, figures_for, show_run, without_lines
 from meshwright_hf.trainer_items import ItemsUse
 from meshwright_hf.trl_trainers import check_last_batch, check_trl, whole_loader, with_global_batch
 from meshwright_hf.versions import warn_outside_range
@@ -127,6 +128,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
             runtime.loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
         self.model.no_sync = runtime.no_sync  # accelerate looks for it while gradients accumulate
         gather_for_fused_head(self.model, runtime)
+        show_run(self.model, runtime, self._mesh_config)
         if self.args.torch_compile:
             compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
 
@@ -145,12 +147,12 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         trains = self.train_dataset is not None
         if trains and not runtime.has_optimizer:
             self.create_optimizer()
-            mw.to_distributed(self.model, self.optimizer, config=self._mesh_config)
+            mw.to_distributed(self.model, self.optimizer, config=without_lines(self._mesh_config))
         else:
             check_distributed(self.model, self.optimizer, self._mesh_config, trains=trains)
 
     def _config(self) -> ToDistributedConfig:
-        config = dataclasses.replace(self._mesh_config, num_items_in_batch=self._meaning_of_items())
+        config = dataclasses.replace(without_lines(self._mesh_config), num_items_in_batch=self._meaning_of_items())
         if _reads_logits(type(self)) and not config.gather_logits:
             logger.info("%s has a compute_loss of its own, so training gathers whole logits", type(self).__name__)
             config = dataclasses.replace(config, gather_logits=True)
@@ -255,6 +257,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         """Run the Trainer's step; labels are counted in ``inputs`` first, since the user's loss may remove them."""
         uneven, count = self._runtime.uneven, self._items.watch(num_items_in_batch)
+        count_from(self._runtime, self.state)
         with contextlib.nullcontext() if uneven is None else uneven.of_batch(inputs):
             return super().training_step(model, inputs, count, **kwargs)  # type: ignore[misc]
 
@@ -274,6 +277,11 @@ class MeshwrightTrainerMixin(CheckpointMixin):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return mw.clip_grad_norm_(self.model, math.inf) if grad_norm is None else grad_norm
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Add throughput, memory and the slowest rank to a log of the training loss, and log it as the Trainer does."""
+        logs.update(figures_for(logs, self._runtime, self.state))
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         """Run the Trainer's prediction step, with the loss of the global batch on every rank."""

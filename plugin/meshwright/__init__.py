@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from meshwright.mesh.process_mesh import ParallelDims, ProcessMesh
+    from meshwright.monitor.memory import HeldMemory, MemoryOfRanks
+    from meshwright.monitor.read_out import memory_of
     from meshwright.optim.attach_gradients import shard_optimizer
     from meshwright.optim.clip_grad_norm import clip_grad_norm_
     from meshwright.optim.global_mean import global_mean
@@ -71,6 +73,8 @@ _HOMES = {
         "VerificationError",
     ),
     "mesh.process_mesh": ("ParallelDims", "ProcessMesh"),
+    "monitor.memory": ("HeldMemory", "MemoryOfRanks"),
+    "monitor.read_out": ("memory_of",),
     "optim.clip_grad_norm": ("clip_grad_norm_",),
     "optim.global_mean": ("global_mean",),
     "optim.runtime": ("no_sync", "plan_of"),
@@ -87,8 +91,10 @@ __all__ = [
     "CheckpointError",
     "DataParallel",
     "DivergenceError",
+    "HeldMemory",
     "ItemCountError",
     "LoaderOptions",
+    "MemoryOfRanks",
     "OptimizerMismatchError",
     "OutOfVocabularyError",
     "ParallelDims",
@@ -117,6 +123,7 @@ __all__ = [
     "load_checkpoint",
     "load_optimizer",
     "load_weights",
+    "memory_of",
     "no_sync",
     "plan_of",
     "register_plan",

@@ -308,6 +308,11 @@ class ToDistributedConfig:
             these comparisons off. None means 1 under ZeRO stages 1 and 2, where each step copies one rank's result to
             all ranks, otherwise 50. The weights are also compared before every save. Tokens and the optimizer's
             settings are compared in every step.
+        logging_steps: number of steps from one status line to the next; None shows neither the card at the start nor
+            lines. Rank 0 prints them: loss, norm, throughput, MFU, memory and the slowest rank; see docs/monitoring.md.
+        logging_dir: folder to whose file ``meshwright.jsonl`` rank 0 appends the figures of each line, for
+            ``meshwright report``. It needs ``logging_steps``.
+        max_steps: number of steps of the run, from which the lines tell the time that is left.
         timeout_s: number of seconds that a rank may keep the others waiting before all ranks end with an error that
             names the late rank. It is also the timeout of every process group; NCCL's watchdog waits 30 s longer.
     """
@@ -329,6 +334,9 @@ class ToDistributedConfig:
     engine: str | None = None
     loader: LoaderOptions = LoaderOptions()
     check_replicas_every: int | None = None
+    logging_steps: int | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    max_steps: int | None = None
     timeout_s: float = 120.0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -370,5 +378,8 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "engine": partial(check_type, kinds=str, what="the name of an engine"),
     "loader": partial(check_type, kinds=LoaderOptions, what="a meshwright.LoaderOptions"),
     "check_replicas_every": partial(check_int, least=0, optional=True),
+    "logging_steps": partial(check_int, optional=True),
+    "logging_dir": partial(check_type, kinds=_PATH, what="the path of a folder"),
+    "max_steps": partial(check_int, optional=True),
     "timeout_s": check_number,
 }

@@ -16,6 +16,7 @@ import meshwright as mw
 from meshwright.checkpoint.sealed_folder import sealed_folder
 from meshwright.config import LoaderOptions, ParallelPlan
 from meshwright.data.nested import map_tensors
+from meshwright.monitor.monitor import monitor_of
 from meshwright.optim.runtime import find_runtime, runtime_of
 from meshwright.parallel.collectives import Axis, all_reduce, maximum
 from meshwright.parallel.row_layout import is_held
@@ -148,6 +149,15 @@ class PlannedAccelerator(Accelerator):
                 rows = sum(gather_values([loader.rows], dp))
         gather = gather_values if use_gather_object or not has_only_tensors(input_data) else gather_tensors
         return gather(input_data, dp, is_blank=is_blank, rows=rows)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Log values, and the last figures of the planned models, to all trackers; a value's own name comes first."""
+        figures: dict[str, Any] = {}
+        for model in state.planned_models(self):
+            monitor = monitor_of(find_runtime(model))
+            if monitor is not None and monitor.latest is not None:
+                figures |= monitor.latest.as_logs()
+        super().log({**figures, **values}, step=step, log_kwargs=log_kwargs or {})
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

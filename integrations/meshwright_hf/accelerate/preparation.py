@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.choose.given_plan import config_with, given_plan, plan_in_model
+from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import choose_plan
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import device_for
+from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.runtime import device_of, find_runtime, no_sync, runtime_of
 from meshwright.parallel.method_override import MethodOverride
 from meshwright_hf.accelerate.accelerator import PlannedAccelerator, become_planned
@@ -34,6 +35,8 @@ from meshwright_hf.accelerate.loader import PlannedLoader, check_loader
 from meshwright_hf.accelerate.state import planned_models
 from meshwright_hf.batches import global_batches
 from meshwright_hf.versions import warn_outside_range
+
+_EVERY = 10  # steps from one measurement for the trackers to the next, if the config has no logging_steps
 
 
 def prepare(
@@ -137,6 +140,7 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     runtime = find_runtime(model)  # not None if from_pretrained has distributed the model
     plan = (runtime.plan if runtime is not None else None) or given_plan(config) or plan_in_model(model, config)
     is_picked = plan is None
+    source = source_of_plan(config, is_picked=is_picked)
     if plan is None:
         plan = _pick_plan(accelerator, model, given.optimizer, loaders, config)
     check_settings(accelerator, plan)
@@ -149,10 +153,12 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
     if runtime is None:
         to_distributed(model, given.optimizer, config=dataclasses.replace(config, plan=plan))
         runtime_of(model).gathers_evaluated_logits = is_picked
+        runtime_of(model).plan_source = source
     elif given.optimizer is not None and find_runtime(given.optimizer) is not runtime:
         to_distributed(model, given.optimizer, config=config)
     else:
         plan_to_complete(runtime, model, None, config)
+    _show(accelerator, model, config)
     become_planned(accelerator, config.loader)
     _equip(accelerator, model)
     accelerator._models.append(model)
@@ -172,6 +178,13 @@ def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
             done[id(value)] = _mark(accelerator.prepare_scheduler(value))
     result = tuple(done.get(id(value), value) for value in objects)
     return result if len(result) != 1 else result[0]
+
+
+def _show(accelerator: Accelerator, model: Any, config: ToDistributedConfig) -> None:
+    """Measure for the Accelerator's trackers, and show the card, if the config asks for no lines."""
+    runtime = runtime_of(model)
+    if runtime.watch is None and accelerator.log_with:
+        start_monitor(model, runtime, config, Preparation.make(model, config), every=_EVERY, prints=False)
 
 
 class _InAutocast(MethodOverride):

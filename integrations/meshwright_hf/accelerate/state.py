@@ -130,6 +130,9 @@ def save_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
         "step": accelerator.step,
         "rows": _rows_of_step(accelerator),
         "batches": [scheduler.batches for scheduler in _schedulers(accelerator)],
+        "shown_steps": [
+            None if (watch := runtime_of(m).watch) is None else watch.step for m in planned_models(accelerator)
+        ],
     }
 
     def write() -> None:
@@ -148,6 +151,9 @@ def load_progress(accelerator: Accelerator, directory: str | os.PathLike[str]) -
     for model, state in zip(planned_models(accelerator), said["dropout"], strict=True):
         _streams(model).load_state_dict(state)
     accelerator.step = said["step"]  # accelerate saves it in one file per rank, but the number of ranks may differ
+    for model, step in zip(planned_models(accelerator), said.get("shown_steps", ()), strict=False):
+        if (watch := runtime_of(model).watch) is not None and step is not None:
+            watch.resumed(step)
     rows, saved_rows = _rows_of_step(accelerator), said["rows"]
     for scheduler, batches in zip(_schedulers(accelerator), said["batches"], strict=False):
         if rows is not None and saved_rows is not None:
@@ -170,7 +176,8 @@ def _read(accelerator: Accelerator, directory: str | os.PathLike[str]) -> dict[s
         said = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-    if not isinstance(said, dict) or said.keys() != {"loaders", "dropout", "step", "rows", "batches"}:
+    fields = {"loaders", "dropout", "step", "rows", "batches"}  # earlier versions wrote no shown_steps
+    if not isinstance(said, dict) or said.keys() - {"shown_steps"} != fields:
         raise CheckpointError(f"{path} does not have the fields loaders, dropout, step, rows and batches")
     for name, here in (("loaders", _loaders(accelerator)), ("dropout", planned_models(accelerator))):
         if len(said[name]) != len(here):

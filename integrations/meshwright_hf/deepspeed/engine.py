@@ -27,7 +27,7 @@ from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.process_group import backend_for, start_process_group, world_size
 from meshwright.optim.elementwise import check_elementwise
-from meshwright.optim.runtime import Runtime, find_runtime, runtime_of
+from meshwright.optim.runtime import Runtime, Watch, find_runtime, runtime_of
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 from meshwright.roles.adapters import without_wrappers
@@ -235,12 +235,29 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
         runtime.materialise = _gathered
     for name in ("forward", "backward", "step"):
         setattr(engine, name, own_collectives()(getattr(engine, name)))
+    if runtime.watch is not None:
+        engine.step = _Watched(engine, engine.step, runtime.watch)
     if engine.zero_optimization_partition_weights():
         adapt_universal_loading(engine.optimizer, runtime)
     if runtime.tp.size > 1:
         engine.save_16bit_model = functools.partial(_refuse_16bit, engine)
         # accelerate's get_state_dict, and so the Trainer, calls this method under stage 3.
         engine._zero3_consolidated_16bit_state_dict = lambda *_, **__: full_state_dict(engine)
+
+
+class _Watched:
+    """Runs an engine's ``step``, and tells what watches the run of those that stepped the optimizer."""
+
+    def __init__(self, engine: Any, step: Callable[..., Any], watch: Watch) -> None:
+        self._engine, self._step, self._watch = engine, step, watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = self._engine.global_steps
+        result = self._step(*args, **kwargs)
+        if self._engine.global_steps > before:
+            rates = self._engine.get_lr()
+            self._watch.end_step(lr=rates[0] if rates else None, norm=self._engine.get_global_grad_norm())
+        return result
 
 
 def _gathered(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -130,6 +130,8 @@ def load_checkpoint(
         runtime.streams.load_state_dict(manifest.streams)
     if "random" in used:
         set_random_state(random, device)
+    if runtime.watch is not None and manifest.step is not None:
+        runtime.watch.resumed(manifest.step)
     return Checkpoint(folder=opened.folder, step=manifest.step, extra=manifest.extra, plan=manifest.plan)
 
 

@@ -96,9 +96,9 @@ def _search(
     *,
     no_stages: str | None,
 ) -> Search:
-    shape = _shape(model, config)
+    shape = describe_model(model, config)
     profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
-    cluster = _cluster(device, nodes, profile)
+    cluster = cluster_at_hand(device, nodes, profile)
     job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu")
     if next(model.parameters()).element_size() == 4:
         job = job.in_32_bits()
@@ -128,7 +128,7 @@ def _search(
     return found
 
 
-def _shape(model: Any, config: ToDistributedConfig) -> ModelShape:
+def describe_model(model: Any, config: ToDistributedConfig) -> ModelShape:
     """Describe the model by its transformers config or, without one, by its structure."""
     if hasattr(getattr(model, "config", None), "to_dict"):
         return describe(model.config, name=type(model).__name__)
@@ -222,7 +222,7 @@ def _leaves(batch: Any) -> Iterable[Any]:
     return batch if isinstance(batch, tuple | list) else ()
 
 
-def _cluster(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
+def cluster_at_hand(device: torch.device, nodes: int, profile: HardwareProfile | None) -> Cluster:
     """Return the launched devices as a cluster, with their actual memory."""
     world = world_size()
     per_node = max(1, world // nodes)
@@ -300,4 +300,4 @@ def plan_card(model: nn.Module, dataloader: Iterable[Any], *, rows: int, device:
 
 def device_at_hand(device: torch.device) -> Device:
     """Return the catalogue's figures for this process's device, or for the nearest one in the catalogue."""
-    return _cluster(device, 1, None).device
+    return cluster_at_hand(device, 1, None).device

@@ -10,6 +10,7 @@ from meshwright import __version__
 from meshwright.cli import calibrate, doctor, export, launch, plan, trace_cuda, verify
 from meshwright.cli.grouped_help import GroupedCommand
 from meshwright.cli.inspect import inspect
+from meshwright.cli.report import report
 
 app = typer.Typer(
     add_completion=False,
@@ -26,6 +27,7 @@ app.command()(doctor.doctor)
 app.command()(calibrate.calibrate)
 app.command()(inspect)
 app.command()(export.export)
+app.command()(report)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.checkpoint_weights import settled
-from meshwright.choose.given_plan import config_with, given_plan, plan_in_model
+from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import choose_plan
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.construct.initial_weights import InitialWeights
@@ -28,6 +28,7 @@ from meshwright.faults.guard import start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
 from meshwright.mesh.process_group import device_for, start_process_group
+from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, device_of, find_runtime
 from meshwright.optim.shard_state import check_ownership
@@ -88,6 +89,9 @@ def to_distributed(
     """
     config = config_with(config, plan)
     check_arguments(model, optimizer, dataloader)
+    if config.logging_steps is None and (config.logging_dir is not None or config.max_steps is not None):
+        field = "logging_dir" if config.logging_dir is not None else "max_steps"
+        raise PlanError(f"ToDistributedConfig.{field} is used in status lines only; set logging_steps=10 too")
     runtime = find_runtime(model)
     if runtime is not None and (optimizer is not None or dataloader is not None):
         check_devices(device_num, node_num)
@@ -123,6 +127,8 @@ def to_distributed(
     if weights.equalise(model, axes, device):
         logger.warning("the ranks built the model with different weights; all of them now use those of the first rank")
 
+    shown = None if config.logging_steps is None else Preparation.make(model, config)
+
     loader = None if dataloader is None else _make_loader(dataloader, axes, device, config)
     if loader is not None:
         loader.feeds_causal_lm = loss is not None and loss.is_causal_lm
@@ -131,6 +137,7 @@ def to_distributed(
         parameters=[],
         guard=guard,
         plan=plan,
+        plan_source=source_of_plan(config, is_picked=is_picked),
         engine=config.engine,
         gathers_logits=config.gather_logits,
         gathers_evaluated_logits=is_picked,  # a program that knows of no pipeline reads them
@@ -148,6 +155,8 @@ def to_distributed(
     )
     installation.distribute(optimizer, weights.make)
     _warn_of_dtype(plan, model)
+    if shown is not None:
+        start_monitor(model, runtime, config, shown, every=config.logging_steps)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
     return model, optimizer, loader
@@ -179,7 +188,11 @@ def _complete(
     if dataloader is not None:
         loader = _make_loader(dataloader, runtime.axes, device_of(model), config)
         loader.feeds_causal_lm = isinstance(runtime.loss, CausalLMLoss)
+    shows = config.logging_steps is not None and runtime.watch is None
+    shown = Preparation.make(model, config) if shows else None
     complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
+    if shown is not None:
+        start_monitor(model, runtime, config, shown, every=config.logging_steps)
     return model, optimizer, loader
 
 

@@ -6,6 +6,7 @@ tells the other ranks when this process fails or ends normally.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -57,6 +59,7 @@ class Guard:
         self._follows = False  # set when the program ends because another rank has failed
         self._silent: list[Any] = []  # the processes of ranks that do not answer
         self._is_closed = False
+        self.on_failure: Callable[[str], None] | None = None  # called with what is known when a rank fails
         self._hub: Hub | None = None
         host, port, token = on_first_rank(self._open_hub)
         self._link = Link(
@@ -162,6 +165,21 @@ class Guard:
         elif (finding := self._answer(message, (self._rank, ranks[source]))) is not None:
             raise self._diverged((self._rank, ranks[source]), finding)
 
+    def post(self, topic: str, value: Any) -> None:
+        """Send rank 0 a value, which JSON can hold, without waiting; see ``take_posted``."""
+        if self.is_current:
+            self._link.announce({"kind": "post", "topic": topic, "value": value})
+
+    def take_posted(self, topic: str, *, patience: float) -> dict[int, Any]:
+        """Return the values that the ranks have posted under a topic, by rank, and forget them; for rank 0 only.
+
+        Args:
+            topic: the topic.
+            patience: the seconds to wait for the values of all ranks.
+        """
+        assert self._hub is not None
+        return self._hub.posted.take(topic, patience)
+
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return the error, with the rank and the reason added if it is a network error."""
         if not self.is_current or isinstance(error, PeerFailedError) or not _NETWORK_ERROR.search(str(error)):
@@ -190,6 +208,7 @@ class Guard:
         self._follows = isinstance(error, PeerFailedError)
         if not self._follows:
             self._link.tell({"kind": "fail", "how": f"step {self.step}, {exit_hooks.in_short(error)}"})
+            self._note(f"{self.name}: {exit_hooks.in_short(error)}")
             exit_hooks.tell_launcher(error)
 
     def leave_by(self, how: str, error: BaseException | None) -> None:
@@ -244,7 +263,8 @@ class Guard:
         self, message: dict[str, Any], ranks: tuple[int, ...], *, of_group: bool = False
     ) -> dict[str, Any] | None:
         """Return None if the ranks agree, else the referee's finding."""
-        answer = self._link.ask(message, patience=self.timeout + GRACE, ranks=ranks if of_group else None)
+        with interpose.waiting():
+            answer = self._link.ask(message, patience=self.timeout + GRACE, ranks=ranks if of_group else None)
         if answer is None:
             self._failed.wait(GRACE / 2)
             if self._cause is None and self._link.hub_left and 0 not in ranks:
@@ -280,11 +300,18 @@ class Guard:
         lines += [f"  {name}: {what}" for name, what in finding["differ"].items()]
         return DivergenceError("\n".join([*lines, *details]))
 
+    def _note(self, what: str) -> None:
+        """Pass on what is known of a failure, whose own handling must not fail."""
+        if self.on_failure is not None:
+            with contextlib.suppress(Exception):
+                self.on_failure(what)
+
     def _on_notice(self, cause: str, silent: list[Any], *, from_hub: bool) -> None:
         """End this process after another rank failed, unless it ends by its own error. Runs in the listening thread."""
         self._cause = cause
         self._silent += silent
         self._failed.set()
+        self._note(cause)
         # A launcher may end this process before its program can print the cause. One rank says it at once: the hub's,
         # and rank 1 if that is the one that has failed.
         if not from_hub and self._rank == 1 and self.is_current:

@@ -12,7 +12,8 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -56,6 +57,7 @@ class Observer(Protocol):
 
 class _State(threading.local):
     depth = 0  # of contexts of own_collectives
+    waited = 0.0
 
 
 _state = _State()
@@ -80,6 +82,21 @@ def is_own() -> bool:
     return _state.depth > 0
 
 
+def waited() -> float:
+    """Return the seconds that this thread has waited for other ranks: in collectives on CPU, and in meetings."""
+    return _state.waited
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Count the time inside this context as waiting for other ranks."""
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        _state.waited += time.perf_counter() - begun
+
+
 def observe(observer: Observer | None) -> None:
     """Pass every collective, send and receive to this observer from now on; None stops this."""
     global _observer
@@ -91,7 +108,7 @@ def observe(observer: Observer | None) -> None:
             setattr(dist.ProcessGroup, name, _observed_collective(name, method))
     group, work = dist.ProcessGroup, dist.Work
     for owner, name, wrap in (
-        (group, "send", _observed_send), (group, "recv", _observed_receive), (work, "wait", _explained)
+        (group, "send", _observed_send), (group, "recv", _observed_receive), (work, "wait", _timed)
     ):  # fmt: skip
         setattr(owner, name, wrap(getattr(owner, name)))
 
@@ -108,6 +125,20 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
             if explained is error:
                 raise
             raise explained from error
+
+    return call
+
+
+def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    explained = _explained(method)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return explained(*args, **kwargs)
+        finally:
+            _state.waited += time.perf_counter() - begun
 
     return call
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from meshwright.faults.hub_connection import Connection, line
 from meshwright.faults.meetings import Group
+from meshwright.faults.posted import Posted
 from meshwright.faults.referee import Post, Referee
 from meshwright.faults.siblings import this_process
 
@@ -58,6 +59,7 @@ class Hub:
         self._received = bytearray(READ)  # what one connection has received, until the next one receives
         self._closing = ""
         self._has_said = False
+        self.posted = Posted(world_size)
         self._loop = asyncio.new_event_loop()
         _allow_open_files(4 * world_size)
         backlog = STRANGERS + 2 * world_size
@@ -174,6 +176,9 @@ class Hub:
                 return self._referee.receive(rank, now=now, **message)
             case "send":
                 return self._referee.send(rank, **message)
+            case "post":
+                self.posted.add(rank, **message)
+                return []
             case "leave":
                 return self._referee.leave(rank, **message)
             case "fail":

@@ -59,4 +59,7 @@ def clip_grad_norm_(
             f"the global gradient norm of order {norm_type} is {norm.item()}, so the gradients cannot be clipped by it"
         )
     scale_by_norm([grad for grad, _ in gradients], norm, float(max_norm))
-    return norm if like.dtype is torch.float64 else norm.float()
+    norm = norm if like.dtype is torch.float64 else norm.float()
+    if runtime.watch is not None:
+        runtime.watch.saw_norm(norm)
+    return norm

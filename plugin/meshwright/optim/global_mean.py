@@ -44,7 +44,9 @@ def global_mean(model: nn.Module, loss: Tensor, count: Tensor | int) -> Tensor:
         )
     if runtime.uneven is not None:
         runtime.uneven.stop()
-    if runtime.dp.size == 1:
-        return loss
-    counts = torch.as_tensor(count, device=loss.device).reshape(1)
-    return GlobalMean(runtime.dp).of_means(loss.reshape(1), counts).reshape(loss.shape)
+    if runtime.dp.size > 1:
+        counts = torch.as_tensor(count, device=loss.device).reshape(1)
+        loss = GlobalMean(runtime.dp).of_means(loss.reshape(1), counts).reshape(loss.shape)
+    if runtime.watch is not None:
+        runtime.watch.saw_loss(loss)
+    return loss

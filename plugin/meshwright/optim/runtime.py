@@ -41,6 +41,26 @@ class RequiresGrad(Protocol):
         """Called before a step; raises ValueError if the gradient of a thawed parameter is this rank's own."""
 
 
+class Watch(Protocol):
+    """Watches the steps of a model, to show what the run does."""
+
+    @property
+    def step(self) -> int:
+        """The run's last step."""
+
+    def saw_norm(self, norm: Tensor) -> None:
+        """The program has clipped the gradients, whose norm was this."""
+
+    def saw_loss(self, loss: Tensor) -> None:
+        """The program has computed a loss of its own, whose mean over the global batch is this."""
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from a checkpoint of this step."""
+
+    def end_step(self, *, lr: float | None, norm: Any) -> None:
+        """An engine has stepped its optimizer."""
+
+
 @dataclass(eq=False)
 class Runtime:
     """The state of one ``to_distributed`` (or ``shard_optimizer``) call.
@@ -67,6 +87,8 @@ class Runtime:
         gathers_logits: whether ``outputs.logits`` are whole in training.
         gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
         trained: the object that tracks which parameters require a gradient.
+        watch: what watches the steps, to show what the run does; None if nothing does.
+        plan_source: where the plan comes from, in words.
         names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
     """
 
@@ -87,6 +109,8 @@ class Runtime:
     region: ContextRegion | None = None
     gathers_logits: bool = False
     gathers_evaluated_logits: bool = False
+    watch: Watch | None = None
+    plan_source: str = "given in the call"
     names_only: bool = False
     engine: str | None = None
     materialise: Callable[[Tensor], contextlib.AbstractContextManager[Any]] | None = None
@@ -114,7 +138,15 @@ class Runtime:
     def without_gradients(self) -> Runtime:
         """Return a runtime for a copy of the model, without gradients, optimizer or weights."""
         return dataclasses.replace(
-            self, parameters=[], syncs=[], zero=None, weights=None, streams=None, trained=None, has_optimizer=False
+            self,
+            parameters=[],
+            syncs=[],
+            zero=None,
+            weights=None,
+            streams=None,
+            trained=None,
+            has_optimizer=False,
+            watch=None,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:

@@ -1,0 +1,39 @@
+"""``meshwright report``: the log of a run as one page with plots."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder that was passed as logging_dir, or the meshwright.jsonl in it.")],
+    output: Annotated[
+        Path | None, typer.Option(help="HTML file to write (default: report.html beside the log).")
+    ] = None,
+) -> None:
+    """Write the log of a run as one HTML page with plots.
+
+    The page shows loss, gradient norm, throughput, memory of each rank, the parts of a step, the slowest ranks, faults,
+    and the planner's estimate beside what was measured. It loads nothing from the network. A run that still goes on, or
+    whose last line was cut off, can be shown too.
+
+    For example:
+
+    \b
+      meshwright report runs/first
+      meshwright report runs/first --output first.html
+    """
+    # Imported here so that --help is fast.
+    from meshwright.monitor.report import write_report
+
+    try:
+        path = output or (run if run.is_dir() else run.parent) / "report.html"
+        write_report(run, path)
+        typer.echo(f"wrote {path}")
+    except ValueError as error:
+        typer.echo(f"meshwright report: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,156 @@
+"""The card that a run shows at its start, and the comparison of its estimate with what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.config import ParallelPlan
+from meshwright.monitor.estimate import Estimate
+from meshwright.monitor.words import memory as size
+from meshwright.planner.formatting import seconds
+from meshwright.planner.memory import Memory
+
+_PROFILE = "ToDistributedConfig(hardware_profile='machine.json')"
+_SMALL = 2**20  # bytes below which a part is not listed
+_WIDEST = 16  # ranks up to which the card shows the whole mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What is known of a run before its first step.
+
+    Args:
+        model: the model's class.
+        parameters: number of its parameters.
+        plan: the plan.
+        source: where the plan comes from.
+        device: name of the devices.
+        batch: rows on one data-parallel rank and tokens per row of a forward pass; None if the model takes no tokens.
+        estimate: the planner's estimate; None without one.
+        reason: why there is no estimate.
+        basis: what the estimate of the time rests on.
+        has_peak: whether the devices' peak is known, which MFU needs.
+    """
+
+    model: str
+    parameters: int
+    plan: ParallelPlan
+    source: str
+    device: str
+    batch: tuple[int, int] | None
+    estimate: Estimate | None
+    reason: str = ""
+    basis: str = ""
+    has_peak: bool = False
+
+    @property
+    def tokens_per_pass(self) -> int | None:
+        """The tokens of one forward pass over all ranks."""
+        return None if self.batch is None else self.batch[0] * self.batch[1] * self.plan.dp
+
+    def __str__(self) -> str:
+        plan, world = self.plan, self.plan.world_size
+        sizes = [(name, getattr(plan, name)) for name in ("pp", "dp", "cp", "tp")]
+        mesh = " x ".join(f"{name}={size}" for name, size in sizes if size > 1) or "one device"
+        if world <= _WIDEST and world > 1:
+            mesh += "".join(f"\n    {line}" for line in plan.dims.rank_grid().splitlines())
+        lines = [
+            f"meshwright: {self.model}, {_count(self.parameters)} parameters, on {world} x {self.device}",
+            f"  plan    {plan.label}",
+            f"  why     {self.source}",
+            f"  mesh    {mesh}",
+        ]
+        if self.batch is not None:
+            rows, length = self.batch
+            lines.append(
+                f"  tokens  {self.tokens_per_pass:,} per step ({rows * plan.dp} rows of {length}, one forward pass)"
+            )
+        if self.estimate is None:
+            lines.append(f"  memory  no estimate: {self.reason}; measured after step 1")
+        else:
+            lines += [
+                f"  memory  {_memory(self.estimate)}; measured after step 1",
+                f"  time    {seconds(self.estimate.time.total)} per step estimated, ±{self.estimate.band:.0%} "
+                f"({self.basis})",
+            ]
+        if not self.has_peak:
+            lines.append(f"  MFU     unknown: {self.reason or f'the peak of this CPU is; pass {_PROFILE}'}")
+        return "\n".join(lines)
+
+
+def _memory(estimate: Estimate) -> str:
+    least, most = (pick(estimate.memory, key=lambda memory: memory.total) for pick in (min, max))
+    low, high = size(least.total), size(most.total)
+    return f"{high if low == high else f'{low} to {high}'} per rank estimated ({_largest(most)})"
+
+
+def _largest(memory: Memory) -> str:
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {size(value)}" for name, value in parts if value >= _SMALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The estimate of a step beside what was measured.
+
+    Args:
+        estimate: the estimate.
+        seconds: measured seconds per step, without the first step.
+        peak: measured bytes on the fullest rank.
+        rank: that rank.
+        has_profile: whether the estimate rests on a calibrated profile.
+        is_cpu: whether the devices are CPUs.
+    """
+
+    estimate: Estimate
+    seconds: float
+    peak: float
+    rank: int
+    has_profile: bool
+    is_cpu: bool
+
+    @property
+    def time_ratio(self) -> float:
+        return self.seconds / self.estimate.time.total
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.peak / self.estimate.fullest.total
+
+    def is_inside(self, ratio: float) -> bool:
+        """Return whether a measured value is inside the estimate's band."""
+        return 1 / (1 + self.estimate.band) <= ratio <= 1 + self.estimate.band
+
+    def __str__(self) -> str:
+        estimate = self.estimate
+        lines = [
+            f"meshwright: estimated {seconds(estimate.time.total)} per step (±{estimate.band:.0%}), measured "
+            f"{seconds(self.seconds)} ({self.time_ratio:.2f}x); estimated {size(estimate.fullest.total)} of memory, "
+            f"measured {size(self.peak)} on rank {self.rank} ({self.memory_ratio:.2f}x)"
+        ]
+        return "\n".join([*lines, *(f"  {hint}" for hint in self.hints)])
+
+    @property
+    def hints(self) -> list[str]:
+        """What to do about values outside the band; empty if all are inside."""
+        hints = []
+        if not self.is_inside(self.time_ratio):
+            basis = "a guess for some CPU" if self.is_cpu else "data sheets"
+            measure = "meshwright calibrate --output machine.json"
+            cure = (
+                f"the machine is not as it was when the profile was measured; measure it again: {measure}"
+                if self.has_profile
+                else f"the estimate rests on {basis}; measure this machine with {measure}, and pass {_PROFILE}"
+            )
+            hints.append(f"The step takes {self.time_ratio:.2f}x the estimate, outside its band: {cure}")
+        if not self.is_inside(self.memory_ratio):
+            where = "a process's largest resident memory, which includes its libraries" if self.is_cpu else "of a GPU"
+            hints.append(
+                f"The memory is {self.memory_ratio:.2f}x the estimate ({where}); see the parts with "
+                "print(meshwright.memory_of(model, optimizer))"
+            )
+        return hints
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters:,}" if parameters < 1e6 else f"{parameters / 1e6:,.1f} M"

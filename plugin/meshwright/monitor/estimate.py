@@ -1,0 +1,160 @@
+"""The planner's estimate for the plan that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.choose.picked_plan import cluster_at_hand, describe_model
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.mesh.process_group import node_count
+from meshwright.optim.runtime import device_of, find_runtime
+from meshwright.planner.breakdown import StepTime
+from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.hardware import Cluster, HardwareProfile
+from meshwright.planner.memory import Memory, stage_memory
+from meshwright.planner.shapes import ModelShape
+from meshwright.planner.time import StepModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is known of the model's sizes and of the devices that run it.
+
+    Args:
+        shape: the model's sizes.
+        cluster: the launched devices.
+        profile: the efficiencies.
+        is_known: whether the devices' peak is a data sheet's or a measurement, and no guess for some CPU.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    profile: HardwareProfile
+    is_known: bool
+
+    @classmethod
+    def find(cls, model: Any, config: ToDistributedConfig) -> Machine:
+        """Describe the model and the devices at hand, without communication.
+
+        Raises:
+            PlanError: if the planner cannot describe the model, or the profile is of other processes.
+        """
+        is_cut = find_runtime(model) is not None and not hasattr(getattr(model, "config", None), "to_dict")
+        try:
+            shape = None if is_cut else describe_model(model, config)
+        except PlanError:
+            shape = None
+        if shape is None:
+            raise PlanError(f"the planner does not know the sizes of {type(model).__name__}")
+        device = device_of(model)
+        given = None if config.hardware_profile is None else HardwareProfile.load(config.hardware_profile)
+        return cls(
+            shape=shape,
+            cluster=cluster_at_hand(device, node_count(), given),
+            profile=given or HardwareProfile(name="catalogue"),
+            is_known=device.type != "cpu" or (given is not None and given.device is not None),
+        )
+
+    @property
+    def basis(self) -> str:
+        """What an estimate of the time rests on."""
+        if self.profile.rows:
+            return f"profile {self.profile.name}"
+        return "from data sheets, nothing measured here" if self.is_known else "a guess for some CPU, nothing measured"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """The peak of one device in floating-point operations per second; None if it is not known."""
+        return self.cluster.device.flops if self.is_known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The estimated time and memory of a step.
+
+    Args:
+        time: the time by part.
+        memory: the memory of a rank of each pipeline stage, by stage.
+        band: relative error of the time; nine of ten runs are inside.
+        ranks_per_stage: number of ranks of each stage.
+    """
+
+    time: StepTime
+    memory: tuple[Memory, ...]
+    band: float
+    ranks_per_stage: int
+
+    @property
+    def fullest(self) -> Memory:
+        """The memory of the stage that needs the most."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+    def of_ranks(self) -> list[Memory]:
+        """Return the estimate for each rank."""
+        return [memory for memory in self.memory for _ in range(self.ranks_per_stage)]
+
+
+def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tuple[int, int], passes: int) -> Estimate:
+    """Return the estimate for a step of a plan.
+
+    Args:
+        machine: the model and the devices.
+        plan: the plan.
+        dtype: the dtype of the weights.
+        batch: rows on one data-parallel rank, and tokens per row, of one forward pass.
+        passes: number of forward passes per step, in a program that accumulates gradients itself.
+
+    Raises:
+        PlanError: if the planner cannot estimate the plan.
+    """
+    rows, length = batch
+    candidate = candidate_of(plan, rows, passes)
+    job = Job(
+        seq_len=max(1, length),
+        global_batch=max(1, rows * plan.dp * passes),
+        own_runtime=True,
+        on_cpu=machine.cluster.device.shares_host or machine.cluster.device.name == "cpu",
+    )
+    job = job.in_32_bits() if dtype.itemsize >= 4 else job
+    try:
+        time = StepModel(machine.shape, machine.cluster, machine.profile.coefficients).step(candidate, job)
+        memory = tuple(stage_memory(machine.shape, candidate, job, stage) for stage in range(plan.pp))
+    except (ArithmeticError, ValueError) as error:
+        raise PlanError(f"no estimate of {plan.label}: {error}") from error
+    return Estimate(time=time, memory=memory, band=machine.profile.band, ranks_per_stage=plan.dp * plan.cp * plan.tp)
+
+
+def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:
+    """Return a runtime's plan as the planner writes it.
+
+    Args:
+        plan: the plan.
+        rows: rows of a forward pass on one data-parallel rank.
+        passes: number of forward passes per step.
+
+    Example:
+        >>> candidate_of(ParallelPlan(dp=2, tp=2, zero_stage=1, micro_batch_size=1), rows=4).label
+        'dp2 tp2 zero1 mb1x4'
+    """
+    count = max(1, plan.count_micro_batches(rows))
+    return Candidate(
+        replicate=1 if plan.zero_stage else plan.dp,
+        shard=plan.dp if plan.zero_stage else 1,
+        tp=plan.tp,
+        sequence_parallel=plan.sequence_parallel,
+        cp=plan.cp,
+        context=plan.context,
+        ulysses=plan.ulysses,
+        pp=plan.pp,
+        schedule=plan.schedule,
+        chunks=plan.stages_per_rank,
+        stages=plan.stages,
+        micro_batch=max(1, -(-rows // count)),
+        accumulation=count * passes,
+        zero_stage=plan.zero_stage,
+        recompute=plan.recompute,
+    )

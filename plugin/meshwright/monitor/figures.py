@@ -1,0 +1,163 @@
+"""The figures of one interval of training: of each rank, and of all ranks together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PARTS = ("forward", "backward", "optimizer", "between")  # of a step, in this order
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one rank measures from one line to the next.
+
+    Args:
+        seconds: the host's seconds from line to line.
+        steps: number of optimizer steps.
+        tokens: tokens of this rank's rows.
+        flops: floating-point operations of forward and backward for these tokens, over all ranks that share them.
+        waited: seconds in which the host waited for other ranks, at meetings and in collectives.
+        peak: the largest memory of this rank so far, in bytes.
+        parts: part of a step -> seconds per step.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    flops: float
+    waited: float
+    peak: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the figures as plain data, which ``RankFigures(**message)`` accepts."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The figures of one interval over all ranks.
+
+    Args:
+        step: the last step of the interval.
+        loss: the loss of that step; None if the model returns none.
+        norm: the gradient norm before clipping; None if the program does not clip.
+        lr: the learning rate of the optimizer's first group.
+        tokens: tokens of the interval, each counted once.
+        seconds_per_step: seconds per optimizer step.
+        tokens_per_second: tokens per second over all ranks.
+        ranks: number of ranks.
+        mfu: model FLOPs per second divided by the devices' peak; None if the peak or the model's sizes are unknown.
+        peak: rank -> the largest memory so far, in bytes.
+        slowest: the rank for which the others wait.
+        behind: seconds per step by which that rank is later than the median of the others.
+        parts: part of a step -> seconds per step, the mean over the ranks.
+        waited: seconds per step in which a rank waits for others, the mean over the ranks.
+        left: seconds until ``max_steps``; None if that is not set.
+    """
+
+    step: int
+    loss: float | None
+    norm: float | None
+    lr: float | None
+    tokens: int
+    seconds_per_step: float
+    tokens_per_second: float
+    ranks: int
+    mfu: float | None
+    peak: Mapping[int, float]
+    slowest: int | None
+    behind: float
+    parts: Mapping[str, float]
+    waited: float
+    left: float | None = None
+
+    @property
+    def fullest(self) -> int:
+        """The rank with the largest memory."""
+        return max(self.peak, key=lambda rank: self.peak[rank])
+
+    def as_logs(self) -> dict[str, float]:
+        """Return the figures for a tracker, as numbers under stable names; see docs/monitoring.md."""
+        found: dict[str, float | None] = {
+            "seconds_per_step": self.seconds_per_step,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_device": self.tokens_per_second / self.ranks,
+            "mfu": self.mfu,
+            "peak_memory_gb": self.peak[self.fullest] / 1e9,
+            "peak_memory_rank": self.fullest,
+            "slowest_rank": self.slowest,
+            "slowest_rank_behind_ms": None if self.slowest is None else 1e3 * self.behind,
+        }
+        return {name: round(value, 4) for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What rank 0 knows of the last step of an interval."""
+
+    step: int
+    loss: float | None = None
+    norm: float | None = None
+    lr: float | None = None
+
+
+def together(
+    step: Step,
+    ranks: Mapping[int, RankFigures],
+    *,
+    row_copies: int,
+    peak_flops: float | None,
+    max_steps: int | None = None,
+) -> Figures:
+    """Return the figures of an interval from those of each rank.
+
+    Args:
+        step: the interval's last step.
+        ranks: rank -> its figures; at least those of one rank.
+        row_copies: number of ranks that have the same rows, whose tokens count once.
+        peak_flops: the peak of one device in floating-point operations per second; None if unknown.
+        max_steps: number of steps of the run, if known.
+
+    Example:
+        >>> own = RankFigures(seconds=2.0, steps=4, tokens=800, flops=1e9, waited=0.0, peak=5.0)
+        >>> both = together(Step(step=4), {0: own, 1: own}, row_copies=2, peak_flops=5e8)
+        >>> both.tokens_per_second, both.mfu
+        (400.0, 0.5)
+    """
+    of_all = list(ranks.values())
+    seconds = max(max(own.seconds for own in of_all), 1e-9)
+    steps = max(1, max(own.steps for own in of_all))
+    tokens = sum(own.tokens for own in of_all) / row_copies
+    flops = sum(own.flops for own in of_all) / row_copies
+    slowest, behind = _straggler(ranks, steps)
+    per_step = seconds / steps
+    return Figures(
+        step=step.step,
+        loss=step.loss,
+        norm=step.norm,
+        lr=step.lr,
+        tokens=round(tokens),
+        seconds_per_step=per_step,
+        tokens_per_second=tokens / seconds,
+        ranks=len(ranks),
+        mfu=flops / seconds / (peak_flops * len(ranks)) if peak_flops and flops else None,
+        peak={rank: own.peak for rank, own in sorted(ranks.items())},
+        slowest=slowest,
+        behind=behind,
+        parts={name: statistics.fmean(own.parts.get(name, 0.0) for own in of_all) for name in PARTS},
+        waited=statistics.fmean(own.waited for own in of_all) / steps,
+        left=None if max_steps is None else max(0, max_steps - step.step) * per_step,
+    )
+
+
+def _straggler(ranks: Mapping[int, RankFigures], steps: int) -> tuple[int | None, float]:
+    """Return the rank that waits the least, and the seconds per step that the median of the others waits longer."""
+    if len(ranks) < 2:
+        return None, 0.0
+    slowest = min(ranks, key=lambda rank: ranks[rank].waited)
+    others = [own.waited for rank, own in ranks.items() if rank != slowest]
+    return slowest, (statistics.median(others) - ranks[slowest].waited) / steps

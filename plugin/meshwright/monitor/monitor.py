@@ -1,0 +1,358 @@
+"""The monitor of a run: what it observes, and where it shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.config import ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.faults.together import succeed_together
+from meshwright.monitor.card import Card, Comparison
+from meshwright.monitor.estimate import Estimate, Machine, estimate
+from meshwright.monitor.figures import Figures
+from meshwright.monitor.host_values import HostValues
+from meshwright.monitor.records import VERSION, RunLog
+from meshwright.monitor.reporter import Pending, Reporter
+from meshwright.monitor.step_observer import StepObserver
+from meshwright.monitor.words import line, memory
+from meshwright.optim.runtime import Runtime, device_of
+from meshwright.parallel.row_layout import global_shape
+from meshwright.roles.adapters import without_wrappers
+
+_COMPARED = 10  # steps after which the estimate is compared with what was measured
+_MONITORS = itertools.count()  # every rank makes the same ones in the same order
+_SOON = 5.0  # seconds that a caller waits for the figures of the other ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What a monitor needs to know of a model before it is distributed.
+
+    Args:
+        machine: the model's sizes and the devices, or why they are unknown.
+        parameters: number of the model's parameters.
+        log: rank 0's log, if there is one.
+    """
+
+    machine: Machine | str
+    parameters: int
+    log: RunLog | None
+
+    @classmethod
+    def make(cls, model: nn.Module, config: ToDistributedConfig) -> Preparation:
+        """Describe the model, and open the log; every rank makes the call.
+
+        Raises:
+            PlanError: on every rank, if rank 0 cannot write the log.
+        """
+        folder = config.logging_dir
+        log = succeed_together(lambda: RunLog(folder) if folder is not None and _rank() == 0 else None)
+        try:
+            machine: Machine | str = Machine.find(model, config)
+        except PlanError as error:
+            machine = str(error)
+        return cls(machine=machine, parameters=sum(global_shape(p).numel() for p in model.parameters()), log=log)
+
+
+class Monitor:
+    """Shows a run on rank 0: a card, a line per interval, and records in the log; other ranks send their figures.
+
+    Args:
+        model: the distributed model.
+        runtime: its runtime, whose ``watch`` this becomes.
+        config: the options of the call.
+        prepared: what was found before the model was distributed.
+        every: number of steps from line to line; None if lines come only from ``figures_now``.
+        prints: whether to print the lines; the card is always printed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        config: ToDistributedConfig,
+        prepared: Preparation,
+        *,
+        every: int | None,
+        prints: bool = True,
+    ) -> None:
+        self.every, self.prints = every, prints
+        self.latest: Figures | None = None
+        self._number = next(_MONITORS)
+        self._sent: tuple[int, Pending | None] | None = None  # the last line, and the steps before it
+        self._max_steps = config.max_steps
+        self._prepared, self._runtime, self._config = prepared, runtime, config
+        self._device = device_of(model)
+        self._model_name = type(without_wrappers(model)[1]).__name__
+        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self._first_step = 0  # of the run, before the program's first one
+        self._estimate: Estimate | None = None
+        self._has_compared = self._has_measured = False
+        machine = prepared.machine
+        self.steps = StepObserver(
+            model,
+            runtime,
+            without_wrappers(model)[1],
+            device=self._device,
+            flops=None if isinstance(machine, str) else machine.shape.flops,
+            is_due=self._is_due,
+        )
+        self.steps.on_batch, self.steps.on_due = self._begin, self._end_interval
+        self._reporter = Reporter(
+            runtime.guard,
+            row_copies=runtime.axes.row_copies,
+            peak_flops=None if isinstance(machine, str) else machine.peak_flops,
+        )
+        if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
+            note = weakref.WeakMethod(self._note_fault)  # the guard lives longer than the model
+            runtime.guard.on_failure = lambda what: None if (call := note()) is None else call(what)
+        weakref.finalize(self, self._reporter.stop)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
+        return self
+
+    # ---- what the runtime tells; see Watch
+
+    def saw_norm(self, norm: Tensor) -> None:
+        self.steps.saw_norm(norm)
+
+    def saw_loss(self, loss: Tensor) -> None:
+        self.steps.saw_loss(loss)
+
+    def end_step(self, *, lr: float | None, norm: Any) -> None:
+        self.steps.end_step(lr=lr, norm=norm)
+
+    def resumed(self, step: int, max_steps: int | None = None) -> None:
+        """Count the next steps from the step of a checkpoint.
+
+        Args:
+            step: the run's last step.
+            max_steps: number of steps of the run, if the caller knows it.
+        """
+        self._first_step = step - self.steps.steps
+        self._max_steps = max_steps or self._max_steps
+
+    # ---- what others ask
+
+    @property
+    def machine(self) -> Machine | str:
+        """The model's sizes and the devices, or why they are unknown."""
+        return self._prepared.machine
+
+    @property
+    def step(self) -> int:
+        """The run's last step."""
+        return self._first_step + self.steps.steps
+
+    def figures_now(
+        self, *, step: int, max_steps: int | None = None, values: Mapping[str, float | None] | None = None
+    ) -> Figures | None:
+        """Return the figures since the last line, on rank 0; every rank makes the call, after the same step.
+
+        Rank 0 waits a few seconds for the figures of the other ranks, and returns None if they do not come.
+
+        Args:
+            step: the run's last step, as the caller counts.
+            max_steps: number of steps of the run.
+            values: the loss, the norm and the learning rate, as far as the caller knows them.
+        """
+        self.resumed(step, max_steps)
+        pending = self._send(HostValues(values or {}))
+        if pending is None:
+            return None
+        pending.done.wait(_SOON)
+        return pending.figures
+
+    def close(self) -> None:
+        """Show the lines that are on their way."""
+        self._reporter.close()
+
+    # ---- steps
+
+    def _is_due(self, count: int) -> bool:
+        if self.every is None:
+            return False
+        return count in (1, _COMPARED) or (self._first_step + count) % self.every == 0
+
+    def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Any) -> None:
+        self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
+
+    def _send(self, values: HostValues) -> Pending | None:
+        """Send this rank's figures to rank 0, which returns the line that it puts together from them."""
+        count = self.steps.steps
+        if self._sent is not None and self._sent[0] == count:
+            return self._sent[1]  # two lines after the same step are one
+        own, per_step = self.steps.take(), self.steps.seconds_per_step
+        topic = f"figures {self._number}.{count}"
+        if self._runtime.guard is not None:
+            self._runtime.guard.post(topic, own.as_message())
+        pending = None
+        if _rank() == 0:
+            pending = Pending(
+                step=self.step,
+                count=count,
+                topic=topic,
+                own=own,
+                values=values,
+                per_step=per_step,
+                max_steps=self._max_steps,
+            )
+            self._reporter.put(pending, self._show)
+        self._sent = (count, pending)
+        return pending
+
+    # ---- what rank 0 shows
+
+    def _begin(self) -> None:
+        """Show the card, before the first forward pass in training."""
+        if _rank() != 0:
+            return
+        card = self._card()
+        _print(str(card))
+        if self._prepared.log is not None:
+            plan, found = card.plan, card.estimate
+            record: dict[str, Any] = {
+                "version": VERSION,
+                "time": time.time(),
+                "first_step": self._first_step,
+                "model": card.model,
+                "parameters": card.parameters,
+                "plan": plan.label,
+                "why": card.source,
+                "mesh": {name: getattr(plan, name) for name in ("pp", "dp", "cp", "tp")},
+                "ranks": plan.world_size,
+                "device": card.device,
+                "rows_per_rank": None if card.batch is None else card.batch[0],
+                "row_tokens": None if card.batch is None else card.batch[1],
+                "tokens_per_pass": card.tokens_per_pass,
+                "max_steps": self._max_steps,
+                "memory_is": "allocated" if self._device.type == "cuda" else "resident",
+            }
+            self._prepared.log.write("run", record | _of_estimate(found))
+
+    def _card(self) -> Card:
+        plan, batch, machine = self._runtime.plan, self.steps.batch, self._prepared.machine
+        assert plan is not None
+        reason = machine if isinstance(machine, str) else ""
+        if not isinstance(machine, str) and batch is not None:
+            try:
+                self._estimate = estimate(machine, plan, self._dtype, batch, 1)
+            except PlanError as error:
+                reason = str(error)
+        return Card(
+            model=self._model_name,
+            parameters=self._prepared.parameters,
+            plan=plan,
+            source=self._runtime.plan_source,
+            device=self._device.type if isinstance(machine, str) else machine.cluster.device.name,
+            batch=batch,
+            estimate=self._estimate,
+            reason=reason,
+            basis="" if isinstance(machine, str) else machine.basis,
+            has_peak=not isinstance(machine, str) and machine.is_known,
+        )
+
+    def _show(self, pending: Pending, figures: Figures) -> None:
+        self.latest = figures
+        log = self._prepared.log
+        if log is not None:
+            log.write("step", {**dataclasses.asdict(figures), "time": time.time()})
+        if not self._has_measured:
+            self._has_measured = True
+            self._show_memory(figures)
+        if self.prints and self.every is not None:
+            _print(line(figures, max_steps=pending.max_steps))
+        if not self._has_compared and pending.count >= _COMPARED and pending.per_step:
+            self._has_compared = True
+            self._compare(figures, pending.per_step)
+
+    def _show_memory(self, figures: Figures) -> None:
+        """Show the memory after the first step, and the tokens of a step that has several forward passes."""
+        what = "allocated" if self._device.type == "cuda" else "resident memory of the process"
+        words = f"peak {memory(figures.peak[figures.fullest])} on rank {figures.fullest}, the fullest ({what})"
+        if self.steps.passes_per_step > 1:
+            words += f"; {self.steps.passes_per_step} forward passes per step"
+        _print(f"meshwright: measured after step {figures.step}: {words}")
+        if self._prepared.log is not None:
+            self._prepared.log.write("memory", {"step": figures.step, "peak": figures.peak, "memory_is": what})
+
+    def _compare(self, figures: Figures, per_step: float) -> None:
+        machine, plan, batch = self._prepared.machine, self._runtime.plan, self.steps.batch
+        if isinstance(machine, str) or self._estimate is None or plan is None or batch is None:
+            return
+        found = self._estimate
+        if self.steps.passes_per_step > 1:
+            found = estimate(machine, plan, self._dtype, batch, self.steps.passes_per_step)
+        compared = Comparison(
+            estimate=found,
+            seconds=per_step,
+            peak=figures.peak[figures.fullest],
+            rank=figures.fullest,
+            has_profile=machine.profile.rows > 0,
+            is_cpu=self._device.type == "cpu",
+        )
+        _print(str(compared))
+        if self._prepared.log is not None:
+            record: dict[str, Any] = {
+                "step": figures.step,
+                "measured_seconds": per_step,
+                "measured_peak": compared.peak,
+                "hints": compared.hints,
+            }
+            self._prepared.log.write("estimate", record | _of_estimate(found))
+
+    def _note_fault(self, what: str) -> None:
+        assert self._prepared.log is not None
+        self._prepared.log.write("fault", {"step": self.step, "what": what, "time": time.time()})
+
+
+def start_monitor(
+    model: nn.Module,
+    runtime: Runtime,
+    config: ToDistributedConfig,
+    prepared: Preparation,
+    *,
+    every: int | None,
+    prints: bool = True,
+) -> Monitor:
+    """Watch a distributed model from now on, and return the monitor."""
+    monitor = Monitor(model, runtime, config, prepared, every=every, prints=prints)
+    runtime.watch = monitor
+    return monitor
+
+
+def monitor_of(runtime: Runtime | None) -> Monitor | None:
+    """Return the monitor that watches a runtime's model; None if none does."""
+    watch = None if runtime is None else runtime.watch
+    return watch if isinstance(watch, Monitor) else None
+
+
+def _of_estimate(found: Estimate | None) -> dict[str, Any]:
+    if found is None:
+        return {"estimated_seconds": None, "estimated_parts": {}, "estimated_memory": [], "band": None}
+    return {
+        "estimated_seconds": found.time.total,
+        "estimated_parts": found.time.parts,
+        "estimated_memory": [memory.parts for memory in found.memory],
+        "ranks_per_stage": found.ranks_per_stage,
+        "band": found.band,
+    }
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

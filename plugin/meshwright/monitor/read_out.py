@@ -1,0 +1,58 @@
+"""``memory_of``: what a program reads of its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from meshwright.config import ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.monitor.estimate import Machine, estimate
+from meshwright.monitor.memory import MemoryOfRanks, memory_of_ranks
+from meshwright.monitor.monitor import monitor_of
+from meshwright.optim.runtime import plan_of, runtime_of
+from meshwright.planner.memory import Memory
+
+
+def memory_of(
+    model: Any, optimizer: Optimizer | None = None, *, batch_shape: tuple[int, int] | None = None
+) -> MemoryOfRanks:
+    """Return the memory of every rank: weights, gradients, optimizer state, the rest and the peak, beside the estimate.
+
+    Every rank makes the call, and gets the figures of all ranks. Gradients are counted while they exist, so call it
+    after ``backward`` and before ``zero_grad`` to see them.
+
+    Args:
+        model: the model that ``to_distributed`` returned.
+        optimizer: its optimizer, if its state is to be counted.
+        batch_shape: rows and tokens per row of the global batch, for the estimate. By default that of the last step,
+            which is known if ``ToDistributedConfig.logging_steps`` is set; otherwise there is no estimate.
+
+    Raises:
+        ValueError: if the model is not distributed, or the planner cannot describe it although a shape was passed.
+
+    Example::
+
+        loss.backward()
+        print(mw.memory_of(model, optimizer))
+    """
+    plan, runtime = plan_of(model), runtime_of(model)
+    monitor = monitor_of(runtime)
+    passes, batch = 1, None
+    if monitor is not None:
+        passes, batch = monitor.steps.passes_per_step, monitor.steps.batch
+    if batch_shape is not None:
+        passes, batch = 1, (max(1, -(-batch_shape[0] // plan.dp)), batch_shape[1])
+    estimated: list[Memory] = []
+    if batch is not None and runtime.engine is None:
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        try:
+            machine = Machine.find(model, ToDistributedConfig()) if monitor is None else monitor.machine
+            if not isinstance(machine, str):
+                estimated = estimate(machine, plan, dtype, batch, passes).of_ranks()
+        except PlanError:
+            if batch_shape is not None:
+                raise
+    return memory_of_ranks(model, optimizer, estimated)

@@ -1,0 +1,140 @@
+"""The log of a run: one JSON object per line, which rank 0 appends. docs/monitoring.md describes the records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import PlanError
+
+logger = logging.getLogger(__name__)
+
+FILE = "meshwright.jsonl"
+VERSION = 1
+KINDS = ("run", "memory", "step", "estimate", "fault")
+
+
+class RunLog:
+    """Appends records to a run's file.
+
+    A program that goes on from a checkpoint appends to the same file. If a write fails, for example because the disk
+    is full, a warning says so once and training goes on.
+
+    Args:
+        folder: the folder of the file, which is created.
+
+    Raises:
+        PlanError: if the folder or the file cannot be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder) / FILE
+        self._has_failed = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # the last write was cut off
+                        file.write(b"\n")
+        except OSError as error:
+            raise PlanError(
+                f"ToDistributedConfig.logging_dir={str(folder)!r} cannot be written ({error.strerror}); choose another "
+                "folder, or leave logging_dir out to keep no log"
+            ) from None
+
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        assert kind in KINDS
+        line = json.dumps({"kind": kind, **_finite(record)}, allow_nan=False) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("the log %s misses records: %s", self.path, error)
+            self._has_failed = True
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with the words "nan", "inf" and "-inf" for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+@dataclass
+class RunRecords:
+    """The records of a run, without those that a resumed run has replaced.
+
+    Args:
+        runs: the records of kind "run", one for each start of the program.
+        steps: the records of kind "step", in the order of their steps.
+        memory, estimates, faults: the records of these kinds.
+        torn: number of lines that are no records, such as a last line that was cut off.
+    """
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    estimates: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    torn: int = 0
+
+
+def read_records(run: str | os.PathLike[str]) -> RunRecords:
+    """Read a run's log.
+
+    A run that was resumed from step n replaces the records of later steps, which it takes again. Faults are kept.
+
+    Args:
+        run: the folder of the log, or its file.
+
+    Raises:
+        PlanError: if there is no log, or it has no record.
+    """
+    path = Path(run)
+    path = path / FILE if path.is_dir() else path
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        raise PlanError(
+            f"{path}: there is no log; write one with to_distributed(..., config=ToDistributedConfig(logging_steps=10, "
+            f"logging_dir={str(path.parent)!r}))"
+        ) from None
+    found = RunRecords()
+    lists = {"memory": found.memory, "step": found.steps, "estimate": found.estimates, "fault": found.faults}
+    for text in lines:
+        record = _record(text)
+        if record is None:
+            found.torn += bool(text.strip())
+        elif record["kind"] == "run":
+            found.runs.append(record)
+            first = record["first_step"]
+            found.steps[:] = [step for step in found.steps if step["step"] <= first]
+        else:
+            lists[record["kind"]].append(record)
+    if not found.runs and not found.steps:
+        raise PlanError(f"{path}: none of its {len(lines)} lines is a record of a run")
+    return found
+
+
+def _record(text: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or record.get("kind") not in KINDS:
+        return None
+    needed = {"run": "first_step", "step": "step"}.get(record["kind"])
+    return record if needed is None or isinstance(record.get(needed), int) else None

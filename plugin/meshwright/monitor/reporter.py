@@ -1,0 +1,125 @@
+"""Rank 0's thread that puts lines together and passes them on, so that training does not wait for other ranks."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwright.faults.guard import Guard
+from meshwright.monitor.figures import Figures, RankFigures, Step, together
+from meshwright.monitor.host_values import HostValues
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 30.0  # seconds until a line is shown without the ranks whose figures have not come
+_LOOK = 0.005  # seconds between two looks at numbers that the device has not sent yet
+_CLOSING = 2.0  # seconds that the end of the program waits for the last line
+
+
+@dataclass(eq=False)
+class Pending:
+    """A line whose figures are on their way.
+
+    Args:
+        step: the last step of the line.
+        count: the number of steps since the start of the program.
+        topic: the topic under which the ranks post their figures.
+        own: rank 0's figures.
+        values: the loss, the norm and the learning rate.
+        per_step: mean seconds of a step since the first one.
+        max_steps: number of steps of the run, if known.
+    """
+
+    step: int
+    count: int
+    topic: str
+    own: RankFigures
+    values: HostValues
+    per_step: float | None
+    max_steps: int | None
+    figures: Figures | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+Show = Callable[[Pending, Figures], None]
+
+
+class Reporter:
+    """Waits for the figures of all ranks in a thread of its own, and shows them.
+
+    It keeps no reference to the model, except for lines that are on their way.
+
+    Args:
+        guard: the guard, over which the ranks send their figures; None on one process.
+        row_copies: number of ranks that have the same rows.
+        peak_flops: the peak of one device, or None.
+    """
+
+    def __init__(
+        self,
+        guard: Guard | None,
+        *,
+        row_copies: int,
+        peak_flops: float | None,
+    ) -> None:
+        self._guard = guard
+        self._row_copies, self._peak_flops = row_copies, peak_flops
+        self._queue: queue.SimpleQueue[tuple[Pending, Show] | None] = queue.SimpleQueue()
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    def put(self, pending: Pending, show: Show) -> None:
+        """Call ``show`` with a line as soon as its figures are there, in the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="meshwright-reporter", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+        self._queue.put((pending, show))
+
+    def close(self) -> None:
+        """Wait a moment for the lines that are on their way."""
+        if self._thread is not None and os.getpid() == self._process:
+            self._queue.put(None)
+            self._thread.join(timeout=_CLOSING)
+            self._thread = None
+            atexit.unregister(self.close)
+
+    def stop(self) -> None:
+        """End the thread after the lines that are on their way, without waiting."""
+        atexit.unregister(self.close)
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            pending, show = item
+            try:
+                pending.figures = self._figures(pending)
+                show(pending, pending.figures)
+            except Exception as error:  # what a run shows must not end it
+                logger.warning("the line of step %d is missing: %s: %s", pending.step, type(error).__name__, error)
+            finally:
+                pending.done.set()
+                del item, pending, show
+
+    def _figures(self, pending: Pending) -> Figures:
+        messages = {}
+        if self._guard is not None and self._guard.is_current:
+            messages = self._guard.take_posted(pending.topic, patience=PATIENCE)
+        ranks = {rank: RankFigures(**message) for rank, message in messages.items()}
+        ranks[0] = pending.own
+        until = time.monotonic() + PATIENCE
+        while not pending.values.is_ready and time.monotonic() < until:
+            time.sleep(_LOOK)
+        return together(
+            Step(step=pending.step, **pending.values.numbers()),
+            ranks,
+            row_copies=self._row_copies,
+            peak_flops=self._peak_flops,
+            max_steps=pending.max_steps,
+        )

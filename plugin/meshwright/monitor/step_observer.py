@@ -1,0 +1,216 @@
+"""Observes the steps of a training loop from hooks, without a call by the program and without waiting for the device.
+
+Between two lines a step costs four readings of the host's clock and an addition of the batch's tokens. The loss and the
+norm are kept in the steps of a line only.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshwright.faults import interpose
+from meshwright.monitor.figures import RankFigures
+from meshwright.monitor.memory import peak_memory
+from meshwright.monitor.parts import CudaParts, HostParts
+from meshwright.optim.runtime import Runtime, find_runtime
+from meshwright.parallel.output_loss import loss_of
+
+_SAMPLED = 10  # on CUDA, the parts of every tenth step are recorded, and those of the steps before a line
+
+
+class StepObserver:
+    """Counts the steps, the tokens and the time of a distributed model.
+
+    Args:
+        model: the model.
+        runtime: its runtime.
+        decoder: the module inside the model's wrappers, which a program may call too.
+        device: the device of this rank.
+        flops: function of a row's length that returns the FLOPs of forward and backward for one of its tokens; None if
+            the model's sizes are unknown.
+        is_due: function of the number of steps since the start that says whether a line follows that step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        decoder: nn.Module,
+        *,
+        device: torch.device,
+        flops: Callable[[int], float] | None,
+        is_due: Callable[[int], bool],
+    ) -> None:
+        self.steps = 0  # since the start of the program
+        self.batch: tuple[int, int] | None = None  # rows and tokens per row of the last forward pass in training
+        self.has_begun = False  # with the first forward pass in training
+        self.passes = 0  # forward passes in the running step
+        self.passes_per_step = 1
+        self.on_batch: Callable[[], None] = lambda: None  # called before the first forward pass in training
+        self.on_due: Callable[[Tensor | None, Tensor | None, Any], None] = lambda loss, norm, lr: None
+        self._runtime, self._device, self._flops, self._is_due = runtime, device, flops, is_due
+        self._modules = {id(x): weakref.ref(x) for x in (model, decoder)}
+        self._running: nn.Module | None = None
+        self._lead: weakref.ref[Optimizer] | None = None
+        self._losses: list[Tensor] = []
+        self._own_losses: list[Tensor] = []
+        self._norm: Tensor | None = None
+        self._keeps = self._is_sampled = is_due(1)
+        self._parts: CudaParts | HostParts = CudaParts() if device.type == "cuda" else HostParts()
+        self._flops_of: dict[int, float] = {}
+        self._after_first = 0.0  # when the first step ended
+        self.begin_interval()
+        for module in {id(x): x for x in (model, decoder)}.values():
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
+        if runtime.engine is None:
+            self._watch_optimizers()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepObserver:
+        return self  # the hooks of a copied model do nothing, since they know the original one
+
+    # ---- one interval
+
+    def begin_interval(self) -> None:
+        """Begin to measure the time, the tokens and the waiting of the next line."""
+        self._since = time.perf_counter()
+        self._first, self._tokens, self._done = self.steps, 0, 0.0
+        self._waited = interpose.waited()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The mean seconds of a step since the first one; None before the second one."""
+        return None if self.steps < 2 else (time.perf_counter() - self._after_first) / (self.steps - 1)
+
+    def take(self) -> RankFigures:
+        """Return this rank's figures of the interval that ends now, and begin the next one."""
+        steps = max(1, self.steps - self._first)
+        seconds, parts = time.perf_counter() - self._since, self._parts.take(steps)
+        if self._device.type == "cuda":
+            parts["between"] = max(0.0, seconds / steps - sum(parts.values())) if any(parts.values()) else 0.0
+        figures = RankFigures(
+            seconds=seconds,
+            steps=steps,
+            tokens=self._tokens,
+            flops=self._done,
+            waited=interpose.waited() - self._waited,
+            peak=peak_memory(self._device),
+            parts=parts,
+        )
+        self.begin_interval()
+        return figures
+
+    # ---- what the program does
+
+    def saw_norm(self, norm: Tensor) -> None:
+        """See ``meshwright.optim.runtime.Watch``."""
+        if self._keeps:
+            self._norm = norm.detach()
+
+    def saw_loss(self, loss: Tensor) -> None:
+        """See ``meshwright.optim.runtime.Watch``."""
+        if self._keeps and torch.is_grad_enabled():
+            self._own_losses.append(loss.detach())
+
+    def end_step(self, *, lr: Any, norm: Any) -> None:
+        """Count a step, and tell ``on_due`` if a line follows it.
+
+        Args:
+            lr: the step's learning rate.
+            norm: the gradient norm, if an engine has computed it.
+        """
+        self._begin()  # if no forward pass was seen, of a model that is compiled as a whole
+        self._parts.begin("between", is_sampled=self._is_sampled)
+        self.steps += 1
+        if self.steps == 1:
+            self._after_first = time.perf_counter()
+        self.passes_per_step, self.passes = max(1, self.passes), 0
+        if self._keeps:
+            losses = self._own_losses or self._losses
+            loss = torch.stack([value.reshape(()) for value in losses]).mean() if losses else None
+            self.on_due(loss, self._norm if norm is None else norm, lr)
+        self._losses, self._own_losses, self._norm = [], [], None
+        self._keeps = self._is_due(self.steps + 1)
+        self._is_sampled = self._keeps or (self.steps + 1) % _SAMPLED == 0
+
+    def _begin(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self.on_batch()
+            self.begin_interval()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # the graph of a whole compiled model would freeze what is counted here
+        if self._running is not None or not module.training or not torch.is_grad_enabled():
+            return
+        if (known := self._modules.get(id(module))) is None or known() is not module:
+            return
+        self._running = module
+        shape = _shape_of_ids(args, kwargs)
+        if shape is not None:
+            self.batch = shape
+        self._begin()
+        if shape is not None:
+            rows, length = shape
+            self._tokens += rows * length
+            if self._flops is not None:
+                if length not in self._flops_of:
+                    self._flops_of = {**dict(list(self._flops_of.items())[-255:]), length: self._flops(length)}
+                self._done += rows * length * self._flops_of[length]
+        self.passes += 1
+        self._parts.begin("forward", is_sampled=self._is_sampled)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self._running:
+            return
+        self._running = None
+        self._parts.begin("backward", is_sampled=self._is_sampled)
+        if self._keeps and (loss := loss_of(output)) is not None:
+            self._losses.append(loss.detach())
+
+    def _watch_optimizers(self) -> None:
+        # torch keeps the hooks, so a strong reference would keep the model forever.
+        reference = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (of := reference()) is not None and of._leads(optimizer):
+                of._parts.begin("optimizer", is_sampled=of._is_sampled)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (of := reference()) is not None and of._leads(optimizer):
+                of.end_step(lr=optimizer.param_groups[0]["lr"] if of._keeps else None, norm=None)
+
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            weakref.finalize(self, handle.remove)
+
+    def _leads(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer's step is a step of the model; of several optimizers, the first one's is."""
+        if self._lead is not None and (lead := self._lead()) is not None:
+            return lead is optimizer
+        is_own = find_runtime(optimizer) is self._runtime
+        if not is_own and not self._runtime.has_optimizer:
+            own = {id(p) for p in self._runtime.parameters}
+            is_own = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        if is_own:
+            self._lead = weakref.ref(optimizer)
+        return is_own
+
+
+def _shape_of_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and the tokens per row of a batch; None if it has no tokens."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point():
+        return ids.shape[0], ids.shape[1]
+    embeddings = kwargs.get("inputs_embeds")
+    if isinstance(embeddings, Tensor) and embeddings.ndim == 3:
+        return embeddings.shape[0], embeddings.shape[1]
+    return None

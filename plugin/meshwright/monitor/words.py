@@ -1,0 +1,61 @@
+"""The line of an interval, as text."""
+
+from __future__ import annotations
+
+from meshwright.monitor.figures import Figures
+from meshwright.planner.formatting import seconds
+
+
+def line(figures: Figures, *, max_steps: int | None = None) -> str:
+    """Return one line of text; what is unknown is left out.
+
+    Example:
+        >>> print(line(Figures(step=20, loss=2.5, norm=0.75, lr=3e-4, tokens=40960, seconds_per_step=0.5,
+        ...                    tokens_per_second=8192.0, ranks=2, mfu=0.41, peak={0: 2.0**30, 1: 2.0**31}, slowest=1,
+        ...                    behind=0.012, parts={}, waited=0.0, left=490.0), max_steps=1000))
+        step 20/1000  loss 2.5000  norm 0.750  lr 3.0e-04  8,192 tokens/s  4,096 per device  MFU 41.0%  \
+peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
+    """
+    found = figures
+    words = [f"step {found.step}" + ("" if max_steps is None else f"/{max_steps}")]
+    if found.loss is not None:
+        words.append(f"loss {found.loss:.4f}")
+    if found.norm is not None:
+        words.append(f"norm {found.norm:.3f}")
+    if found.lr is not None:
+        words.append(f"lr {found.lr:.1e}")
+    if found.tokens:
+        rate = found.tokens_per_second
+        words += [f"{rate:,.0f} tokens/s", f"{rate / found.ranks:,.0f} per device"]
+    else:
+        words.append(f"{seconds(found.seconds_per_step)} per step")
+    if found.mfu is not None:
+        words.append(f"MFU {found.mfu:.1%}")
+    words.append(f"peak {memory(found.peak[found.fullest])} (rank {found.fullest})")
+    if found.slowest is not None:
+        words.append(f"slowest rank {found.slowest} (+{seconds(found.behind)})")
+    if found.left is not None:
+        words.append(f"left {clock(found.left)}")
+    return "  ".join(words)
+
+
+def clock(value: float) -> str:
+    """Return a duration as hours, minutes and seconds, with days before them.
+
+    Example:
+        >>> clock(490), clock(100_000)
+        ('0:08:10', '1d 3:46:40')
+    """
+    days, rest = divmod(round(value), 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}d {text}" if days else text
+
+
+def memory(value: float) -> str:
+    """Return a number of bytes as text, in MiB below one GiB.
+
+    Example:
+        >>> memory(2.0**31), memory(2.0**29)
+        ('2.0 GiB', '512 MiB')
+    """
+    return f"{value / 2**30:,.1f} GiB" if value >= 2**30 else f"{value / 2**20:,.0f} MiB"

@@ -1,0 +1,147 @@
+"""The figures of an interval, their line and the count of FLOPs, against counts by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.config import ParallelPlan
+from meshwright.monitor.card import Card, Comparison
+from meshwright.monitor.estimate import Estimate, Machine, candidate_of, estimate
+from meshwright.monitor.figures import Figures, RankFigures, Step, together
+from meshwright.monitor.words import clock, line
+from meshwright.planner.hardware import Cluster, HardwareProfile, device
+from meshwright.planner.shapes import describe
+from support.models import build
+
+LENGTH = 16
+
+
+def rank(**changes: Any) -> RankFigures:
+    return RankFigures(
+        **{"seconds": 2.0, "steps": 4, "tokens": 400, "flops": 4e9, "waited": 0.0, "peak": 1.0, **changes}
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_flops_are_those_that_torch_counts(family: str) -> None:
+    """torch counts each matmul that runs: six operations per weight and token, and attention over the whole row."""
+    model = build(family, attn_implementation="eager")
+    ids = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    shape = describe(model.config)
+    matmuls = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    scores = 12 * shape.layers * shape.heads * shape.head_dim  # for each position that a token attends to
+    # The planner's formula, which MFU uses, counts only the positions that a causal mask leaves.
+    assert shape.flops(LENGTH) == 6 * matmuls + scores * shape.attended(LENGTH)
+    # Rotary embeddings multiply tiny matrices (positions by frequencies), which nobody counts.
+    counted = counter.get_total_flops() / ids.numel()
+    assert counted == pytest.approx(6 * matmuls + scores * LENGTH, rel=1e-3)
+
+
+def test_mfu_and_tokens_per_second_by_hand() -> None:
+    shape = describe(build("llama").config)
+    rows, length, dp, tp, peak = 3, 12, 2, 2, 1e9
+    own = rank(tokens=4 * rows * length, flops=4 * rows * length * shape.flops(length), seconds=2.0, steps=4)
+    found = together(Step(step=8), dict.fromkeys(range(dp * tp), own), row_copies=tp, peak_flops=peak, max_steps=10)
+    tokens = 4 * rows * length * dp  # ranks of tp share their rows
+    assert found.tokens == tokens and found.tokens_per_second == tokens / 2.0
+    assert found.mfu == pytest.approx(tokens * shape.flops(length) / 2.0 / (peak * dp * tp), rel=1e-12)
+    assert found.left == 2 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("waited", "slowest", "behind"),
+    [
+        ((1.0, 0.2, 1.0, 1.2), 1, 0.2),  # the median of the others waits 0.8 s longer in 4 steps
+        ((0.5, 0.5), 0, 0.0),
+        ((0.3,), None, 0.0),
+    ],
+)
+def test_the_slowest_rank_is_the_one_that_waits_least(waited: Any, slowest: int | None, behind: float) -> None:
+    ranks = {index: rank(waited=seconds) for index, seconds in enumerate(waited)}
+    found = together(Step(step=4), ranks, row_copies=1, peak_flops=None)
+    assert found.slowest == slowest and found.behind == pytest.approx(behind)
+    assert ("slowest_rank" in found.as_logs()) == (slowest is not None)
+
+
+def test_a_line_leaves_out_what_is_unknown() -> None:
+    found = together(Step(step=3, loss=math.nan), {0: rank(peak=2.0**29)}, row_copies=1, peak_flops=None)
+    text = line(found)
+    assert text == "step 3  loss nan  200 tokens/s  200 per device  peak 512 MiB (rank 0)"
+    assert "mfu" not in found.as_logs() and found.as_logs()["peak_memory_gb"] == round(2**29 / 1e9, 4)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (90061, "1d 1:01:01")])
+def test_a_duration(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows", "label"),
+    [
+        ("dp2", 4, "dp2 zero0 mb4x1"),
+        ("dp2 zero3", 4, "dp2 zero3 mb4x1"),
+        ("dp1 pp2 mb1", 4, "dp1 pp2 zero0 mb1x4"),
+        ("dp1 cp2(ring)", 1, "dp1 cp2(ring) zero0 mb1x1"),
+    ],
+)
+def test_a_plan_as_the_planner_writes_it(plan: str, rows: int, label: str) -> None:
+    from meshwright.choose.given_plan import resolve_plan
+
+    assert candidate_of(resolve_plan(plan), rows).label == label
+
+
+def machine(**changes: Any) -> Machine:
+    cluster = Cluster(device=device("h100-sxm"), gpus=2)
+    known = {"shape": describe(build("llama").config), "cluster": cluster, "is_known": True}
+    return Machine(**{**known, "profile": HardwareProfile(name="catalogue"), **changes})
+
+
+def estimated() -> Estimate:
+    return estimate(machine(), ParallelPlan(dp=2), torch.bfloat16, (4, LENGTH), 1)
+
+
+def test_the_card_shows_the_plan_and_its_estimate() -> None:
+    card = Card(
+        model="LlamaForCausalLM", parameters=22176, plan=ParallelPlan(dp=2), source="given in the call",
+        device="h100-sxm", batch=(4, LENGTH), estimate=estimated(), basis=machine().basis, has_peak=True,
+    )  # fmt: skip
+    text = str(card)
+    for words in (
+        "22,176 parameters, on 2 x h100-sxm",
+        "dp2 zero0",
+        "given in the call",
+        "dp=2",
+        "128 per step (8 rows of 16",
+    ):
+        assert words in text
+    assert "per rank estimated" in text and "per step estimated, ±40% (from data sheets" in text
+    assert "MFU" not in text
+
+
+@pytest.mark.parametrize(("ratio", "hints"), [(1.0, 0), (1.39, 0), (1.41, 1), (0.5, 1)])
+def test_a_hint_names_what_is_outside_the_band(ratio: float, hints: int) -> None:
+    found = estimated()
+    compared = Comparison(
+        estimate=found, seconds=ratio * found.time.total, peak=found.fullest.total, rank=1, has_profile=False,
+        is_cpu=False,
+    )  # fmt: skip
+    assert len(compared.hints) == hints
+    assert all("meshwright calibrate" in hint and f"{ratio:.2f}x" in hint for hint in compared.hints)
+
+
+def test_figures_are_numbers_for_a_tracker() -> None:
+    found = together(Step(step=4, loss=1.0), {0: rank(), 1: rank(waited=1.0)}, row_copies=1, peak_flops=1e12)
+    assert isinstance(found, Figures)
+    assert all(isinstance(value, int | float) for value in found.as_logs().values())
+    assert set(found.as_logs()) == {
+        "seconds_per_step", "tokens_per_second", "tokens_per_second_per_device", "mfu", "peak_memory_gb",
+        "peak_memory_rank", "slowest_rank", "slowest_rank_behind_ms",
+    }  # fmt: skip
