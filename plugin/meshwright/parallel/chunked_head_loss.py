@@ -18,9 +18,7 @@ from torch import Tensor
 
 from meshwright.parallel.cross_entropy import Words, exponentials_, gradient_
 from meshwright.parallel.logit_steps import Step, run, run_backward
-from meshwright.planner.head_chunks import head_chunk
-
-_SUMMED_WORDS = 4096  # rows of the weight whose gradient is widened at once, on devices without a mixed-precision sum
+from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +106,15 @@ def _forward(
         losses_N, softmax = exponentials_(wide, targets_N[rows], loss.words)
         losses.append(losses_N.sum())
         if any(needs):
-            grad = run_backward(loss.steps, gradient_(wide, softmax, factor).to(final.dtype), kept)
+            gradient_(wide, softmax, factor)
+            grad = final if wide is final else final.copy_(wide)
+            del wide
+            grad = run_backward(loss.steps, grad, kept)
+            del kept
             gradients.add(rows, grad, hidden)
-        del final, kept, wide
+            del grad
+        del final
+    del logits
     total = torch.stack(losses).sum() if losses else hidden_ND.new_zeros((), dtype=_wide(dtype))
     return total, gradients.finished(weight_WD.dtype if factor is not None else None)
 
@@ -132,12 +136,12 @@ class _Gradients:
         self, hidden_ND: Tensor, weight_WD: Tensor, bias_W: Tensor | None, needs: Sequence[bool], *, is_summed: bool
     ):
         self.weight_WD = weight_WD
-        dtype = weight_WD.dtype
-        self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=dtype) if needs[0] else None
-        summed = _wide(dtype)
-        self.of_weight = weight_WD.new_zeros(weight_WD.shape, dtype=summed) if needs[1] and is_summed else None
-        self.of_bias = weight_WD.new_zeros(weight_WD.shape[0], dtype=summed) if needs[2] and bias_W is not None else None
         self.needs_weight = needs[1]
+        summed = _wide(weight_WD.dtype)
+        self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=weight_WD.dtype) if needs[0] else None
+        self.of_weight = weight_WD.new_zeros(weight_WD.shape, dtype=summed) if needs[1] and is_summed else None
+        has_bias = needs[2] and bias_W is not None
+        self.of_bias = weight_WD.new_zeros(weight_WD.shape[0], dtype=summed) if has_bias else None
 
     def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
         """Add the gradients of one chunk, given that of its logits."""
@@ -169,8 +173,8 @@ def _add_product(sums_WD: Tensor, grad_NW: Tensor, hidden_ND: Tensor) -> None:
         torch.addmm(sums_WD, grad_NW.t(), hidden_ND, out_dtype=sums_WD.dtype, out=sums_WD)
         return
     wide = hidden_ND.to(sums_WD.dtype)
-    for first in range(0, sums_WD.shape[0], _SUMMED_WORDS):
-        words = slice(first, first + _SUMMED_WORDS)
+    for first in range(0, sums_WD.shape[0], SUMMED_WORDS):
+        words = slice(first, first + SUMMED_WORDS)
         sums_WD[words].addmm_(grad_NW[:, words].t().to(sums_WD.dtype), wide)
 
 

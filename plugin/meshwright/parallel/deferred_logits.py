@@ -114,6 +114,7 @@ class Deferred:
         dtype: the dtype of the logits.
         made_at: the moment at which the head was called; see ``DeferringHead.moment``.
         steps: what the model has done to the logits since.
+        hooks: called with the gradient of the logits, if they are computed and a loss is computed from them.
     """
 
     head: DeferringHead
@@ -123,6 +124,7 @@ class Deferred:
     dtype: torch.dtype
     made_at: tuple[int, ...]
     steps: tuple[Step, ...] = ()
+    hooks: list[Callable[[Tensor], None]] = field(default_factory=list)
     _values: Tensor | None = field(default=None, init=False)
 
     @property
@@ -156,6 +158,9 @@ class Deferred:
             for step in self.steps:
                 logits = step.plain(logits)
             self._values = logits.as_subclass(ShardedLogits) if self.head.deferral.is_sharded else logits
+            if logits.requires_grad:
+                for hook in self.hooks:
+                    logits.register_hook(hook)
         return self._values
 
     def loss(self, targets_N: Tensor, words: Words, factor: Tensor | None) -> Tensor:
@@ -217,7 +222,17 @@ def without_stand_in(logits: Tensor) -> Tensor:
     return logits if deferred is None else deferred.values()
 
 
-_FACTS = METADATA - {Tensor.as_subclass, Tensor.detach}
+def watch_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call a hook with the gradient of a tensor; with that of a stand-in's values, if something computes them."""
+    deferred = deferred_of(tensor)
+    if deferred is None or deferred.is_computed:
+        without_stand_in(tensor).register_hook(hook)
+    else:
+        deferred.hooks.append(hook)
+
+
+_OF_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad})
+_FACTS = METADATA - {Tensor.as_subclass, Tensor.detach} - _OF_GRADIENT
 
 
 class _StandIn(Tensor):
@@ -254,6 +269,14 @@ class DeferredLogits(_StandIn):
     """Stands in for whole logits. Whatever reads it gets the logits' values."""
 
     _OWN = _FACTS | SHAPE
+
+    @classmethod
+    def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if func in _OF_GRADIENT:
+            raise UnreadableTensorError(
+                "in training with labels outputs.loss is computed without outputs.logits, so its gradient does not "
+                f"reach them. To see the gradient of the logits, {_GATHER}"
+            )
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         deferred = deferred_of(self)

@@ -55,7 +55,7 @@ class Tanh:
 
     def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor:
         assert saved is not None
-        result: Tensor = torch.ops.aten.tanh_backward(grad, saved)
+        result: Tensor = torch.ops.aten.tanh_backward.grad_input(grad, saved, grad_input=grad)
         return result
 
     def plain(self, x: Tensor) -> Tensor:

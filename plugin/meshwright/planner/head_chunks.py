@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SUMMED_WORDS = 4096  # on CPU, rows of a 16-bit weight whose gradient is widened at once
+
 _CHUNKS = 16
 _FEWEST = 256  # fewer rows make a matrix multiplication wait for memory
 _MOST = 2048
