@@ -117,6 +117,8 @@ def test_logits_are_computed_when_they_are_read() -> None:
     """Bitwise those of the stock model, and a loss on them reaches the parameters."""
     model, stock, batch = distributed()
     outputs, expected = model(**batch), stock(**batch)
+    with torch.no_grad():
+        outputs.logits.argmax(-1)  # a metric, before the loss that needs a graph
     assert outputs.logits.shape == expected.logits.shape and outputs.logits.dtype == expected.logits.dtype
     assert torch.equal(outputs.logits, expected.logits)
     for out in outputs, expected:
@@ -144,6 +146,7 @@ def test_what_would_be_another_value_is_an_error() -> None:
         outputs.logits.retain_grad()
     with pytest.raises(UnreadableTensorError, match="gradient would be lost"):
         Doubled.apply(outputs.logits).backward()
+    outputs = model(**batch)
     outputs.loss.backward()
     optimizer.step()
     with pytest.raises(UnreadableTensorError, match=r"before optimizer.step\(\)"):

@@ -154,9 +154,11 @@ class Deferred:
         """Return the logits, computed now if they were not; differentiable."""
         if self._values is None:
             self._check_readable()
-            logits = self._in_head(self._whole)
-            for step in self.steps:
-                logits = step.plain(logits)
+            # With a graph, even if the first reader has none: an autograd function's forward, or a metric.
+            with torch.enable_grad():
+                logits = self._in_head(self._whole)
+                for step in self.steps:
+                    logits = step.plain(logits)
             self._values = logits.as_subclass(ShardedLogits) if self.head.deferral.is_sharded else logits
             if logits.requires_grad:
                 for hook in self.hooks:
