@@ -32,6 +32,7 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.step_watch import watch_steps
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.collectives import agree
+from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
@@ -40,6 +41,7 @@ from meshwright.parallel.head_losses import LossKind, find_loss, install_loss
 from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
+from meshwright.parallel.row_layout import is_held
 from meshwright.parallel.split_forward import SplitForward
 from meshwright.parallel.structure import DecoderStructure, ParameterLayout, describe
 from meshwright.parallel.tensor_guards import refuse_wrapping
@@ -221,7 +223,7 @@ class Installation:
         runtime.streams = DropoutStreams(axes=runtime.axes, seed=seed)
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
-        region = self._install_forward(runtime.streams)
+        region, forward = self._install_forward(runtime.streams)
         if self.context is not None:
             self._install_context(self.context, runtime.streams)
         if runtime.engine is not None:
@@ -251,6 +253,7 @@ class Installation:
         if self.plan.recompute == "full":
             own = None if self.cut is None else [self.cut.layers[index] for index in sorted(self.cut.own_layers)]
             recompute_layers(decoder, self.plan.recomputed_layers, own)
+        self._defer_logits(forward)
 
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime
@@ -288,7 +291,7 @@ class Installation:
             ),
         )
 
-    def _install_forward(self, streams: DropoutStreams) -> SequenceRegion | None:
+    def _install_forward(self, streams: DropoutStreams) -> tuple[SequenceRegion | None, ForwardState]:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
         runtime, structure, plan = self.runtime, self.tensor_structure, self.plan
         uneven = runtime.uneven = UnevenBatches(runtime.dp, runtime.tp)
@@ -307,6 +310,7 @@ class Installation:
             guard=runtime.guard,
             comparison=runtime.comparison,
             has_sharded_loss=self._has_sharded_loss,
+            has_head_loss=self._has_head_loss,
             has_known_loss=self.loss is not None,
             uneven=uneven,
             hooked=hooked,
@@ -316,8 +320,8 @@ class Installation:
         )
         keep_documents_apart(self.decoder)
         if structure is None:
-            return None
-        return install_tensor_parallel(
+            return None, forward
+        region = install_tensor_parallel(
             structure,
             runtime.tp,
             sequence_parallel=plan.sequence_parallel,
@@ -325,11 +329,43 @@ class Installation:
             keep_logits_sharded=forward.keep_logits_sharded,
             is_staged=self.cut is not None,
         )
+        return region, forward
+
+    def _defer_logits(self, forward: ForwardState) -> None:
+        """Let the loss compute the logits in chunks, where the head allows it."""
+        runtime, head = self.runtime, self._head
+        if not self._has_head_loss or not DeferringHead.is_deferrable(head) or not is_held(head.weight):
+            return
+        deferral = Deferral(
+            is_wanted=forward.defers_logits,
+            is_sharded=self.tensor_structure is not None,
+            count_steps=runtime.count_sharded_steps,
+            has_values=runtime.has_values,
+        )
+        head.forward = DeferringHead(head, deferral)
+
+    @property
+    def _head(self) -> Any:
+        if self.structure is not None:
+            return self.structure.head
+        find = getattr(self.decoder, "get_output_embeddings", None)
+        return find() if callable(find) else None
 
     @property
     def _has_sharded_loss(self) -> bool:
-        is_causal_lm = self.loss is not None and self.loss.is_causal_lm
-        return is_causal_lm and self.tensor_structure is not None and not self.config.gather_logits
+        return self._reads_no_logits and self.tensor_structure is not None
+
+    @property
+    def _has_head_loss(self) -> bool:
+        # An engine gathers weights by hooks of its own. Under gpipe the last stage would hold the gradient of the
+        # head's weight once for each micro-batch.
+        is_single = self.cut is None or self.cut.schedule != "gpipe"
+        return self._reads_no_logits and self.runtime.engine is None and is_single
+
+    @property
+    def _reads_no_logits(self) -> bool:
+        """Whether training with labels needs no logits but for the loss."""
+        return self.loss is not None and self.loss.is_causal_lm and not self.config.gather_logits
 
     def _comparison(self) -> ReplicaComparison:
         runtime, plan = self.runtime, self.plan

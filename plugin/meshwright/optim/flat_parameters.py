@@ -55,6 +55,11 @@ class FlatShard:
         self.master[begin : begin + high - low].copy_(local.flatten()[low:high])
         return self.stand_in.expand(local.shape)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all elements of the parameters are gathered."""
+        return self._full is not None
+
     def start(self) -> None:
         """Start the all-gather, unless it was started already."""
         if self._full is None and self._wait is None:

@@ -164,6 +164,14 @@ class Runtime:
         if self.engine is not None:
             raise ValueError(f"{what}: {self.engine} keeps this model's gradients and master weights; {instead}")
 
+    def count_sharded_steps(self) -> int:
+        """Return how often an optimizer has stepped ZeRO's shards, which the parameters' versions do not show."""
+        return 0 if self.zero is None else self.zero.num_steps
+
+    def has_values(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter's values can be read without communication."""
+        return self.weights is None or self.weights.is_gathered(parameter)
+
     def follow(self) -> None:
         """Update ``trained`` for the parameters that the program froze or thawed since the last pass."""
         if self.trained is not None:

@@ -136,6 +136,10 @@ class ShardedWeights:
         """Return whether a parameter's values are kept here, so that it has none while its layer is not running."""
         return id(parameter) in self._place
 
+    def is_gathered(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter's values are on this rank, so that its module can run without communication."""
+        return id(parameter) not in self._place or self._place[id(parameter)][0].is_full
+
     def lend_memory(self, parameter: nn.Parameter, values: Tensor | None) -> None:
         """Give a parameter memory to be copied into, until :meth:`take_back_memory`.
 

@@ -114,12 +114,14 @@ class ReduceScatter:
     Attributes:
         sharded: all buckets.
         groups: the model's parameters in each of the optimizer's groups, including frozen ones.
+        num_steps: how many steps have changed the parameters.
     """
 
     def __init__(self, dp: Axis, *, can_wait: bool):
         self.sharded: list[ShardedBucket] = []
         self.dp, self.can_wait = dp, can_wait
         self.groups: list[list[nn.Parameter]] = []
+        self.num_steps = 0
         self._of: dict[int, ShardedBucket] = {}
         self._with: dict[int, ShardedBucket] = {}
         self._slices_of: dict[int, list[Slice]] = {}
@@ -350,6 +352,7 @@ def hook_optimizer(optimizer: Optimizer, reduction: ReduceScatter) -> None:
     optimizer.register_step_pre_hook(prepare)
 
     def publish(*_: Any) -> None:
+        reduction.num_steps += 1
         for sharded in reduction.sharded:
             sharded.weights.publish()
 

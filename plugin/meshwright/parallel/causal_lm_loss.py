@@ -15,7 +15,8 @@ from torch import Tensor
 
 from meshwright.parallel.added_losses import check_nothing_added
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
+from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
+from meshwright.parallel.deferred_logits import Deferred, deferred_of, without_stand_in
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
 from meshwright.parallel.tensor_checks import require_words
@@ -51,8 +52,12 @@ class CausalLMLoss:
         if self.region is not None:
             shift_labels = self.region.parts.take(shift_labels, 1, fill=ignore_index)
         targets_N = shift_labels.reshape(-1).to(logits.device)
-        loss_sum = self._sum(logits, targets_N, ignore_index)
-        return self.mean.of(loss_sum.reshape(1), valid_labels(targets_N, ignore_index).reshape(1), num_items_in_batch)
+        count = valid_labels(targets_N, ignore_index).reshape(1)
+        deferred = deferred_of(logits)
+        if deferred is not None and not deferred.is_computed:
+            return self._of_head(deferred, targets_N, count, num_items_in_batch, ignore_index)
+        loss_sum = self._sum(without_stand_in(logits), targets_N, ignore_index)
+        return self.mean.of(loss_sum.reshape(1), count, num_items_in_batch)
 
     def counts(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the number of valid labels in this rank's part of a batch."""
@@ -66,6 +71,30 @@ class CausalLMLoss:
     def is_global(self) -> None:
         """See BatchLoss; nothing averages the loss of an output."""
 
+    def _of_head(
+        self,
+        deferred: Deferred,
+        targets_N: Tensor,
+        count: Tensor,
+        num_items: Tensor | float | None,
+        ignore_index: int,
+    ) -> Tensor:
+        """Return the loss of logits that the head has not computed."""
+        columns = deferred.columns
+        vocab_size = self.vocab_size or columns
+        require_words(targets_N, vocab_size, "label", ignored=ignore_index)
+        words = self._words(columns, vocab_size, ignore_index)
+        if deferred.product == torch.float16:  # which cannot represent gradients before a GradScaler scales them
+            return self.mean.of(deferred.loss(targets_N, words, None).reshape(1), count, num_items)
+        divisors = self.mean.known_divisors(count, num_items)
+        factor = self.mean.factors(divisors).to(torch.promote_types(deferred.dtype, torch.float32))
+        loss_sum = deferred.loss(targets_N, words, factor)
+        return self.mean.of_weighted(loss_sum.reshape(1), divisors, has_items=num_items is not None)
+
+    def _words(self, columns: int, vocab_size: int, ignore_index: int) -> Words:
+        first = min(self.tp.rank * columns, vocab_size)
+        return Words(first=first, count=min(columns, vocab_size - first), ignored=ignore_index, axis=self.tp)
+
     def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
         if isinstance(logits, ShardedLogits):
             logits = logits.as_subclass(Tensor)
@@ -74,15 +103,9 @@ class CausalLMLoss:
             logits_NV = at_least_float32(logits.reshape(-1, words))
             return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
         require_words(targets_N, self.vocab_size, "label", ignored=ignore_index)
-        first_word = min(self.tp.rank * words, self.vocab_size)
-        num_words = min(words, self.vocab_size - first_word)
+        own = self._words(words, self.vocab_size, ignore_index)
         result: Tensor = VocabParallelCrossEntropy.apply(
-            at_least_float32(logits.reshape(-1, words)),
-            targets_N,
-            first_word,
-            num_words,
-            ignore_index,
-            self.tp,
+            at_least_float32(logits.reshape(-1, words)), targets_N, own.first, own.count, ignore_index, self.tp
         )
         return result
 

@@ -1,14 +1,15 @@
 """Cross-entropy over logits that are sharded along the vocabulary.
 
 Each rank reduces over its own words of the vocabulary. One small all-gather (three numbers per token) combines the
-ranks' results. The logits are overwritten by their exponentials and, in backward, by their gradient, because with 32k
-words they are by far the largest tensor of a step. Nothing else may read them (see ShardedLogits).
+ranks' results. The logits are overwritten by their exponentials and then by their gradient, because with 32k words
+they are by far the largest tensor of a step. Nothing else may read them (see ShardedLogits).
 
 Shape suffixes: N tokens, W words of this rank.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,82 @@ from meshwright.parallel.collectives import Axis, all_gather
 
 # On CPU, work through the logits in pieces that stay in a core's cache from one pass to the next.
 _CACHE_BYTES = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The words of a vocabulary that one rank's logits score, and what does not count.
+
+    Args:
+        first: the index of this rank's first word in the full vocabulary.
+        count: the number of this rank's columns that are words; the other columns are padding.
+        ignored: the target of tokens that do not count.
+        axis: the TP axis.
+    """
+
+    first: int
+    count: int
+    ignored: int
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A softmax of which a rank has exponentials, ``softmax = exponentials * scale``, and where its targets are.
+
+    Args:
+        scale_N: the factor of each token's exponentials; 0 for a token that does not count.
+        column_N: the column of each token's target, or 0.
+        is_ours_N: whether this rank has the target.
+    """
+
+    scale_N: Tensor
+    column_N: Tensor
+    is_ours_N: Tensor
+
+
+def exponentials_(logits_NW: Tensor, targets_N: Tensor, words: Words) -> tuple[Tensor, Softmax]:
+    """Overwrite logits by exponentials; return each token's loss (0 if it does not count) and the softmax."""
+    exp_NW = logits_NW
+    if words.count < exp_NW.shape[1]:
+        exp_NW[:, words.count :] = -torch.inf
+    is_valid_N = targets_N != words.ignored
+    column_N = targets_N - words.first
+    is_ours_N = (column_N >= 0) & (column_N < words.count) & is_valid_N
+    column_N = column_N.where(is_ours_N, 0)
+
+    statistics_3N = exp_NW.new_empty(3, exp_NW.shape[0])
+    maximum_N, total_N, target_N = statistics_3N
+    for rows in _row_blocks(exp_NW):
+        block = exp_NW[rows]
+        # A rank with padding columns only (in a tiny vocabulary) has no finite maximum.
+        peak = block.amax(1, keepdim=True).clamp_(min=torch.finfo(block.dtype).min)
+        target_N[rows] = block.gather(1, column_N[rows, None])[:, 0]
+        block.sub_(peak).exp_()
+        maximum_N[rows] = peak[:, 0]
+        total_N[rows] = block.sum(1)
+    target_N.masked_fill_(~is_ours_N, 0)
+
+    gathered = all_gather(statistics_3N[None], words.axis)
+    peak_N = gathered[:, 0].amax(0)
+    denominator_N = (gathered[:, 1] * (gathered[:, 0] - peak_N).exp()).sum(0)
+    loss_N = denominator_N.log() + peak_N - gathered[:, 2].sum(0)
+
+    # softmax = exp(logit - own peak) * scale; an ignored token has no gradient.
+    scale_N = ((maximum_N - peak_N).exp() / denominator_N) * is_valid_N
+    return loss_N.masked_fill_(~is_valid_N, 0), Softmax(scale_N, column_N, is_ours_N)
+
+
+def gradient_(exp_NW: Tensor, softmax: Softmax, factor: Tensor | None) -> Tensor:
+    """Overwrite exponentials by the gradient of the tokens' summed loss times ``factor``."""
+    scale_N, column_N = softmax.scale_N, softmax.column_N
+    target_grad_N = -softmax.is_ours_N.to(exp_NW.dtype)
+    if factor is not None:
+        scale_N, target_grad_N = scale_N * factor, target_grad_N * factor
+    for rows in _row_blocks(exp_NW):
+        block = exp_NW[rows].mul_(scale_N[rows, None])
+        block.scatter_add_(1, column_N[rows, None], target_grad_N[rows, None].to(block.dtype))
+    return exp_NW
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -43,45 +120,16 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         axis: Axis,
     ) -> Tensor:
         exp_NW = logits_NW.detach()
-        if num_words < exp_NW.shape[1]:
-            exp_NW[:, num_words:] = -torch.inf
-        column_N = targets_N - first_word
-        is_ours_N = (column_N >= 0) & (column_N < num_words) & (targets_N != ignore_index)
-        column_N = column_N.where(is_ours_N, 0)
-
-        statistics_3N = exp_NW.new_empty(3, exp_NW.shape[0])
-        maximum_N, total_N, target_N = statistics_3N
-        for rows in _row_blocks(exp_NW):
-            block = exp_NW[rows]
-            # A rank with padding columns only (in a tiny vocabulary) has no finite maximum.
-            peak = block.amax(1, keepdim=True).clamp_(min=torch.finfo(block.dtype).min)
-            target_N[rows] = block.gather(1, column_N[rows, None])[:, 0]
-            block.sub_(peak).exp_()
-            maximum_N[rows] = peak[:, 0]
-            total_N[rows] = block.sum(1)
-        target_N.masked_fill_(~is_ours_N, 0)
-
-        gathered = all_gather(statistics_3N[None], axis)
-        peak_N = gathered[:, 0].amax(0)
-        denominator_N = (gathered[:, 1] * (gathered[:, 0] - peak_N).exp()).sum(0)
-        loss_N = denominator_N.log() + peak_N - gathered[:, 2].sum(0)
-        is_valid_N = targets_N != ignore_index
-
-        # softmax = exp(logit - own peak) * scale; an ignored token has no gradient.
-        scale_N = ((maximum_N - peak_N).exp() / denominator_N) * is_valid_N
-        ctx.save_for_backward(exp_NW, scale_N, column_N, is_ours_N)
-        return loss_N.masked_fill(~is_valid_N, 0).sum()
+        words = Words(first=first_word, count=num_words, ignored=ignore_index, axis=axis)
+        loss_N, softmax = exponentials_(exp_NW, targets_N, words)
+        ctx.save_for_backward(exp_NW, softmax.scale_N, softmax.column_N, softmax.is_ours_N)
+        return loss_N.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         # In place, so a second backward through the same graph fails autograd's version check.
-        grad_NW, scale_N, column_N, is_ours_N = ctx.saved_tensors
-        scale_N = scale_N * grad
-        target_grad_N = is_ours_N * -grad
-        for rows in _row_blocks(grad_NW):
-            block = grad_NW[rows].mul_(scale_N[rows, None])
-            block.scatter_add_(1, column_N[rows, None], target_grad_N[rows, None].to(block.dtype))
-        return grad_NW, None, None, None, None, None
+        grad_NW, *softmax = ctx.saved_tensors
+        return gradient_(grad_NW, Softmax(*softmax), grad), None, None, None, None, None
 
 
 def _row_blocks(x_NW: Tensor) -> list[slice]:

@@ -35,6 +35,7 @@ class ForwardState:
         guard: the guard that compares the ranks and counts the steps; None on one process.
         comparison: the comparison of the model's replicas; None without a guard.
         has_sharded_loss: whether the model's loss function can use sharded logits.
+        has_head_loss: whether the model's loss function can compute the logits itself, from the head's input.
         has_known_loss: whether the loss that the model returns is the loss of the global batch.
         uneven: the check for uneven batches, used for losses of an unknown kind.
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
@@ -51,6 +52,7 @@ class ForwardState:
     guard: Guard | None
     comparison: ReplicaComparison | None
     has_sharded_loss: bool
+    has_head_loss: bool
     has_known_loss: bool
     uneven: UnevenBatches
     hooked: HookedModules
@@ -61,7 +63,7 @@ class ForwardState:
     def __post_init__(self) -> None:
         self.dp = self.axes.dp
         self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
-        self._keeps_sharded = False
+        self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
         self._outermost: nn.Module | None = None  # the module whose call is running
         self._signatures: dict[nn.Module, inspect.Signature] = {}
@@ -73,6 +75,10 @@ class ForwardState:
     def keep_logits_sharded(self) -> bool:
         """Return whether the current pass computes a training loss from sharded logits."""
         return self._keeps_sharded
+
+    def defers_logits(self) -> bool:
+        """Return whether the current pass computes a training loss from the head's input."""
+        return self._defers
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._outermost not in (None, module):
@@ -89,7 +95,8 @@ class ForwardState:
             self._compare(self.guard, module, inputs, trains=trains)
         if torch.is_grad_enabled():
             self.follow()
-        self._keeps_sharded = module is self.model and self.has_sharded_loss and module.training and labels is not None
+        has_loss = module is self.model and module.training and labels is not None
+        self._keeps_sharded, self._defers = has_loss and self.has_sharded_loss, has_loss and self.has_head_loss
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
         if not torch.is_grad_enabled() or self.dp.size == 1:
             return None
@@ -140,7 +147,7 @@ class ForwardState:
         if module is not self._outermost:
             return None
         self._outermost = None
-        was_sharded, self._keeps_sharded = self._keeps_sharded, False
+        was_sharded, self._keeps_sharded, self._defers = self._keeps_sharded, False, False
         if self._restore is not None:
             self._restore()
             self._restore = None

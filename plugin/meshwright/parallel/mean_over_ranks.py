@@ -74,6 +74,27 @@ class GlobalMean:
         ranks = all_gather(self._with_items(counts.double(), num_items)[None], self.dp)
         return self._divisors_of(ranks, len(counts), has_items=num_items is not None)
 
+    def known_divisors(self, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
+        """Return the divisors of the sums to come: those of the larger batch inside :meth:`divided_by`."""
+        return self.divisors(counts, num_items) if self._divisors is None else self._divisors
+
+    def factors(self, divisors: Tensor) -> Tensor:
+        """Return the gradient of a mean with respect to each of its sums."""
+        # As in torch, a mean over nothing is NaN and its gradient is zero.
+        return torch.where(divisors > 0, self.dp.size / len(divisors) / divisors, 0)
+
+    def of_weighted(self, sums: Tensor, divisors: Tensor, *, has_items: bool) -> Tensor:
+        """Return the mean over the global batch of sums whose gradients have their factors already.
+
+        Args:
+            sums: this rank's sums, ``[n]``.
+            divisors: what :meth:`known_divisors` returned.
+            has_items: whether the program passed num_items.
+        """
+        ranks = all_gather(sums.detach().double()[None], self.dp)
+        self.used_items = has_items
+        return self._replaced(sums, ranks, divisors.to(sums.dtype), torch.ones_like(sums, requires_grad=False))
+
     def of(self, sums: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return the mean over the global batch; for several sums, the average of their means.
 
@@ -91,9 +112,10 @@ class GlobalMean:
             divisors = self._divisors_of(ranks[:, size:], size, has_items=num_items is not None)
         self.used_items = num_items is not None
         divisors = divisors.to(sums.dtype)
-        value = (ranks[:, :size].sum(0).to(sums.dtype) / divisors).mean()
-        # As in torch, a mean over nothing is NaN and its gradient is zero.
-        factors = torch.where(divisors > 0, self.dp.size / size / divisors, 0)
+        return self._replaced(sums, ranks[:, :size], divisors, self.factors(divisors))
+
+    def _replaced(self, sums: Tensor, ranks: Tensor, divisors: Tensor, factors: Tensor) -> Tensor:
+        value = (ranks.sum(0).to(sums.dtype) / divisors).mean()
         mean: Tensor = _ReplaceValue.apply(sums, value, factors)
         self._last = None if mean.grad_fn is None else mean.grad_fn._sequence_nr()
         return mean

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from meshwright.errors import AlreadyDistributedError, UnreadableTensorError
 
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "layout", "is_sparse")
 ) | {Tensor.as_subclass, Tensor.detach, Tensor.register_hook}
 
 
-_SHAPE: frozenset[Any] = frozenset(
+SHAPE: frozenset[Any] = frozenset(
     {Tensor.size, Tensor.numel, Tensor.dim} | {getattr(Tensor, name).__get__ for name in ("shape", "ndim")}
 )
 
@@ -31,7 +31,7 @@ class UnreadableTensor(Tensor):
 
     @classmethod
     def _allows(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        return func in _METADATA or func in _SHAPE
+        return func in METADATA or func in SHAPE
 
     @classmethod
     def __torch_function__(
@@ -73,7 +73,7 @@ class ShardedLogits(UnreadableTensor):
     @classmethod
     def _allows(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         others_are_numbers = not any(isinstance(arg, Tensor) for arg in args[1:])
-        return func in _METADATA or (func in cls._ELEMENTWISE and others_are_numbers)
+        return func in METADATA or (func in cls._ELEMENTWISE and others_are_numbers)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return "ShardedLogits(not gathered: see ToDistributedConfig.gather_logits)"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.collectives import Axis, all_gather
+from meshwright.parallel.deferred_logits import DeferredLogits, watch_gradient
 from meshwright.parallel.mean_over_ranks import valid_labels
 from meshwright.parallel.output_loss import tensors_of
 
@@ -57,7 +58,8 @@ class UnevenBatches:
                 is not compared.
         """
         # Only the known loss uses sharded logits, and it overwrites them.
-        tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) is Tensor]
+        kinds = (Tensor, DeferredLogits)
+        tensors = [x for x in tensors_of(output) if x.requires_grad and x is not known and type(x) in kinds]
         if not tensors:
             return
         batch, is_pass = (inputs, True) if self._batch is None else (self._batch, False)
@@ -80,7 +82,7 @@ class UnevenBatches:
             is_known = True
 
         for tensor in tensors:
-            tensor.register_hook(queue)
+            watch_gradient(tensor, queue)
         if known is not None and known.requires_grad:
             known.register_hook(is_used)
 

@@ -72,7 +72,7 @@ class HookedModules:
         if hooks == self._hooks_seen:
             return
         self._hooks_seen = hooks
-        found = {name: module for name, module in self._modules if any(map(_is_foreign, _hooks_of(module)))}
+        found = {name: module for name, module in self._modules if has_foreign_hooks(module)}
         cut = [name for name in found if name in self._cut]
         cut += [name for name, module in found.items() if name in self._borders and _comes_first(module)]
         parted = [name for name in found if name in self._parted]
@@ -104,6 +104,11 @@ def _comes_first(module: nn.Module) -> bool:
     """Return whether a module's first forward hook is the program's, registered before the runtime's."""
     first = next(iter(module._forward_hooks.values()), None)
     return first is not None and _is_foreign(first)
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether the program has forward hooks on a module itself."""
+    return any(map(_is_foreign, _hooks_of(module)))
 
 
 def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:

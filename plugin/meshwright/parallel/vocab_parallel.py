@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Axis, reduce, share, unsplit_rows
+from meshwright.parallel.deferred_logits import InHead
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.tensor_checks import require_words
 from meshwright.parallel.tensor_guards import ShardedLogits
@@ -47,10 +48,15 @@ class VocabParallelHead:
 
     def __init__(self, head: nn.Linear, vocab_size: int, axis: Axis, keep_sharded: Callable[[], bool]):
         self.axis, self.vocab_size, self.keep_sharded = axis, vocab_size, keep_sharded
-        head.register_forward_pre_hook(lambda module, args: (share(args[0], axis), *args[1:]))
+        head.register_forward_pre_hook(self._share)
         head.register_forward_hook(self._deliver)
 
+    def _share(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if isinstance(args[0], InHead) else (share(args[0], self.axis), *args[1:])
+
     def _deliver(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if isinstance(args[0], InHead) or isinstance(output, ShardedLogits):
+            return output
         if self.keep_sharded():
             return output.as_subclass(ShardedLogits)
         return gather_words(output, self.axis)[..., : self.vocab_size]

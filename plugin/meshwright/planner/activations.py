@@ -25,8 +25,8 @@ class Saved:
         kept: bytes that one layer saves if backward recomputes the layer.
         shared: bytes of the rotary sines and cosines, which are computed once for all layers.
         arguments: bytes of the positions and masks that are passed to recomputed layers.
-        head: bytes of the last norm, the head and the loss, including the logits.
-        logits: bytes of the logits alone, in the form that the loss saves.
+        head: bytes of the last norm, and of the gradients that the head and the loss have computed in forward.
+        of_head: bytes of these gradients alone: of the head's input and weight.
     """
 
     layer: float
@@ -35,7 +35,7 @@ class Saved:
     shared: float
     arguments: float
     head: float
-    logits: float
+    of_head: float
 
     def total(self, layers: int, recomputed: int) -> float:
         """Return the bytes that a model saves if backward recomputes ``recomputed`` of its ``layers``."""
@@ -105,10 +105,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     attention = block + n * of_attention + _query_norm(sizes, traits, n, b, tp)
     mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
 
-    logits = 4.0 * n * sizes.words
-    # The head's input has all positions. The last term is the targets and, with tp, which rank has each target's logit.
-    head = norm + n * shape.hidden * b + logits + n * (8 if tp == 1 else 22)
-    head += n * sizes.words * b if traits.caps_logits else 0
+    of_head = (n + sizes.words) * shape.hidden * b  # the head's input has all positions
     shared = 2.0 * tokens * shape.head_dim * (4 if traits.rotates_in_float32 else b)
     return Saved(
         layer=attention + mlp,
@@ -117,8 +114,8 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
         shared=shared,
         # Under cp, masks are functions, of which a block is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 else 0),
-        head=head,
-        logits=logits,
+        head=norm + of_head,
+        of_head=of_head,
     )
 
 

@@ -10,6 +10,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, count_recomputed
 from meshwright.planner.context_cost import exchanges
+from meshwright.planner.head_chunks import head_chunk
 from meshwright.planner.shapes import ModelShape
 
 
@@ -89,7 +90,9 @@ def _tensor(
     recomputed = count_recomputed(plan, shape.layers)
     again = (2 if traits.norms_outputs else 1) * recomputed
     forward.add("all-reduce", micro, plan.micro_batch * seq_len * shape.hidden * b)  # the embedding's output
-    forward.add("all-gather", micro, 3 * rows * 4 * plan.tp)  # the loss: three numbers per token
+    chunk = head_chunk(rows, shape.hidden)
+    for first in range(0, rows, chunk):  # the loss: three numbers per token
+        forward.add("all-gather", micro, 3 * min(chunk, rows - first) * 4 * plan.tp)
     backward.add("all-reduce", micro, whole)  # the gradient of the head's input
     if plan.sequence_parallel:
         padded = plan.micro_batch * -(-tokens // plan.tp) * plan.tp * shape.hidden * b
@@ -115,9 +118,9 @@ def _tensor(
 
 
 def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[str, dict[str, AxisTraffic]]) -> None:
-    phases["forward"]["dp"].add("all-gather", plan.accumulation, 16 * plan.data_ranks)  # the loss's sum and token count
+    phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
+    phases["forward"]["dp"].add("all-gather", plan.accumulation, 8 * plan.data_ranks)  # the sums of the losses
     if plan.accumulation > 1:
-        phases["forward"]["dp"].add("all-gather", 1, 8 * plan.data_ranks)  # the count of the batch's tokens
         phases["forward"]["dp"].add("all-reduce", 1, 8)  # the number of micro-batches
     members = list(parameters(shape, plan))
     if plan.zero_stage == 3:
@@ -146,9 +149,10 @@ def _gathered_weights(
         numel = math.ceil(sum(members[index].numel for index in unit) / plan.data_ranks) * plan.data_ranks
         first = members[unit[0]]
         is_embedding, is_head = first.layer < 0, first.layer == shape.layers and unit[0] == len(members) - 1
-        # The embedding and the head both gather a tied matrix. The head keeps the gathered matrix until backward, and
-        # the embedding's backward does not read the matrix.
-        is_kept = is_embedding or (is_head and not shape.tied)
+        # The embedding and the head both gather a tied matrix. Their backward does not read it.
+        is_norm = first.layer == shape.layers and (shape.tied or not is_head)
+        # Backward does not read the weight of a norm that multiplies by a copy of it.
+        is_kept = is_embedding or (is_norm and shape.traits.norm_copies_weight) or (is_head and not shape.tied)
         is_twice = shape.tied and unit[0] == 0
         forward.add("all-gather", micro * (1 + is_twice), numel * b)
         backward.add("all-gather", 0 if is_kept else micro, numel * b)

@@ -12,6 +12,7 @@ from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, count_recomputed
 from meshwright.planner.context_memory import attention_memory
+from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
 from meshwright.planner.shapes import ModelShape
 
 IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: number of buckets that are reduced at the same time; 1 under ZeRO-3
@@ -79,8 +80,9 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     recomputed = count_recomputed(plan, shape.layers)
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
-        shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered
-    )
+        shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered,
+        cpu=cpu,
+    )  # fmt: skip
     forward, backward = _forward(micro), _backward(micro, members, _gradients(shape, layout, b, cpu))
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
     if accumulated and is_sharded and plan.zero_stage > 1:
@@ -124,7 +126,7 @@ class _Gathered:
 
 @dataclass(frozen=True, kw_only=True)
 class _MicroBatch:
-    """One micro-batch on one rank: its sizes, and what forward saves and gathers for it."""
+    """One micro-batch on one rank: its sizes, what forward saves and gathers for it, and whether it is on CPU."""
 
     shape: ModelShape
     plan: Candidate
@@ -133,6 +135,7 @@ class _MicroBatch:
     saved: Saved
     recomputed: int
     gathered: _Gathered
+    cpu: bool
 
     @property
     def positions(self) -> int:
@@ -153,10 +156,7 @@ class _MicroBatch:
 def _forward(micro: _MicroBatch) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
-    words = -(-shape.vocab // plan.tp)
-    # The loss reads 32-bit logits, a copy if the logits are 16-bit. It overwrites sharded logits in place.
-    loss = n * words * (b if b < 4 else 0) if plan.tp > 1 else n * words * (4 + (b if b < 4 else 0))
-    at_loss = saved.total(shape.layers, recomputed) + loss
+    at_loss = saved.total(shape.layers, recomputed) - saved.of_head + head_peak(shape, plan, n, b, cpu=micro.cpu)
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head
@@ -164,6 +164,35 @@ def _forward(micro: _MicroBatch) -> float:
     in_layer = before + (0 if is_last_kept else saved.layer - saved.kept) + _joined(shape, plan, n, b)
     in_attention = before + saved.attention - (saved.layer if is_last_kept else saved.kept) + micro.attention[0]
     return max(at_loss + gathered.head, max(in_layer, in_attention) + gathered.layers)
+
+
+def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: bool) -> float:
+    """Return the bytes of the head and the loss at their peak, from the head's input on.
+
+    Args:
+        shape: the model.
+        plan: the plan, whose tp cuts the vocabulary.
+        tokens: the tokens of this rank's micro-batch.
+        b: bytes per element of the model's dtype.
+        cpu: whether the plan runs on CPU, where 16-bit products are widened before they are summed.
+
+    Example:
+        >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+        ...                    vocab=128256)
+        >>> whole = 4 * 8192 * 128256  # 32-bit logits
+        >>> round(head_peak(shape, Candidate(), 8192, 2, cpu=False) / whole, 2)
+        0.78
+    """
+    words, chunk = -(-shape.vocab // plan.tp), head_chunk(tokens, shape.hidden)
+    scores, weight = b * chunk * words, words * shape.hidden * b
+    # The loss overwrites 32-bit logits; a cap keeps its result.
+    in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 else 0)
+    if chunk == tokens:
+        peak = max(in_loss, scores + weight)
+    else:
+        widened = 4 * chunk * (min(SUMMED_WORDS, words) + shape.hidden) if cpu and b < 4 else 0
+        peak = words * shape.hidden * max(4, b) + max(in_loss, scores + widened, weight if b < 4 else 0)
+    return 2 * tokens * shape.hidden * b + peak  # the head's input, and its gradient
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
@@ -174,13 +203,8 @@ def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
 def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Gradients) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
-    words, rows = -(-shape.vocab // plan.tp), n * shape.hidden * b
+    rows = n * shape.hidden * b
     total = saved.total(shape.layers, recomputed)
-    # The 32-bit gradient of the logits is a new tensor without tp; with tp it overwrites the logits. Then the gradient
-    # is cast, or passes backward through the cap.
-    is_copied = b < 4 or shape.traits.caps_logits
-    at_loss = total + (8 * n * words if plan.tp == 1 else n * words * b * is_copied)
-    at_head = total - saved.logits + n * words * b + words * shape.hidden * b + rows
     norm = 24 * n * shape.hidden / (plan.tp if plan.sequence_parallel else 1)  # six 32-bit tensors of a norm's size
     mlp = max(norm, n * b * (3 * shape.ffn / plan.tp + 2 * shape.hidden))
     attention = max(norm, n * b * (3 * shape.query_width / plan.tp + 2 * shape.hidden))
@@ -193,8 +217,7 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
     at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
-    at_loss, at_head = at_loss + gathered.head, at_head + gathered.head
-    peak, arrived = max(total + before + at_once, max(at_loss, at_head) + left_over), Counter[int]()
+    peak, arrived = max(total + before + at_once, total + gathered.head + left_over), Counter[int]()
     for member, arrival, most in gradients:
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:

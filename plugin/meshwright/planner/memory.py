@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.context.methods import local_tokens
 from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_rank
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_layers, stage_layers
 from meshwright.planner.context_memory import attention_memory
-from meshwright.planner.footprint import IN_FLIGHT, footprint
+from meshwright.planner.footprint import IN_FLIGHT, footprint, head_peak
 from meshwright.planner.shapes import ModelShape
 
 _CONTEXT = 0.6e9  # bytes of the device's context and kernels
@@ -186,7 +187,10 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
         working += max(attention_memory(shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes))
     logits = 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
-    if last:
+    if last and job.own_runtime and plan.schedule != "gpipe":
+        tokens = plan.micro_batch * local_tokens(job.seq_len, plan.cp)
+        logits = head_peak(shape, plan, tokens, job.activation_bytes, cpu=job.on_cpu)
+    elif last:
         # The 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward.
         logits = (12 + job.activation_bytes) * rows * shape.vocab / t
     unsharded = 0.0

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.parallel import collectives
 from meshwright.parallel import mean_over_ranks as mean
+from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.spmd.rules import makes_width, reduces_width, result_of
 from meshwright.spmd.types import Kind, Typed, TypeMismatch
@@ -116,6 +117,7 @@ class TypeMode(TorchFunctionMode):
             for owner, apply in (
                 (collectives._Collective, self._collective),
                 (VocabParallelCrossEntropy, self._loss_of_shards),
+                (ChunkedHeadLoss, self._loss_of_head),
                 (mean._ReplaceValue, self._global_value),
             ):
                 stack.enter_context(mock.patch.object(owner, "apply", _declared(owner.apply, apply)))
@@ -174,6 +176,18 @@ class TypeMode(TorchFunctionMode):
         typed = self.type_of(logits)
         if typed is not None and typed.kind is not Kind.VARYING:
             self._report("VocabParallelCrossEntropy", f"gets {typed.said}, but expects {Kind.VARYING.value}")
+        self.declare(result, Kind.INVARIANT)
+        return result
+
+    def _loss_of_head(self, apply: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        kind = self._result("linear", (hidden, weight, bias), {})
+        result = self._apart(apply, hidden, weight, bias, *rest)
+        if self.axis.size == 1:  # whole logits
+            if kind is not None:
+                self.declare(result, kind)
+            return result
+        if kind is not None and kind is not Kind.VARYING:
+            self._report("ChunkedHeadLoss", f"makes {kind.value} logits, but expects {Kind.VARYING.value}")
         self.declare(result, Kind.INVARIANT)
         return result
 

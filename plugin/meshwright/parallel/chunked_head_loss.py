@@ -1,0 +1,186 @@
+"""The head and the causal-LM loss in one operation, which never holds the logits of all tokens.
+
+It works on one chunk of tokens after the other: logits, loss, and then the gradients of the hidden states and of the
+head's weights, while the logits of the chunk are still there. So backward only scales gradients that forward has
+computed, and no matrix multiplication runs twice.
+
+Shape suffixes: N tokens, D width of the hidden states, W words of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.cross_entropy import Words, exponentials_, gradient_
+from meshwright.parallel.logit_steps import Step, run, run_backward
+from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLoss:
+    """What the head and the loss compute from hidden states.
+
+    Args:
+        words: the words that this rank scores.
+        steps: what the model does to the logits.
+        dtype: the dtype of the head's matrix multiplication.
+    """
+
+    words: Words
+    steps: tuple[Step, ...]
+    dtype: torch.dtype
+
+
+class ChunkedHeadLoss(torch.autograd.Function):
+    """The sum over valid tokens of -log softmax(logits)[target], with logits = steps(hidden @ weight.T + bias).
+
+    Args (of ``apply``):
+        hidden_ND: the hidden states.
+        weight_WD: the head's weight.
+        bias_W: the head's bias, or None.
+        targets_N: the target words by their index in the full vocabulary, or the ignored index.
+        factor: a number by which the gradients are multiplied before they are rounded to 16 bits, or None. The loss
+            is not multiplied.
+        loss: what is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_WD: Tensor,
+        bias_W: Tensor | None,
+        targets_N: Tensor,
+        factor: Tensor | None,
+        loss: HeadLoss,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[:3]
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            total, gradients = _forward(hidden_ND, weight_WD, bias_W, targets_N, factor, loss, needs)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in (hidden_ND, weight_WD, bias_W)]
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # In place, since the gradient of the weight is as large as the weight, unless backward will run again.
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = []
+        for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            scaled = None if saved is None else saved * grad if keeps else saved.mul_(grad)
+            found.append(None if scaled is None else scaled.to(dtype))
+        return *found, None, None, None
+
+
+def _forward(
+    hidden_ND: Tensor,
+    weight_WD: Tensor,
+    bias_W: Tensor | None,
+    targets_N: Tensor,
+    factor: Tensor | None,
+    loss: HeadLoss,
+    needs: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None]]:
+    num_tokens, dtype = hidden_ND.shape[0], loss.dtype
+    chunk = head_chunk(num_tokens, hidden_ND.shape[1])
+    own_weight = weight_WD.detach().to(dtype)
+    own_bias = None if bias_W is None else bias_W.detach().to(dtype)
+    gradients = _Gradients(hidden_ND, own_weight, bias_W, needs, is_summed=chunk != num_tokens)
+    losses = []
+    logits = own_weight.new_empty(min(chunk, num_tokens), own_weight.shape[0])
+    for rows in _chunks(num_tokens, chunk):
+        hidden = hidden_ND[rows].detach().to(dtype)
+        scores = logits[: hidden.shape[0]]
+        if own_bias is None:
+            torch.mm(hidden, own_weight.t(), out=scores)
+        else:
+            torch.addmm(own_bias, hidden, own_weight.t(), out=scores)
+        final, kept = run(loss.steps, scores)
+        wide = final.float() if final.dtype in (torch.float16, torch.bfloat16) else final
+        losses_N, softmax = exponentials_(wide, targets_N[rows], loss.words)
+        losses.append(losses_N.sum())
+        if any(needs):
+            gradient_(wide, softmax, factor)
+            grad = final if wide is final else final.copy_(wide)
+            del wide
+            grad = run_backward(loss.steps, grad, kept)
+            del kept
+            gradients.add(rows, grad, hidden)
+            del grad
+        del final
+    del logits
+    total = torch.stack(losses).sum() if losses else hidden_ND.new_zeros((), dtype=_wide(dtype))
+    return total, gradients.finished(weight_WD.dtype if factor is not None else None)
+
+
+class _Gradients:
+    """The gradients of the head's hidden states, weight and bias, summed over the chunks.
+
+    Those of the weight and of the bias are sums over all tokens, so that 16-bit ones are summed in 32 bits.
+
+    Args:
+        hidden_ND: the hidden states.
+        weight_WD: the weight, in the dtype of the matrix multiplication.
+        bias_W: the bias, or None.
+        needs: which of the three are needed.
+        is_summed: whether there are several chunks.
+    """
+
+    def __init__(
+        self, hidden_ND: Tensor, weight_WD: Tensor, bias_W: Tensor | None, needs: Sequence[bool], *, is_summed: bool
+    ):
+        self.weight_WD = weight_WD
+        self.needs_weight = needs[1]
+        summed = _wide(weight_WD.dtype)
+        self.of_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=weight_WD.dtype) if needs[0] else None
+        self.of_weight = weight_WD.new_zeros(weight_WD.shape, dtype=summed) if needs[1] and is_summed else None
+        has_bias = needs[2] and bias_W is not None
+        self.of_bias = weight_WD.new_zeros(weight_WD.shape[0], dtype=summed) if has_bias else None
+
+    def add(self, rows: slice, grad: Tensor, hidden: Tensor) -> None:
+        """Add the gradients of one chunk, given that of its logits."""
+        if self.of_hidden is not None:
+            torch.mm(grad, self.weight_WD, out=self.of_hidden[rows])
+        if self.of_bias is not None:
+            self.of_bias += grad.sum(0, dtype=self.of_bias.dtype)
+        if not self.needs_weight:
+            return
+        if self.of_weight is None:
+            self.of_weight = grad.t() @ hidden
+        else:
+            _add_product(self.of_weight, grad, hidden)
+
+    def finished(self, weight_dtype: torch.dtype | None) -> list[Tensor | None]:
+        """Return the gradients, that of the weight cast to ``weight_dtype`` if given."""
+        of_weight = self.of_weight
+        if of_weight is not None and weight_dtype is not None:
+            of_weight = of_weight.to(weight_dtype)
+        return [self.of_hidden, of_weight, self.of_bias]
+
+
+def _add_product(sums_WD: Tensor, grad_NW: Tensor, hidden_ND: Tensor) -> None:
+    """Add ``grad.T @ hidden`` to sums that may be wider, without rounding the product to the narrower dtype."""
+    if sums_WD.dtype == grad_NW.dtype:
+        sums_WD.addmm_(grad_NW.t(), hidden_ND)
+        return
+    if grad_NW.device.type == "cuda":
+        torch.addmm(sums_WD, grad_NW.t(), hidden_ND, out_dtype=sums_WD.dtype, out=sums_WD)
+        return
+    wide = hidden_ND.to(sums_WD.dtype)
+    for first in range(0, sums_WD.shape[0], SUMMED_WORDS):
+        words = slice(first, first + SUMMED_WORDS)
+        sums_WD[words].addmm_(grad_NW[:, words].t().to(sums_WD.dtype), wide)
+
+
+def _chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(first, min(first + chunk, num_tokens)) for first in range(0, num_tokens, chunk))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,343 @@
+"""Logits that are not computed until something reads them, so that the loss can compute them chunk by chunk.
+
+In training with labels the head returns a stand-in: a tensor of the logits' shape and dtype that has no memory. It
+records what the model does to the logits (scale, cap, cast), and the loss function computes head, steps and loss
+together (:mod:`meshwright.parallel.chunked_head_loss`). For any other function the stand-in computes whole logits, and
+the function runs on these. Sharded logits raise instead, as they do without a stand-in (see ShardedLogits).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import UnreadableTensorError
+from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
+from meshwright.parallel.cross_entropy import Words
+from meshwright.parallel.logit_steps import Cast, Step, step_of
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.parallel.sharded_parameter import become
+from meshwright.parallel.tensor_guards import METADATA, SHAPE, ShardedLogits
+from meshwright.parallel.user_hooks import has_foreign_hooks
+
+_GATHER = "pass ToDistributedConfig(gather_logits=True)"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Deferral:
+    """When a head may defer its logits, and when they can still be computed.
+
+    Args:
+        is_wanted: whether the running pass computes a training loss from the logits.
+        is_sharded: whether a rank's logits are those of its own words.
+        count_steps: returns how many steps the model's optimizer has made that a weight's version does not show.
+        has_values: whether a weight is in memory; False if reading it would communicate.
+    """
+
+    is_wanted: Callable[[], bool]
+    is_sharded: bool
+    count_steps: Callable[[], int]
+    has_values: Callable[[nn.Parameter], bool]
+
+
+class DeferringHead(MethodOverride):
+    """The ``forward`` of a linear head whose logits are computed when they are needed."""
+
+    def __init__(self, head: nn.Linear, deferral: Deferral):
+        super().__init__(head.forward)
+        self.head, self.deferral = head, deferral
+
+    def __call__(self, x: Any) -> Any:
+        if isinstance(x, InHead):
+            return x.run()
+        return self.defer(x) if self.defers(x) else self.method(x)
+
+    def defers(self, hidden: Tensor) -> bool:
+        """Return whether the head's logits of these hidden states are deferred."""
+        return (
+            self.deferral.is_wanted()
+            and torch.is_grad_enabled()
+            and hidden.ndim > 1
+            and self.head._parameters.get("weight") is not None
+            and not torch.compiler.is_compiling()
+            and not has_foreign_hooks(self.head)  # they would see a stand-in
+        )
+
+    def defer(self, hidden: Tensor) -> Tensor:
+        """Return the stand-in for the logits of hidden states."""
+        kind = hidden.device.type
+        casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
+        dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
+        return Deferred(
+            head=self, hidden=hidden, casts=casts, product=dtype, dtype=dtype, made_at=self.moment(hidden)
+        ).stand_in()
+
+    def moment(self, hidden: Tensor) -> tuple[int, ...]:
+        """Return numbers that change when an optimizer steps, or when something else changes what logits depend on."""
+        tensors = [x for x in (self.weight, self.head._parameters["bias"], hidden) if x is not None]
+        return (self.deferral.count_steps(), *(x._version for x in tensors))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self.head._parameters["weight"]
+        assert weight is not None
+        return weight
+
+    @staticmethod
+    def is_deferrable(head: Any) -> bool:
+        """Return whether a head is a linear layer with its class's own forward."""
+        return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+
+
+class InHead:
+    """Takes the place of a head's input, and runs a function inside the head's call: its weight is whole there."""
+
+    def __init__(self, run: Callable[[], Tensor]):
+        self.run = run
+
+
+@dataclass(kw_only=True, eq=False)
+class Deferred:
+    """What the logits of one call of the head depend on.
+
+    Args:
+        head: the head.
+        hidden: the head's input.
+        casts: whether the head was called under autocast.
+        product: the dtype of the head's matrix multiplication.
+        dtype: the dtype of the logits.
+        made_at: the moment at which the head was called; see ``DeferringHead.moment``.
+        steps: what the model has done to the logits since.
+        hooks: called with the gradient of the logits, if they are computed and a loss is computed from them.
+    """
+
+    head: DeferringHead
+    hidden: Tensor
+    casts: bool
+    product: torch.dtype
+    dtype: torch.dtype
+    made_at: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+    hooks: list[Callable[[Tensor], None]] = field(default_factory=list)
+    _values: Tensor | None = field(default=None, init=False)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether something has read the logits, and may have changed them."""
+        return self._values is not None
+
+    @property
+    def columns(self) -> int:
+        """The number of this rank's logits per token."""
+        return int(self.head.weight.size(0))
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor that stands for the logits."""
+        hidden, is_sharded = self.hidden, self.head.deferral.is_sharded
+        shape = (*hidden.shape[:-1], self.columns)
+        empty: Tensor = _Unseen.apply(None if is_sharded else hidden, shape, self.dtype, hidden.device)
+        become(empty, _class_of(DeferredShards if is_sharded else DeferredLogits, type(empty)))
+        empty.__dict__["deferred"] = self
+        return empty
+
+    def after(self, step: Step) -> Tensor:
+        """Return the stand-in for the logits after one more step."""
+        return dataclasses.replace(self, dtype=step.dtype(self.dtype), steps=(*self.steps, step)).stand_in()
+
+    def values(self) -> Tensor:
+        """Return the logits, computed now if they were not; differentiable."""
+        if self._values is None:
+            self._check_readable()
+            # With a graph, even if the first reader has none: an autograd function's forward, or a metric.
+            with torch.enable_grad():
+                logits = self._in_head(self._whole)
+                for step in self.steps:
+                    logits = step.plain(logits)
+            self._values = logits.as_subclass(ShardedLogits) if self.head.deferral.is_sharded else logits
+            if logits.requires_grad:
+                for hook in self.hooks:
+                    logits.register_hook(hook)
+        return self._values
+
+    def loss(self, targets_N: Tensor, words: Words, factor: Tensor | None) -> Tensor:
+        """Return the sum of the tokens' losses; see ``ChunkedHeadLoss``.
+
+        Args:
+            targets_N: the target of each token.
+            words: the words that this rank scores.
+            factor: what the gradients of the sum are multiplied by.
+        """
+        hidden = self.hidden.flatten(0, -2)
+        if len(hidden) != len(targets_N):
+            raise ValueError(
+                f"the head has logits of {len(hidden)} tokens, but there are {len(targets_N)} labels. Pass labels of "
+                "the tokens whose logits are kept (logits_to_keep)"
+            )
+        what = HeadLoss(words=words, steps=self.steps, dtype=self.product)
+
+        def run() -> Tensor:
+            bias = self.head.head._parameters["bias"]
+            result: Tensor = ChunkedHeadLoss.apply(hidden, self.head.weight, bias, targets_N, factor, what)
+            return result
+
+        return self._in_head(run)
+
+    def _whole(self) -> Tensor:
+        kind = self.hidden.device.type
+        with torch.autocast(kind, dtype=self.product if self.casts else None, enabled=self.casts):
+            result: Tensor = self.head.method(self.hidden)
+        return result
+
+    def _in_head(self, run: Callable[[], Tensor]) -> Tensor:
+        result: Tensor = self.head.head(InHead(run))
+        return result
+
+    def _check_readable(self) -> None:
+        deferral = self.head.deferral
+        if self.made_at != self.head.moment(self.hidden):
+            raise UnreadableTensorError(
+                "outputs.logits of training with labels are computed when they are first read, and the head's weights "
+                f"have changed since the forward pass. Read them before optimizer.step(), or {_GATHER}"
+            )
+        if not deferral.is_wanted() and not deferral.has_values(self.head.weight):
+            raise UnreadableTensorError(
+                "outputs.logits of training with labels are computed when they are first read, and under zero_stage=3 "
+                f"the head's weights are no longer gathered. Read them before loss.backward(), or {_GATHER}"
+            )
+
+
+def deferred_of(logits: Tensor) -> Deferred | None:
+    """Return what a stand-in stands for; None for other tensors."""
+    found: Deferred | None = getattr(logits, "__dict__", {}).get("deferred")
+    return found
+
+
+def without_stand_in(logits: Tensor) -> Tensor:
+    """Return the computed logits of a stand-in that was read; other tensors as they are."""
+    deferred = deferred_of(logits)
+    return logits if deferred is None else deferred.values()
+
+
+def watch_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call a hook with the gradient of a tensor; with that of a stand-in's values, if something computes them."""
+    deferred = deferred_of(tensor)
+    if deferred is None or deferred.is_computed:
+        without_stand_in(tensor).register_hook(hook)
+    else:
+        deferred.hooks.append(hook)
+
+
+_OF_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad})
+_FACTS = METADATA - {Tensor.as_subclass, Tensor.detach} - _OF_GRADIENT
+
+
+class _StandIn(Tensor):
+    """A tensor without values: it records steps, and passes what may be computed on to the logits themselves."""
+
+    _OWN: ClassVar[frozenset[Any]] = _FACTS
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        deferred = deferred_of(first) if isinstance(first, Tensor) else None
+        if deferred is not None and not deferred.is_computed:
+            if func in cls._OWN:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func is Tensor.contiguous and not kwargs and len(args) == 1:
+                return first
+            step = step_of(func, args, kwargs, deferred.dtype)
+            if step is not None:
+                is_same = isinstance(step, Cast) and step.target == deferred.dtype
+                return first if is_same else deferred.after(step)
+        cls._check(func, args)
+        return func(*_computed(args), **_computed(kwargs))
+
+    @classmethod
+    def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Raise if logits must not be computed for a function."""
+
+
+class DeferredLogits(_StandIn):
+    """Stands in for whole logits. Whatever reads it gets the logits' values."""
+
+    _OWN = _FACTS | SHAPE
+
+    @classmethod
+    def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if func in _OF_GRADIENT:
+            raise UnreadableTensorError(
+                "in training with labels outputs.loss is computed without outputs.logits, so its gradient does not "
+                f"reach them. To see the gradient of the logits, {_GATHER}"
+            )
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        deferred = deferred_of(self)
+        return "DeferredLogits()" if deferred is None else deferred.values().__repr__(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        deferred = deferred_of(self)
+        assert deferred is not None
+        return deferred.values().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        deferred = deferred_of(self)
+        assert deferred is not None
+        result: Tensor = deferred.values().__deepcopy__(memo)
+        return result
+
+
+class DeferredShards(_StandIn, ShardedLogits):
+    """Stands in for the logits of this rank's words, which raise wherever ShardedLogits do."""
+
+    def detach(self) -> Tensor:
+        """Return a tensor that cannot be read either; the logits are not computed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            empty = Tensor.detach(self)
+        become(empty, _class_of(ShardedLogits, type(empty)))
+        return empty
+
+    @classmethod
+    def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if not cls._allows(func, args):
+            raise UnreadableTensorError(cls._MESSAGE)
+
+
+@functools.cache
+def _class_of(kind: type, of_values: type) -> type:
+    """Return the class of a stand-in; the fake tensors of a traced step stay what they are."""
+    return kind if of_values is Tensor or issubclass(of_values, kind) else type(kind.__name__, (kind, of_values), {})
+
+
+def _computed(x: Any) -> Any:
+    if isinstance(x, tuple | list):
+        return type(x)(map(_computed, x)) if type(x) in (tuple, list) else x
+    if isinstance(x, dict):
+        return {name: _computed(value) for name, value in x.items()}
+    return without_stand_in(x) if isinstance(x, Tensor) else x
+
+
+class _Unseen(torch.autograd.Function):
+    """Connects a stand-in to its graph, and raises if an operation has used it without computing the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise UnreadableTensorError(
+            "an autograd function got outputs.logits of training with labels, which are computed when they are first "
+            f"read, and its gradient would be lost. Pass it outputs.logits.clone(), or {_GATHER}"
+        )

@@ -1,0 +1,138 @@
+"""What models do to logits between the head and the loss: scale them, cap them, cast them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Step(Protocol):
+    """An elementwise operation on logits, which may overwrite its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the result, and a tensor that backward needs."""
+
+    def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor:
+        """Return the gradient of the input, given that of the result; ``grad`` may be overwritten."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Return the result for logits that something else may read; differentiable."""
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the result."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiplication by a number, or division by it, which is rounded differently."""
+
+    number: float
+    divides: bool = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return (x.div_(self.number) if self.divides else x.mul_(self.number)), None
+
+    def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor:
+        return self.forward(grad)[0]
+
+    def plain(self, x: Tensor) -> Tensor:
+        return x / self.number if self.divides else x * self.number
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+
+@dataclass(frozen=True)
+class Tanh:
+    """The hyperbolic tangent, which caps logits."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.tanh_(), x.clone()
+
+    def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor:
+        assert saved is not None
+        result: Tensor = torch.ops.aten.tanh_backward.grad_input(grad, saved, grad_input=grad)
+        return result
+
+    def plain(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A cast from one floating-point dtype to another."""
+
+    source: torch.dtype
+    target: torch.dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x.to(self.target), None
+
+    def backward(self, grad: Tensor, saved: Tensor | None) -> Tensor:
+        return grad.to(self.source)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return x.to(self.target)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.target
+
+
+def step_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Step | None:
+    """Return the step that a torch function on logits of a dtype is, or None for any other function.
+
+    Args:
+        func: the function; its first argument is the logits.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        dtype: the dtype of the logits.
+    """
+    rest = args[1:]
+    if func in _TANH and not rest and not kwargs:
+        return Tanh()
+    if (func in _MUL or func in _DIV) and len(rest) == 1 and not kwargs and _is_number(rest[0]):
+        return Scale(rest[0], divides=func in _DIV)
+    if func in _FLOAT and not rest and not kwargs:
+        return Cast(dtype, torch.float32)
+    if func is Tensor.to:
+        given = [*rest, *kwargs.values()]
+        if len(given) == 1 and set(kwargs) <= {"dtype"} and isinstance(given[0], torch.dtype):
+            return Cast(dtype, given[0]) if given[0].is_floating_point else None
+    return None
+
+
+def run(steps: Sequence[Step], x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    """Apply steps to logits, which are overwritten; return the result and what backward needs."""
+    kept = []
+    for step in steps:
+        x, saved = step.forward(x)
+        kept.append(saved)
+    return x, kept
+
+
+def run_backward(steps: Sequence[Step], grad: Tensor, kept: list[Tensor | None]) -> Tensor:
+    """Return the gradient of the logits before the steps, given that of their result, which is overwritten."""
+    for step, saved in _reversed(steps, kept):
+        grad = step.backward(grad, saved)
+    return grad
+
+
+def _reversed(steps: Sequence[Step], kept: list[Tensor | None]) -> Iterator[tuple[Step, Tensor | None]]:
+    return zip(reversed(steps), reversed(kept), strict=True)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+_TANH: frozenset[Any] = frozenset({torch.tanh, Tensor.tanh})
+_MUL: frozenset[Any] = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
+_DIV: frozenset[Any] = frozenset({torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide, Tensor.true_divide})
+_FLOAT: frozenset[Any] = frozenset({Tensor.float})
