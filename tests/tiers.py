@@ -16,7 +16,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     "test_accelerate.py": (
         "test_twenty_steps_equal_one_process[*",
         "!test_twenty_steps_equal_one_process[dp2xtp2+sp+zero1-float64]",
-        "!test_twenty_steps_equal_one_process[pp2xtp2+sp-float64]",
         "test_resume_goes_on_with_the_same_numbers[*",
         "!test_resume_goes_on_with_the_same_numbers[to pp2]",
         "!test_resume_goes_on_with_the_same_numbers[on twice the ranks]",
@@ -36,6 +35,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_accelerate_script.py": (
         "test_accelerates_own_scripts_pass_on_our_runtime[*",
+        "test_bf16_autocast_trains_as_in_one_process[tp2]",
         "test_the_example_trains_and_goes_on_under_another_plan",
     ),
     "test_agreement_of_readers.py": (
@@ -57,7 +57,10 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_context.py": (
         "test_equals_one_process[*",
-        "!test_equals_one_process[llama-*",
+        "!test_equals_one_process[llama-cp4*",
+        "!test_equals_one_process[llama-cp2 x tp2+sp*",
+        "!test_equals_one_process[llama-cp2 x dp2+zero*",
+        "!test_equals_one_process[llama-cp2+zero3*",
         "!test_equals_one_process[gemma2, tied-cp4, ring]",
         "!test_equals_one_process[gemma2, tied-cp2 x tp2+sp, gather]",
         "!test_equals_one_process[mistral, window-cp4, gather]",
@@ -79,6 +82,17 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     "test_damage.py": (
         "test_damage_is_an_error_that_names_the_file[*",
         "!test_damage_is_an_error_that_names_the_file[0]",
+    ),
+    "test_cuda_trace.py": (
+        "test_a_step_waits_nowhere_and_its_collectives_fit[*",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[dp2 zero3 bf16]",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[dp2 of the rank's items]",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[tp2+sp adapters with dropout]",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[tp2+sp mask]",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[dp2 tp2+sp zero1]",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[cp2 ulysses autocast]",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[cp2 ring tp2+sp zero1]",
+        "!test_a_step_waits_nowhere_and_its_collectives_fit[pp2 zb-h1]",
     ),
     "test_data_parallel_setup.py": ("test_the_example_with_the_wrapper_joins_the_launchers_processes",),
     "test_deepspeed.py": (
@@ -209,6 +223,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_equals_one_process_in_float64[gemma2-dp2xtp2+sp+zero1]",
         "test_no_sync_gives_the_same_numbers[qwen3]",
         "test_losses_equal_one_process_in_float32_over_20_steps[*",
+        "test_losses_in_float32_would_show_it_too[*",
     ),
     "test_pipeline.py": (
         "test_equals_one_process[*",
@@ -219,6 +234,12 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_equals_one_process[gemma2, tied-pp2 x dp2+zero1, zb-h1]",
         "!test_equals_one_process[qwen3, tied-pp2 x tp2+sp, zb-h1]",
         "test_adapters_equal_one_process[pp2 x dp2*",
+        "test_adapters_equal_one_process[pp2 x tp2*",
+    ),
+    "test_pipeline_costs.py": (
+        "test_messages_of_a_step[*-2]",
+        "test_bytes_that_a_rank_holds[gpipe]",
+        "test_bytes_that_a_rank_holds[interleaved]",
     ),
     "test_placement.py": (
         "test_every_pair_on_one_axis[ProcessMesh([0, 1, 2, 3], *",
@@ -316,6 +337,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     "test_trainer_subclasses.py": (
         "test_a_compiled_model_keeps_the_numbers[{'tp': 2, *",
         "test_an_adapter_trains_and_is_resumed[{'dp': 2, *",
+        "test_an_adapter_trains_and_is_resumed[{'tp': 2, *",
         "test_bf16_autocast_is_as_close_to_one_process_as_bf16_is_exact[{'dp': 2, *",
     ),
     "test_training_input.py": (
@@ -350,7 +372,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_zero.py": (
         "test_losses_and_norms_over_20_steps[*",
-        "!test_losses_and_norms_over_20_steps[3]",
         "test_in_and_out[{'dp': 2, 'zero*",
     ),
 }

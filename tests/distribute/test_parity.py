@@ -81,6 +81,9 @@ def test_forgetting_to_sum_norm_gradients_would_be_caught(family: str, pool2: An
     ranks = pool2.run(run_without_summing_copies, family, {"tp": 2, "sequence_parallel": True})
     assert largest_differences(ranks[0], reference(family))["gradients"] > 1e-2
 
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_losses_in_float32_would_show_it_too(family: str, pool2: Any) -> None:
     options = {"steps": 20, "accumulation": 1, "lr": 1e-3}
     ranks = pool2.run(
         run_without_summing_copies, family, {"tp": 2, "sequence_parallel": True}, torch.float32, **options

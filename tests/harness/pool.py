@@ -129,6 +129,9 @@ class WorkerPool:
             raise
         if any(process.exitcode is not None for process in self._workers):
             self.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"")  # every rank is through, so that its groups can be closed
         return answers
 
     def _wait_for_answers(self, timeout: float) -> dict[int, Result | Failure]:

@@ -5,11 +5,14 @@ import random
 import threading
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from harness import WorkerError, WorkerHang, WorkerPool
+from meshwright.mesh.process_mesh import ProcessMesh
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,15 @@ def make_groups(count: int) -> tuple[int, str]:
     return existing, group.group_name
 
 
+def threads_before_tensors_of_a_mesh(dim_name: str) -> int:
+    """DTensor remembers the meshes of its operations, and a mesh holds the groups that it has made."""
+    threads = len(psutil.Process().threads())
+    mesh = ProcessMesh([[0, 1]], dim_names=["one", dim_name]).to_device_mesh("cpu")
+    x = distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)])
+    (x + x).full_tensor()
+    return threads
+
+
 def leave_a_message_for_nobody() -> None:
     """Rank 0 sends what rank 1 never receives; the next run must not see it."""
     if dist.get_rank() == 0:
@@ -127,6 +139,10 @@ def test_groups_and_messages_do_not_leak_between_runs(pool):
     assert pool.run(make_groups, 1)[0][0] == 1
     pool.run(leave_a_message_for_nobody)
     assert pool.run(receive_one) == [0, 7]
+
+
+def test_the_threads_of_groups_do_not_pile_up(pool):
+    assert len({max(pool.run(threads_before_tensors_of_a_mesh, name)) for name in "abc"}) == 1
 
 
 def test_an_error_on_one_rank_is_reported_with_its_traceback(pool):

@@ -1,9 +1,8 @@
 """One rank of a worker pool, with the environment that torchrun would give it.
 
 Each job gets a default process group of its own over the pool's store. The group of a job that succeeded
-lives until the next job comes, which is when every rank is known to be through: to close it earlier would cut
-off slower ranks. The group of a job that failed is closed at once, so that the ranks that wait for this one
-fail instead of hanging.
+lives until the pool says that every rank is through: to close it earlier would cut off slower ranks. The group
+of a job that failed is closed at once, so that the ranks that wait for this one fail instead of hanging.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.messages import Failure, Job, Result, send
 from harness.server import become_program
+from meshwright.mesh import process_mesh
 
 # The pool finds a hang long before; a worker must not report it as an error of its own.
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
@@ -56,7 +59,10 @@ def main(connection: Connection, log: str, environment: dict[str, str]) -> None:
     gc.freeze()
     send(connection, Result("ready"))
     while True:
-        _serve(connection, store, jobs.get())
+        if message := jobs.get():
+            _serve(connection, store, message)
+        else:
+            _close_groups()
 
 
 def _read(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
@@ -71,7 +77,6 @@ def _read(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
 def _serve(connection: Connection, store: dist.Store, message: bytes) -> None:
     failed = False
     try:
-        _close_groups()
         job: Job = pickle.loads(message)
         _open_group(store, job.number)
         send(connection, Result(job.function(*job.args, **job.kwargs)))
@@ -97,6 +102,16 @@ def _open_group(store: dist.Store, number: int) -> None:
 
 
 def _close_groups() -> None:
-    gc.collect()
+    """Close all groups, and end their threads: those of a gloo group wake 100 times a second while anything holds it.
+
+    Device meshes hold their groups. The plugin keeps the meshes of a world until the next world has some, and DTensor
+    keeps those that its operations have seen for the life of the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    process_mesh._device_meshes.clear()
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute._planner_cache.clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()

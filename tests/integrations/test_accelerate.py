@@ -14,9 +14,9 @@ import pytest
 import torch
 from accelerate.scheduler import AcceleratedScheduler
 
-import meshwright as mw
 from meshwright_hf.accelerate.scheduler import PlannedScheduler
 from support.accelerated import Run, resume_script, run_script
+from support.parity import pool_for
 
 PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -41,10 +41,6 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 def reference(dtype: torch.dtype, dp: int) -> Run:
     """Stock accelerate in one process, with the global batch."""
     return run_script(None, dtype, dp)
-
-
-def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
 def difference(actual: Run, expected: Run) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,21 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import AutoModelForCausalLM
 
 from examples import deepspeed_zero3
+from harness import WorkerPool
 from harness.programs import run_program
 from support import engine_hosts, engines
 from support.reference import Result, run_reference
 
 TOLERANCE = 1e-5
 TP2_SP_DP2 = {"tp": 2, "sequence_parallel": True, "dp": 2}
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[WorkerPool]:
+    """Four ranks of this file's own: DeepSpeed keeps three groups of each engine, and their threads, to the end."""
+    pool = WorkerPool(4)
+    yield pool
+    pool.close()
 
 
 @functools.cache

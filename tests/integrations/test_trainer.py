@@ -21,6 +21,7 @@ from meshwright.parallel.mean_over_ranks import GlobalMean
 from meshwright_hf import MeshwrightTrainer
 from support.logs import logged
 from support.models import build
+from support.parity import pool_for
 from support.trainers import Rows, Run, arguments, fresh_accelerate, make_trainer, run_trainer
 
 TOLERANCE = 1e-5
@@ -45,10 +46,6 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 
 FULL = {"max_steps": STEPS, "rows": 37, "evaluated": 11, "predicted": 7}
-
-
-def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
 @functools.cache

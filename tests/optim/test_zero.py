@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "stage 3 over four, odd sizes": ({"dp": 4, "zero_stage": 3}, {"intermediate_size": 45}, {}),
 }
+
+
+def outlives_a_forward_without_backward() -> bool:
+    model = mw.to_distributed(build("llama"), plan="dp2 zero3")[0].train()
+    ids = tokens(2, 8)
+    model(input_ids=ids, labels=ids)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    return reference() is not None
+
+
+def test_a_forward_without_backward_is_forgotten(pool2: Any) -> None:
+    """An evaluation without no_grad, for example: neither its activations nor the model live on."""
+    assert pool2.run(outlives_a_forward_without_backward) == [False, False]
 
 
 @pytest.mark.parametrize("case", CASES)

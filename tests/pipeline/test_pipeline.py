@@ -6,19 +6,20 @@ of AdamW divide tiny differences by tiny moments (3e-11 measured at worst).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-import meshwright as mw
 from meshwright.pipeline.pipeline_forward import PipelineForward
-from support.exact import Float64, relative_difference
+from support.exact import Float64
 from support.models import build, labels_for, tokens
+from support.parity import pool_for
 from support.replicas import uncompared
+from support.whole_runs import differences, train_whole, with_adapters
 
 TOLERANCE = 1e-10
 LAYERS = 8
@@ -70,83 +71,25 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def train(plan: dict[str, Any] | None, model_name: str = "llama", *, adapters: bool = False) -> dict[str, Tensor]:
-    """Whole results of a few steps: an accumulation window of two batches, clipping, evaluation, a frozen layer."""
+    """Whole results of a few steps in which a layer is frozen."""
     family, traits = MODELS[model_name]
+    options = None if plan is None else {"gradient_accumulation_steps": 2, **plan}
     with Float64():
         model: Any = build(family, num_hidden_layers=LAYERS, **traits).double().train()
         model.model.layers[1].requires_grad_(False)
-        if adapters:
-            torch.manual_seed(3)
-            model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "o_proj", "down_proj"]))
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.normal_(parameter, std=0.1)
-            model = model.double().train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
-        data: Any = batches()
-        if plan is None:
-            model.config.use_cache = False  # the stock model finds the documents of a packed row only without a cache
-        else:
-            options = {"gradient_accumulation_steps": 2, **plan}
-            config = mw.ToDistributedConfig(plan=mw.ParallelPlan(**options), gather_logits=True)
-            model, optimizer, data = mw.to_distributed(model, optimizer, data, config=config)
-        found: dict[str, Tensor] = {}
-        for step, batch in enumerate(data):
-            loss = model(**batch).loss
-            (loss / 2).backward()
-            found[f"loss {step}"] = loss.detach()
-            if step % 2 == 0:
-                if step == 0:
-                    found |= {f"gradient of {name}": g for name, g in gradients(model, plan).items()}
-                found[f"norm {step}"] = mw.clip_grad_norm_(model, 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            for step, batch in enumerate(batches()):
-                output = model(**batch)
-                if plan is None or plan.get("dp", 1) == 1:
-                    found |= {f"evaluation {step}": output.loss, f"logits {step}": real(batch, output.logits)}
-        weights = model.state_dict() if plan is None else mw.full_state_dict(model)
-        return found | {f"weight {name}": value.clone() for name, value in weights.items()}
+        return train_whole(with_adapters(model) if adapters else model, options, batches)
 
 
-def real(batch: dict[str, Tensor], logits: Tensor) -> Tensor:
-    """The logits without those of padding, whose values mean nothing."""
-    mask = batch.get("attention_mask")
-    return logits if mask is None else logits[mask.bool()]
-
-
-def gradients(model: Any, plan: dict[str, Any] | None) -> dict[str, Tensor]:
-    if plan is not None:
-        return mw.full_gradients(model)
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-_references: dict[tuple[str, bool], dict[str, Tensor]] = {}
-
-
-def differences(results: list[dict[str, Tensor]], model_name: str, *, adapters: bool = False) -> dict[str, float]:
-    key = model_name, adapters
-    if key not in _references:
-        _references[key] = train(None, model_name, adapters=adapters)
-    expected, actual = _references[key], results[0]
-    left_out = {name for name in expected if name.startswith(("evaluation", "logits"))} - actual.keys()
-    assert actual.keys() == expected.keys() - left_out
-    everywhere = [name for name in actual if name.startswith(("loss", "norm", "evaluation"))]
-    assert all(torch.equal(result[name], actual[name]) for result in results for name in everywhere)
-    return {name: relative_difference(actual[name], expected[name]) for name in actual}
-
-
-def pool_of(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
+@functools.cache
+def reference(model_name: str, *, adapters: bool = False) -> dict[str, Tensor]:
+    return train(None, model_name, adapters=adapters)
 
 
 @pytest.mark.parametrize("plan_name", PLANS)
 @pytest.mark.parametrize("model_name", MODELS)
 def test_equals_one_process(model_name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
-    results = pool_of(PLANS[plan_name], request).run(train, PLANS[plan_name], model_name)
-    found = differences(results, model_name)
+    results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], model_name)
+    found = differences(results, reference(model_name))
     assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
@@ -155,8 +98,8 @@ ADAPTED = ["pp2 x tp2+sp, zb-h1", "pp2 x dp2+zero1, zb-h1", "pp2 x cp2+zero1, ul
 
 @pytest.mark.parametrize("plan_name", ADAPTED)
 def test_adapters_equal_one_process(plan_name: str, request: pytest.FixtureRequest) -> None:
-    results = pool_of(PLANS[plan_name], request).run(train, PLANS[plan_name], adapters=True)
-    assert max(differences(results, "llama", adapters=True).values()) <= TOLERANCE
+    results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], adapters=True)
+    assert max(differences(results, reference("llama", adapters=True)).values()) <= TOLERANCE
 
 
 def train_without_sum_of_ties() -> dict[str, Tensor]:
@@ -165,5 +108,5 @@ def train_without_sum_of_ties() -> dict[str, Tensor]:
 
 
 def test_forgetting_to_sum_a_tied_weight_would_be_caught(pool2: Any) -> None:
-    found = differences(pool2.run(train_without_sum_of_ties), "qwen3, tied")
+    found = differences(pool2.run(train_without_sum_of_ties), reference("qwen3, tied"))
     assert found["gradient of model.embed_tokens.weight"] > 1e-3

@@ -1,11 +1,12 @@
 """Traces steps on fake CUDA tensors in a process of its own, since the library for them stays loaded; prints JSON.
 
-python -m support.cuda_steps
+python -m support.cuda_steps NAME ...
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +139,15 @@ def traced(
     return found + order_problems(steps)
 
 
+def traced_fault(name: str) -> list[str]:
+    return traced(mw.ParallelPlan(dp=2), {}, {}, FAULTS[name])
+
+
+def traced_program(name: str) -> list[str]:
+    plan, *rest = PROGRAMS[name]
+    return traced(mw.ParallelPlan(**plan), *rest)
+
+
 if __name__ == "__main__":
-    found = {name: traced(mw.ParallelPlan(**plan), *rest) for name, (plan, *rest) in PROGRAMS.items()}
-    faults = {name: traced(mw.ParallelPlan(dp=2), {}, {}, change) for name, change in FAULTS.items()}
-    print(json.dumps({"programs": found, "faults": faults}))
+    names = sys.argv[1:]
+    print(json.dumps({name: traced_fault(name) if name in FAULTS else traced_program(name) for name in names}))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import meshwright as mw
 from support.exact import relative_difference
 from support.reference import Result, run_reference
 
@@ -21,7 +22,7 @@ def reference(family: str, dtype: torch.dtype = torch.float64, **overrides: Any)
 
 
 def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"pool{plan.get('dp', 1) * plan.get('tp', 1)}")
+    return request.getfixturevalue(f"pool{mw.ParallelPlan(**plan).world_size}")
 
 
 def largest_differences(actual: Result, expected: Result) -> dict[str, float]:
