@@ -21,6 +21,7 @@ from meshwright.context.record import ContextRecord, record_context
 from meshwright.context.region import ContextRegion
 from meshwright.distribute.check_arguments import explained
 from meshwright.distribute.check_launch import build_axes
+from meshwright.distribute.check_compile import why_not_compiled
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
 from meshwright.faults.guard import set_timeouts
@@ -32,6 +33,7 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.step_watch import watch_steps
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.collectives import agree
+from meshwright.parallel.compiled_layers import CompilableLayers, leave_out_of_graphs, outermost_layers
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
@@ -221,7 +223,7 @@ class Installation:
         runtime.streams = DropoutStreams(axes=runtime.axes, seed=seed)
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
-        region = self._install_forward(runtime.streams)
+        layers, region = self._install_forward(runtime.streams)
         if self.context is not None:
             self._install_context(self.context, runtime.streams)
         if runtime.engine is not None:
@@ -250,6 +252,13 @@ class Installation:
             sample_together(part, runtime.tp, runtime.guard)
         if self.plan.recompute == "full":
             recompute_layers(decoder)
+        if self.config.compile == "layers":
+            layers.compile(**(self.config.compile_options or {}))
+
+    def _compilable_layers(self) -> CompilableLayers:
+        found = outermost_layers(self.decoder) if self.structure is None else self.structure.layers
+        refusal = why_not_compiled(self.plan, self.config.engine)
+        return CompilableLayers(found, refusal=refusal, is_model_traceable=self.structure is None and refusal is None)
 
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime
@@ -287,7 +296,7 @@ class Installation:
             ),
         )
 
-    def _install_forward(self, streams: DropoutStreams) -> SequenceRegion | None:
+    def _install_forward(self, streams: DropoutStreams) -> tuple[CompilableLayers, SequenceRegion | None]:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
         runtime, structure, plan = self.runtime, self.tensor_structure, self.plan
         uneven = runtime.uneven = UnevenBatches(runtime.dp, runtime.tp)
@@ -298,6 +307,8 @@ class Installation:
             is_split=plan.has_micro_batches or plan.pp > 1,
             parted=None if self.context is None else self.structure,
         )
+        leave_out_of_graphs()
+        layers = self._compilable_layers()
         forward = ForwardState(
             model=self.decoder,
             inner=self._callable_alone(),
@@ -311,12 +322,13 @@ class Installation:
             hooked=hooked,
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
+            layers=layers,
             follow=runtime.follow,
         )
         keep_documents_apart(self.decoder)
         if structure is None:
-            return None
-        return install_tensor_parallel(
+            return layers, None
+        layers.blocks, region = install_tensor_parallel(
             structure,
             runtime.tp,
             sequence_parallel=plan.sequence_parallel,
@@ -324,6 +336,7 @@ class Installation:
             keep_logits_sharded=forward.keep_logits_sharded,
             is_staged=self.cut is not None,
         )
+        return layers, region
 
     @property
     def _has_sharded_loss(self) -> bool:
