@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.pretrained import export_with_full_weights
+from meshwright.compiling import leave_out_of_graphs
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
@@ -20,8 +21,8 @@ from meshwright.context.context_forward import ContextForward, check_parted, ref
 from meshwright.context.record import ContextRecord, record_context
 from meshwright.context.region import ContextRegion
 from meshwright.distribute.check_arguments import explained
-from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.check_compile import why_not_compiled
+from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
 from meshwright.faults.guard import set_timeouts
@@ -33,7 +34,7 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.step_watch import watch_steps
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.collectives import agree
-from meshwright.parallel.compiled_layers import CompilableLayers, leave_out_of_graphs, outermost_layers
+from meshwright.parallel.compiled_layers import CompilableLayers, outermost_layers
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
 from meshwright.parallel.forward_state import ForwardState
@@ -308,7 +309,7 @@ class Installation:
             parted=None if self.context is None else self.structure,
         )
         leave_out_of_graphs()
-        layers = self._compilable_layers()
+        layers = runtime.layers = self._compilable_layers()
         forward = ForwardState(
             model=self.decoder,
             inner=self._callable_alone(),

@@ -20,6 +20,7 @@ from meshwright.faults.guard import Guard
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axes, Axis
+from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
@@ -64,6 +65,7 @@ class Runtime:
         uneven: the object that warns of batches that ranks share unevenly, if the loss is not known.
         hooked: the object that warns if hooks of the program see only a part of the activations.
         region: the region in which each rank of cp has its own tokens; None without context parallelism.
+        layers: the model's layers, for torch.compile; None if they are not known.
         gathers_logits: whether ``outputs.logits`` are whole in training.
         gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
         trained: the object that tracks which parameters require a gradient.
@@ -85,6 +87,7 @@ class Runtime:
     hooked: HookedModules | None = None
     trained: RequiresGrad | None = None
     region: ContextRegion | None = None
+    layers: CompilableLayers | None = None
     gathers_logits: bool = False
     gathers_evaluated_logits: bool = False
     names_only: bool = False

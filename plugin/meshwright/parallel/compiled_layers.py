@@ -7,14 +7,13 @@ dynamo skips all code of this package: a graph ends where a hook runs, and the n
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
+from meshwright.compiling import active_backend, pause_compiling
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.method_override import MethodOverride
@@ -57,6 +56,14 @@ class CompilableLayers:
             owner, name = _innermost(layer)
             setattr(owner, name, _CompiledForward(getattr(owner, name), options))
 
+    def compile_if_possible(self, **options: Any) -> None:
+        """Compile each layer's forward, or log once why the model runs eagerly."""
+        if self.refusal is None:
+            self.compile(**options)
+        elif not self._was_refused:
+            self._was_refused = True
+            logger.warning("torch.compile has no effect, and the model runs eagerly: %s", self.refusal)
+
     def enter_model(self) -> Restore:
         """Begin a forward pass of the model: inside ``torch.compile(model)``, compile the layers and nothing else.
 
@@ -65,20 +72,15 @@ class CompilableLayers:
         Returns:
             A function that ends the pass.
         """
-        backend = _active_backend()
+        backend = active_backend()
         if backend is None:
             if any(layer._compiled_call_impl is not None for layer in self.layers):  # the program's layer.compile()
                 self._prepare()
             return _nothing
         if self.is_model_traceable:
             return _nothing
-        if self.refusal is None:
-            self.compile(backend=backend)
-        elif not self._was_refused:
-            self._was_refused = True
-            logger.warning("torch.compile has no effect, and the model runs eagerly: %s", self.refusal)
-        previous = set_eval_frame(None)
-        return lambda: set_eval_frame(previous)
+        self.compile_if_possible(backend=backend)
+        return pause_compiling()
 
     def _prepare(self) -> None:
         """Make each block one graph up to its output projection, however its layer is compiled."""
@@ -86,16 +88,6 @@ class CompilableLayers:
             self._is_prepared = True
             for block in self.blocks:
                 block.prepare_to_compile()
-
-
-def leave_out_of_graphs() -> None:
-    """Make dynamo skip the code of this package: graphs end at its functions, and its frames are not compiled."""
-    from torch._dynamo import trace_rules
-
-    root = __name__.partition(".")[0]
-    folder = trace_rules._strip_init_py(sys.modules[root].__file__ or "")
-    if folder not in trace_rules.SKIP_DIRS:
-        trace_rules.add(root)
 
 
 def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -134,13 +126,3 @@ def _innermost(layer: nn.Module) -> tuple[Any, str]:
 
 def _nothing() -> None:
     pass
-
-
-def _active_backend() -> Any:
-    """Return the backend of the ``torch.compile`` inside which this function was called; None outside."""
-    if "torch._dynamo" not in sys.modules:
-        return None
-    from torch._dynamo.eval_frame import innermost_backend
-
-    callback = get_eval_frame_callback()
-    return innermost_backend(callback) if callable(callback) else None

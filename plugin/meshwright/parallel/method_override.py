@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from meshwright.compiling import pause_compiling
 from meshwright.errors import PlanError
 
 
@@ -29,17 +28,12 @@ class MethodOverride:
 class EagerMethod(MethodOverride):
     """Runs a method without compiling it, if its caller is compiled."""
 
-    def __init__(self, method: Callable[..., Any]):
-        super().__init__(method)
-        self._eager: Callable[..., Any] | None = None
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._eager is None:
-            self._eager = torch.compiler.disable(self.method)
-        return self._eager(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_eager": None}  # a copy runs the method of its own module
+        resume = pause_compiling()
+        try:
+            return self.method(*args, **kwargs)
+        finally:
+            resume()
 
 
 class RefusedMethod:
