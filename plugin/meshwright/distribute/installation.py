@@ -257,9 +257,10 @@ class Installation:
             layers.compile(**(self.config.compile_options or {}))
 
     def _compilable_layers(self) -> CompilableLayers:
-        found = outermost_layers(self.decoder) if self.structure is None else self.structure.layers
-        refusal = why_not_compiled(self.plan, self.config.engine)
-        return CompilableLayers(found, refusal=refusal, is_model_traceable=self.structure is None and refusal is None)
+        found = list(outermost_layers(self.decoder)) if self.structure is None else self.structure.layers
+        refusal = why_not_compiled(found, self.plan, self.config.engine)
+        is_whole = self.structure is None and (refusal is None or not found)
+        return CompilableLayers(found, refusal=refusal, is_model_traceable=is_whole)
 
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime

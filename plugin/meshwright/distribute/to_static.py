@@ -186,7 +186,7 @@ def _compiled(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
         return model
     if _has_dtensors(model):
         logger.warning(
-            "to_static runs %s eagerly: torch.compile cannot trace the placements and meshes of shard_tensor and reshard",
+            "to_static runs %s eagerly: torch.compile cannot trace the meshes and placements of shard_tensor",
             type(model).__name__,
         )
         return model

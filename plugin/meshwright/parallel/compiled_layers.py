@@ -48,6 +48,11 @@ class CompilableLayers:
         """
         if self.refusal is not None:
             raise PlanError(self.refusal)
+        if self.blocks and options.get("fullgraph"):
+            raise PlanError(
+                "torch.compile(fullgraph=True): under tensor parallelism a graph ends at each collective; leave "
+                "fullgraph out"
+            )
         if self._is_compiled:
             return
         self._is_compiled = True
