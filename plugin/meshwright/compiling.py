@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
 
@@ -33,3 +34,9 @@ def pause_compiling() -> Callable[[], Any]:
     """Run what follows without compiling it, and return a function that ends the pause."""
     callback = set_eval_frame(None)
     return lambda: set_eval_frame(callback)
+
+
+def without_compilation(model: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile(model)`` wrapped, whose parameters have one-device names."""
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner

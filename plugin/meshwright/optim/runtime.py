@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.compiling import without_compilation
 from meshwright.config import ParallelPlan
 from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError
@@ -241,7 +242,9 @@ def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
 
 
 def find_runtime(owner: object) -> Runtime | None:
-    """Return the runtime of a distributed model or sharded optimizer; None for any other object."""
+    """Return the runtime of a distributed model, compiled or not, or a sharded optimizer; None for any other object."""
+    if isinstance(owner, nn.Module):
+        owner = without_compilation(owner)
     return vars(owner).get(_ATTRIBUTE)
 
 
