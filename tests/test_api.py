@@ -33,6 +33,7 @@ PUBLIC = {
     "Role",
     "Shard",
     "ShardingPlan",
+    "StaticStep",
     "ToDistributedConfig",
     "UncoveredParameterError",
     "UninitialisedParameterError",
@@ -60,6 +61,7 @@ PUBLIC = {
     "shard_optimizer",
     "shard_tensor",
     "to_distributed",
+    "to_static",
     "verify",
     "wait_for_checkpoints",
 }
