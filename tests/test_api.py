@@ -35,6 +35,7 @@ PUBLIC = {
     "Role",
     "Shard",
     "ShardingPlan",
+    "StaticStep",
     "ToDistributedConfig",
     "UncoveredParameterError",
     "UninitialisedParameterError",
@@ -63,6 +64,7 @@ PUBLIC = {
     "shard_optimizer",
     "shard_tensor",
     "to_distributed",
+    "to_static",
     "verify",
     "wait_for_checkpoints",
 }

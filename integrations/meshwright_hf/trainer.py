@@ -24,7 +24,6 @@ from meshwright.mesh.process_group import leave_process_group, world_size
 from meshwright.optim.runtime import Runtime, find_runtime
 from meshwright_hf.batches import global_batches
 from meshwright_hf.callback import MeshwrightCallback
-from meshwright_hf.compiling import compile_decoder
 from meshwright_hf.fused_head import gather_for_fused_head
 from meshwright_hf.gathering import has_only_tensors
 from meshwright_hf.trainer_accelerator import become_trainers
@@ -130,7 +129,8 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         gather_for_fused_head(self.model, runtime)
         show_run(self.model, runtime, self._mesh_config)
         if self.args.torch_compile:
-            compile_decoder(self.model, self.accelerator.state.dynamo_plugin.to_kwargs())
+            assert runtime.layers is not None
+            runtime.layers.compile_if_possible(**self.accelerator.state.dynamo_plugin.to_kwargs())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the Trainer's optimizer; under a plan this is done when the Trainer is made."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwright.data.shard_dataloader import shard_dataloader
     from meshwright.data_parallel import DataParallel, fused_allreduce_gradients
     from meshwright.distribute.to_distributed import to_distributed
+    from meshwright.distribute.to_static import StaticStep, to_static
     from meshwright.errors import (
         AlreadyDistributedError,
         CheckpointError,
@@ -58,6 +59,7 @@ _HOMES = {
     "data.shard_dataloader": ("shard_dataloader",),
     "data_parallel": ("DataParallel", "fused_allreduce_gradients"),
     "distribute.to_distributed": ("to_distributed",),
+    "distribute.to_static": ("StaticStep", "to_static"),
     "errors": (
         "AlreadyDistributedError",
         "CheckpointError",
@@ -107,6 +109,7 @@ __all__ = [
     "Role",
     "Shard",
     "ShardingPlan",
+    "StaticStep",
     "ToDistributedConfig",
     "UncoveredParameterError",
     "UninitialisedParameterError",
@@ -135,6 +138,7 @@ __all__ = [
     "shard_optimizer",
     "shard_tensor",
     "to_distributed",
+    "to_static",
     "verify",
     "wait_for_checkpoints",
 ]

@@ -301,6 +301,10 @@ class ToDistributedConfig:
         optimizer_is_elementwise: whether the optimizer updates each element from that element alone. Set it to True
             for such an optimizer if Meshwright does not know its class.
         bucket_size_mb: size of the buckets in which gradients are communicated, in MiB.
+        compile: "layers" to compile the forward of each layer with torch.compile; the losses stay those of the eager
+            model, up to rounding. None compiles nothing.
+        compile_options: dict of arguments of torch.compile for ``compile="layers"``, for example
+            {"backend": "inductor", "dynamic": True}.
         engine: name of a training engine that averages gradients over dp, shards the optimizer and clips. The runtime
             then handles only tp. An integration (meshwright_hf.deepspeed) sets this field.
         loader: options of the returned loader.
@@ -331,6 +335,8 @@ class ToDistributedConfig:
     loss_averages_over: AveragesOver | None = None
     optimizer_is_elementwise: bool = False
     bucket_size_mb: float = 25.0
+    compile: Literal["layers"] | None = None
+    compile_options: Mapping[str, Any] | None = None
     engine: str | None = None
     loader: LoaderOptions = LoaderOptions()
     check_replicas_every: int | None = None
@@ -375,6 +381,8 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "loss_averages_over": _check_averages_over,
     "optimizer_is_elementwise": check_bool,
     "bucket_size_mb": check_number,
+    "compile": partial(check_choice, choices=(None, "layers")),
+    "compile_options": partial(check_type, kinds=Mapping, what="a dict: {'backend': 'inductor'}"),
     "engine": partial(check_type, kinds=str, what="the name of an engine"),
     "loader": partial(check_type, kinds=LoaderOptions, what="a meshwright.LoaderOptions"),
     "check_replicas_every": partial(check_int, least=0, optional=True),

@@ -23,6 +23,7 @@ from meshwright.checkpoint.regions import numel
 from meshwright.checkpoint.restore import ReadState, check_fits, read_state, set_state
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
 from meshwright.checkpoint.shares import Held
+from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, device_of
@@ -91,6 +92,7 @@ def load_checkpoint(
         done = mw.load_checkpoint("runs", model, optimizer, loader=loader, missing_ok=True)
         first_step = 0 if done is None else done.step
     """
+    model = without_compilation(model)
     Background.of(model).wait()
     runtime, mesh = succeed_together(lambda: mesh_of(model))
     given = {"optimizer": optimizer, "loader": loader, "scheduler": scheduler, "scaler": scaler}

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from meshwright.checkpoint.gather_tensor import assemble, is_first
 from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, encode, master_key, state_key, sync_folder
 from meshwright.checkpoint.streamed_files import Form, StreamedFiles, parse_bytes, split, stream
+from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError, PlanError
 from meshwright.faults.together import exchange_together, on_first_rank, succeed_together, texts_of_all
 from meshwright.optim.runtime import device_of
@@ -61,6 +62,7 @@ def save_optimizer(
         model.save_pretrained("checkpoint")
         mw.save_optimizer(model, optimizer, "checkpoint/optimizer")
     """
+    model = without_compilation(model)
     own, texts = exchange_together(lambda: with_own_text(model, optimizer))
     succeed_together(lambda: _check_writer(own))
     found, state = of_all(own, texts)

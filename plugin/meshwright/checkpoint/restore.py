@@ -18,6 +18,7 @@ from meshwright.checkpoint.optimizer_manifest import NAME, OptimizerManifest, de
 from meshwright.checkpoint.optimizer_state import shared_parts
 from meshwright.checkpoint.safetensors_file import ShardSlice
 from meshwright.checkpoint.weight_files import WeightFiles
+from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together, texts_of_all
 from meshwright.optim.runtime import find_runtime
@@ -49,6 +50,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model.save_pretrained("checkpoint")
         mw.load_weights(model, "checkpoint")
     """
+    model = without_compilation(model)
     runtime = find_runtime(model)
     if runtime is not None:
         runtime.check_own(
@@ -107,6 +109,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
         mw.load_weights(model, "checkpoint")
         mw.load_optimizer(model, optimizer, "checkpoint/optimizer")
     """
+    model = without_compilation(model)
     folder = Path(directory)
     found = shared_parts(model, optimizer)
     manifest, files = succeed_together(lambda: _open(folder, found))

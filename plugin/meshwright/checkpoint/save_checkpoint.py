@@ -29,6 +29,7 @@ from meshwright.checkpoint.regions import Block
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
 from meshwright.checkpoint.shares import Held, Sizes, shares
 from meshwright.checkpoint.staging import Staging
+from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import Meeting, exchange_together, on_first_rank, succeed_together
 from meshwright.optim.runtime import Runtime, device_of
@@ -89,6 +90,7 @@ def save_checkpoint(
             if step % 100 == 0:
                 mw.save_checkpoint(f"runs/step-{step}", model, optimizer, loader=loader, step=step, keep=2)
     """
+    model = without_compilation(model)
     background = Background.of(model)
     background.wait()
     target = Path(os.path.abspath(folder))

@@ -11,6 +11,7 @@ from meshwright.checkpoint.gather_tensor import is_first
 from meshwright.checkpoint.replaced_model import ModelReplacement, WeightNames
 from meshwright.checkpoint.streamed_files import StreamedFiles, stream
 from meshwright.checkpoint.whole_tensors import gather_full
+from meshwright.compiling import without_compilation
 from meshwright.faults.together import on_first_rank
 from meshwright.optim.runtime import runtime_of
 from meshwright.parallel.row_layout import global_shape
@@ -37,6 +38,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         mw.save_weights(model, "checkpoint")
         mw.load_weights(model, "checkpoint")
     """
+    model = without_compilation(model)
     runtime = runtime_of(model)
     runtime.compare_before_save()
     tensors = _tensors(model)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.gather_tensor import assemble, is_first
+from meshwright.compiling import without_compilation
 from meshwright.optim.runtime import Runtime, device_of, find_runtime, runtime_of
 from meshwright.parallel.collectives import maximum
 from meshwright.parallel.row_layout import RowLayout, record_of
@@ -26,6 +27,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             torch.save(weights, "model.pt")
     """
+    model = without_compilation(model)
     if (runtime := find_runtime(model)) is not None:
         runtime.compare_before_save()
     return gather_state(model, model.state_dict(keep_vars=True))
@@ -57,6 +59,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: if the model is not distributed, or the last backward pass ran under ``no_sync``.
     """
+    model = without_compilation(model)
     runtime = runtime_of(model)
     runtime.check_own("full_gradients", "it may have reduced or freed them already")
     runtime.check_synced()

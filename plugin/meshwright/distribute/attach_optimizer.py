@@ -28,6 +28,8 @@ _SETTLED = (
     "num_items_in_batch",
     "loss_averages_over",
     "check_replicas_every",
+    "compile",
+    "compile_options",
     "timeout_s",
 )
 

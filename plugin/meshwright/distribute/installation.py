@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.pretrained import export_with_full_weights
+from meshwright.compiling import leave_out_of_graphs
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
@@ -20,6 +21,7 @@ from meshwright.context.context_forward import ContextForward, check_parted, ref
 from meshwright.context.record import ContextRecord, record_context
 from meshwright.context.region import ContextRegion
 from meshwright.distribute.check_arguments import explained
+from meshwright.distribute.check_compile import why_not_compiled
 from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
@@ -32,6 +34,7 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.step_watch import watch_steps
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.collectives import agree
+from meshwright.parallel.compiled_layers import CompilableLayers, outermost_layers
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
@@ -223,7 +226,7 @@ class Installation:
         runtime.streams = DropoutStreams(axes=runtime.axes, seed=seed)
         if runtime.guard is not None:
             runtime.comparison = self._comparison()
-        region, forward = self._install_forward(runtime.streams)
+        layers, region, forward = self._install_forward(runtime.streams)
         if self.context is not None:
             self._install_context(self.context, runtime.streams)
         if runtime.engine is not None:
@@ -254,6 +257,14 @@ class Installation:
             own = None if self.cut is None else [self.cut.layers[index] for index in sorted(self.cut.own_layers)]
             recompute_layers(decoder, self.plan.recomputed_layers, own)
         self._defer_logits(forward)
+        if self.config.compile == "layers":
+            layers.compile(**(self.config.compile_options or {}))
+
+    def _compilable_layers(self) -> CompilableLayers:
+        found = list(outermost_layers(self.decoder)) if self.structure is None else self.structure.layers
+        refusal = why_not_compiled(found, self.plan, self.config.engine)
+        is_whole = self.structure is None and (refusal is None or not found)
+        return CompilableLayers(found, refusal=refusal, is_model_traceable=is_whole)
 
     def _install_pipeline(self, cut: Cut, region: SequenceRegion | None) -> None:
         runtime = self.runtime
@@ -291,7 +302,7 @@ class Installation:
             ),
         )
 
-    def _install_forward(self, streams: DropoutStreams) -> tuple[SequenceRegion | None, ForwardState]:
+    def _install_forward(self, streams: DropoutStreams) -> tuple[CompilableLayers, SequenceRegion | None, ForwardState]:
         """Add the hooks of the forward pass: around the decoder, and at the borders of its blocks."""
         runtime, structure, plan = self.runtime, self.tensor_structure, self.plan
         uneven = runtime.uneven = UnevenBatches(runtime.dp, runtime.tp)
@@ -302,6 +313,8 @@ class Installation:
             is_split=plan.has_micro_batches or plan.pp > 1,
             parted=None if self.context is None else self.structure,
         )
+        leave_out_of_graphs()
+        layers = runtime.layers = self._compilable_layers()
         forward = ForwardState(
             model=self.decoder,
             inner=self._callable_alone(),
@@ -316,12 +329,13 @@ class Installation:
             hooked=hooked,
             refuses_internals=structure is not None or self.context is not None,
             shares_weights=runtime.weights is not None,
+            layers=layers,
             follow=runtime.follow,
         )
         keep_documents_apart(self.decoder)
         if structure is None:
-            return None, forward
-        region = install_tensor_parallel(
+            return layers, None, forward
+        layers.blocks, region = install_tensor_parallel(
             structure,
             runtime.tp,
             sequence_parallel=plan.sequence_parallel,
@@ -329,7 +343,7 @@ class Installation:
             keep_logits_sharded=forward.keep_logits_sharded,
             is_staged=self.cut is not None,
         )
-        return region, forward
+        return layers, region, forward
 
     def _defer_logits(self, forward: ForwardState) -> None:
         """Let the loss compute the logits in chunks, where the head allows it."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshwright.compiling import without_compilation
 from meshwright.config import ParallelPlan
 from meshwright.context.region import ContextRegion
 from meshwright.errors import AlreadyDistributedError, CheckpointError
@@ -20,6 +21,7 @@ from meshwright.faults.guard import Guard
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
 from meshwright.parallel.collectives import Axes, Axis
+from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams
 from meshwright.parallel.gradient_sync import GradientSync
 from meshwright.parallel.head_losses import BatchLoss
@@ -84,6 +86,7 @@ class Runtime:
         uneven: the object that warns of batches that ranks share unevenly, if the loss is not known.
         hooked: the object that warns if hooks of the program see only a part of the activations.
         region: the region in which each rank of cp has its own tokens; None without context parallelism.
+        layers: the model's layers, for torch.compile; None if they are not known.
         gathers_logits: whether ``outputs.logits`` are whole in training.
         gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
         trained: the object that tracks which parameters require a gradient.
@@ -107,6 +110,7 @@ class Runtime:
     hooked: HookedModules | None = None
     trained: RequiresGrad | None = None
     region: ContextRegion | None = None
+    layers: CompilableLayers | None = None
     gathers_logits: bool = False
     gathers_evaluated_logits: bool = False
     watch: Watch | None = None
@@ -278,7 +282,9 @@ def attach(owner: nn.Module | Optimizer, runtime: Runtime) -> None:
 
 
 def find_runtime(owner: object) -> Runtime | None:
-    """Return the runtime of a distributed model or sharded optimizer; None for any other object."""
+    """Return the runtime of a distributed model, compiled or not, or a sharded optimizer; None for any other object."""
+    if isinstance(owner, nn.Module):
+        owner = without_compilation(owner)
     return vars(owner).get(_ATTRIBUTE)
 
 

@@ -18,6 +18,7 @@ from meshwright.parallel.autograd_graph import bypasses
 from meshwright.parallel.collectives import Axis, reduce, share
 from meshwright.parallel.dropout_streams import DropoutStreams, Rates, Restore
 from meshwright.parallel.local_heads import HeadInputs
+from meshwright.parallel.method_override import EagerMethod
 from meshwright.parallel.regather import RegatheredProjections
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.structure import Block
@@ -60,10 +61,20 @@ class BlockHooks:
             entry.register_forward_hook(self._close, always_call=True)
         for dropout in block.shared_dropouts:
             _SharedDropout(dropout, streams)
+        self._output = block.row
         # Only the projection has a bias. The reduction sums the projection's output and its adapters' output.
         self._row = projection(block.row)
         block.row.register_forward_pre_hook(self._lift_bias)
         block.row.register_forward_hook(self._reduce, always_call=True)
+
+    def prepare_to_compile(self) -> None:
+        """Leave no hook inside the block's code, so that torch.compile makes one graph of it.
+
+        The output projection is not compiled: it runs between two hooks, and would be a graph of one operation.
+        """
+        if self._projections is not None and self._is_whole_module:
+            self._projections.span_block()
+        self._output.forward = EagerMethod(self._output.forward)
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

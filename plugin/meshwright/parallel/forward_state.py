@@ -14,6 +14,7 @@ from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import scale_gradient
 from meshwright.parallel.collectives import Axes, share
+from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.input_comparison import ComparedInputs
 from meshwright.parallel.output_loss import loss_of
@@ -41,6 +42,7 @@ class ForwardState:
         hooked: the search for the program's hooks inside the model, since a loss may be computed from what they record.
         refuses_internals: whether requests for hidden states or attention maps raise, since a rank has only its share.
         shares_weights: whether data-parallel ranks gather weights from each other, so every rank must run each pass.
+        layers: the model's layers, which ``torch.compile(model)`` compiles.
         follow: a callback that handles parameters frozen or unfrozen since the last pass. It runs in each pass with
             gradients enabled, after the guard has compared the ranks.
     """
@@ -58,6 +60,7 @@ class ForwardState:
     hooked: HookedModules
     refuses_internals: bool
     shares_weights: bool = False
+    layers: CompilableLayers
     follow: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -65,6 +68,7 @@ class ForwardState:
         self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
         self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
+        self._end_pass: Restore = lambda: None
         self._outermost: nn.Module | None = None  # the module whose call is running
         self._signatures: dict[nn.Module, inspect.Signature] = {}
         for module in {id(x): x for x in (self.model, *self.inner)}.values():
@@ -84,6 +88,7 @@ class ForwardState:
         if self._outermost not in (None, module):
             return None  # this call is part of a running pass
         self._outermost = module
+        self._end_pass = self.layers.enter_model()
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
@@ -146,6 +151,12 @@ class ForwardState:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if module is not self._outermost:
             return None
+        try:
+            return self._end(module, args, kwargs, output)
+        finally:
+            self._end_pass()
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         self._outermost = None
         was_sharded, self._keeps_sharded, self._defers = self._keeps_sharded, False, False
         if self._restore is not None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.compiling import pause_compiling
 from meshwright.errors import PlanError
 
 
@@ -22,6 +23,17 @@ class MethodOverride:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
+
+
+class EagerMethod(MethodOverride):
+    """Runs a method without compiling it, if its caller is compiled."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        resume = pause_compiling()
+        try:
+            return self.method(*args, **kwargs)
+        finally:
+            resume()
 
 
 class RefusedMethod:

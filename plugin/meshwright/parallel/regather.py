@@ -30,7 +30,8 @@ class GatheredInput:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is the gathered input, in any shape."""
-        return tensor.numel() == self._numel and saved.memory(tensor) == self._memory
+        is_whole = tensor.numel() == self._numel and tensor.is_contiguous()
+        return is_whole and saved.memory(tensor) == self._memory
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         self._packed += 1
@@ -55,26 +56,45 @@ class RegatheredProjections:
 
     def __init__(self, projections: list[nn.Module]):
         self._current: GatheredInput | None = None
-        self._is_pushed = False
+        self._is_pushed = self._spans_block = False
+        self._hooked = projections
         for projection in projections:
             projection.register_forward_pre_hook(self._push)
             projection.register_forward_hook(self._pop, always_call=True)
 
+    def span_block(self) -> None:
+        """Swap what the whole block saves, from :meth:`open` to :meth:`close`, without hooks on the projections.
+
+        A compiled block saves its input once, for all projections.
+        """
+        self._spans_block = True
+        for projection in self._hooked:
+            for hooks in (projection._forward_pre_hooks, projection._forward_hooks):
+                for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                    del hooks[key]
+                    projection._forward_hooks_always_called.pop(key, None)
+
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
         if torch.is_grad_enabled() and not saved.is_checkpointing():  # checkpointing drops the gathered input anyway
             self._current = GatheredInput(full, local, axis)
+            if self._spans_block:
+                self._swap(self._current)
 
     def close(self) -> None:
+        if self._spans_block:
+            self._pop()
         self._current = None
 
     def _push(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         gathered = self._current
-        if gathered is None or not gathered.holds(args[0]):
-            return
+        if gathered is not None and gathered.holds(args[0]):
+            self._swap(gathered)
+
+    def _swap(self, gathered: GatheredInput) -> None:
         saved.push(lambda tensor: gathered.pack(tensor) if gathered.holds(tensor) else None)
         self._is_pushed = True
 
-    def _pop(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _pop(self, *_: Any) -> None:
         if self._is_pushed:
             self._is_pushed = False
             saved.pop()

@@ -128,12 +128,12 @@ def install_tensor_parallel(
     streams: DropoutStreams,
     keep_logits_sharded: Callable[[], bool],
     is_staged: bool,
-) -> SequenceRegion | None:
+) -> tuple[list[BlockHooks], SequenceRegion | None]:
     """Add the hooks that move activations at the borders of every block.
 
     Returns:
-        The region in which each rank has its own tokens, under sequence parallelism. If ``is_staged``, a pipeline's
-        stages start and end it; otherwise its own hooks do.
+        The hooks of each block, and the region in which each rank has its own tokens, under sequence parallelism. If
+        ``is_staged``, a pipeline's stages start and end the region; otherwise its own hooks do.
     """
     words = structure.embedding.num_embeddings
     if record_of(structure.embedding.weight).is_held:
@@ -143,12 +143,15 @@ def install_tensor_parallel(
     sequence = SequenceSharding(axis) if sequence_parallel else None
     for layer in structure.layers:
         layer.register_forward_pre_hook(refuse_second_activations, with_kwargs=True)
+    blocks = []
     for block in structure.blocks:
-        BlockHooks(block, axis, sequence, streams)
+        blocks.append(BlockHooks(block, axis, sequence, streams))
         localise_attributes(block)
         for norm, rows in block.wide_norms:
             _WideNorm(norm, rows, axis)
-    return None if sequence is None else SequenceRegion(structure, sequence, streams, is_staged=is_staged)
+    if sequence is None:
+        return blocks, None
+    return blocks, SequenceRegion(structure, sequence, streams, is_staged=is_staged)
 
 
 def guard_shards(model: nn.Module, structure: DecoderStructure) -> None:

@@ -1,0 +1,133 @@
+"""torch.compile for a distributed model: compiles the layers between collectives, and nothing of the runtime.
+
+The runtime's hooks communicate, and pass state from one hook to the next. A traced graph would freeze this state. So
+dynamo skips all code of this package: a graph ends where a hook runs, and the next graph begins after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.compiling import active_backend, pause_compiling
+from meshwright.errors import PlanError
+from meshwright.parallel.block_boundary import BlockHooks
+from meshwright.parallel.method_override import MethodOverride
+
+Restore = Callable[[], Any]
+
+logger = logging.getLogger(__name__)
+
+
+class CompilableLayers:
+    """The layers of a distributed model, which are compiled on request.
+
+    Args:
+        layers: the layers.
+        refusal: why the layers cannot be compiled, with the cure; None if they can.
+        is_model_traceable: whether ``torch.compile(model)`` may compile the code around the layers too.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], *, refusal: str | None, is_model_traceable: bool):
+        self.layers, self.refusal, self.is_model_traceable = list(layers), refusal, is_model_traceable
+        self.blocks: list[BlockHooks] = []
+        self._is_prepared = self._is_compiled = self._was_refused = False
+
+    def compile(self, **options: Any) -> None:
+        """Compile each layer's forward, once.
+
+        Args:
+            options: the arguments of ``torch.compile``.
+
+        Raises:
+            PlanError: if the plan's layers cannot be compiled.
+        """
+        if self.refusal is not None:
+            raise PlanError(self.refusal)
+        if self.blocks and options.get("fullgraph"):
+            raise PlanError(
+                "torch.compile(fullgraph=True): under tensor parallelism a graph ends at each collective; leave "
+                "fullgraph out"
+            )
+        if self._is_compiled:
+            return
+        self._is_compiled = True
+        self._prepare()
+        for layer in self.layers:
+            owner, name = _innermost(layer)
+            setattr(owner, name, _CompiledForward(getattr(owner, name), options))
+
+    def compile_if_possible(self, **options: Any) -> None:
+        """Compile each layer's forward, or log once why the model runs eagerly."""
+        if self.refusal is None:
+            self.compile(**options)
+        elif not self._was_refused:
+            self._was_refused = True
+            logger.warning("torch.compile has no effect, and the model runs eagerly: %s", self.refusal)
+
+    def enter_model(self) -> Restore:
+        """Begin a forward pass of the model: inside ``torch.compile(model)``, compile the layers and nothing else.
+
+        The code around the layers keeps logits sharded, counts labels and draws seeds, which dynamo cannot trace.
+
+        Returns:
+            A function that ends the pass.
+        """
+        backend = active_backend()
+        if backend is None:
+            if any(layer._compiled_call_impl is not None for layer in self.layers):  # the program's layer.compile()
+                self._prepare()
+            return _nothing
+        if self.is_model_traceable:
+            return _nothing
+        self.compile_if_possible(backend=backend)
+        return pause_compiling()
+
+    def _prepare(self) -> None:
+        """Make each block one graph up to its output projection, however its layer is compiled."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            for block in self.blocks:
+                block.prepare_to_compile()
+
+
+def outermost_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of a model's outermost module lists."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from outermost_layers(child)
+
+
+class _CompiledForward(MethodOverride):
+    """A layer's forward, compiled at its first call."""
+
+    def __init__(self, method: Callable[..., Any], options: dict[str, Any]):
+        super().__init__(method)
+        self.options = options
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = torch.compile(self.method, **self.options)
+        return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compiled": None}  # a copy compiles the method of its own layer
+
+
+def _innermost(layer: nn.Module) -> tuple[Any, str]:
+    """Return the place of a layer's own forward, inside the overrides that skip it or choose its inputs."""
+    owner, name = layer, "forward"
+    while isinstance(inner := getattr(owner, name), MethodOverride):
+        owner, name = inner, "method"  # type: ignore[assignment]
+    return owner, name
+
+
+def _nothing() -> None:
+    pass

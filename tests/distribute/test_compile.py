@@ -1,0 +1,151 @@
+"""torch.compile of a distributed model: the same numbers, and one graph between two collectives.
+
+float64: a traced graph computes the same operations, so only fused sums may differ, by 1e-12; the tolerance is 1e-10. A
+block whose graph kept another layer's state, or whose output were reduced twice, would be off by more than 1e-2.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshwright as mw
+from support.models import build, labels_for, tokens
+
+TOLERANCE = 1e-10
+LAYERS = 9  # more than the 8 variants of one function that dynamo compiles before it gives up with a warning
+
+
+def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager", **options: Any) -> Any:
+    """Train for two steps of different lengths and evaluate, and return what was computed and what was compiled.
+
+    Args:
+        plan: the plan in words.
+        how: what is compiled: "nothing", "layers" (by the config), "model" or "each layer" (by the program).
+        layers: the number of layers.
+        backend: the backend of torch.compile.
+        options: the arguments of the model's config.
+
+    Returns:
+        The losses and gradient norms; the names of the operations of each graph; the warnings.
+    """
+    torch._dynamo.reset()
+    graphs: list[list[str]] = []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        found = (getattr(n.target, "__name__", str(n.target)) for n in graph.graph.nodes if n.op.startswith("call"))
+        graphs.append(list(found))
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    model: Any = build("llama", num_hidden_layers=layers, **options).double()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    given = {"compile": "layers", "compile_options": {"backend": record}} if how == "layers" else {}
+    config = mw.ToDistributedConfig(plan=plan, **given)
+    model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
+    called = torch.compile(model, backend=record) if how == "model" else model
+    if how == "each layer":
+        for layer in model.model.layers:
+            layer.compile(backend=record)
+    has_rows = mw.plan_of(model).dp > 1
+    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if has_rows else slice(None)
+    numbers = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (12, 17):  # the second is padded under sequence parallelism, and compiled anew for any length
+            ids = tokens(4, length, seed=length)
+            batch = {"input_ids": ids[rows], "labels": labels_for(ids)[rows]}
+            loss = called(**batch).loss
+            loss.backward()
+            numbers += [loss.item(), float(mw.clip_grad_norm_(model, 1.0))]
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            numbers.append(called(**batch).loss.item())
+    return numbers, graphs, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+def check(pool: Any, plan: str, how: str, **options: Any) -> list[list[str]]:
+    """Compare a compiled run with an eager one, and return the compiled graphs."""
+    plain = pool.run(trained, plan, "nothing", **options)
+    compiled = pool.run(trained, plan, how, timeout=300, **options)
+    for (expected, no_graphs, _), (found, graphs, warned) in zip(plain, compiled, strict=True):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+        assert graphs and not no_graphs and not warned
+    return compiled[0][1]
+
+
+@pytest.mark.parametrize("how", ["layers", "model", "each layer"])
+def test_one_graph_between_two_collectives(how: str, pool2: Any) -> None:
+    graphs = check(pool2, "tp2+sp", how, layers=LAYERS)
+    # Each layer has four collectives (gather and reduce of two blocks), and regions of four kinds between them. All
+    # layers share a region's graph, which is compiled for the first length, for any length, and without gradients.
+    kinds = {
+        "norm, after a residual or not": lambda ops: "rsqrt" in ops and "linear" not in ops,
+        "attention": lambda ops: ops.count("linear") == 3 and "scaled_dot_product_attention" in ops,
+        "MLP": lambda ops: ops.count("linear") == 2 and "silu" in ops,
+        "the last residual": lambda ops: "add" in ops and not {"rsqrt", "linear", "silu"} & set(ops),
+    }
+    found = [[name for name, is_kind in kinds.items() if is_kind(ops)] for ops in graphs]
+    assert all(len(names) == 1 for names in found), graphs
+    for name in kinds:
+        variants = found.count([name])
+        assert 0 < variants < LAYERS * (2 if name.startswith("norm") else 1), (name, graphs)
+
+
+@pytest.mark.parametrize("plan", ["tp2", "dp2 zero1", "cp2", "pp2 mb2", "tp2+sp recompute=full", "tp2+sp ga2"])
+def test_other_plans(plan: str, pool2: Any) -> None:
+    check(pool2, plan, "layers")
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero1", "cp2", "pp2 mb2"])
+def test_a_compiled_model_of_other_plans(plan: str, pool2: Any) -> None:
+    check(pool2, plan, "model")
+
+
+def test_generated_code(pool2: Any) -> None:
+    check(pool2, "tp2+sp", "layers", layers=1, backend="inductor")
+
+
+def test_dropout_draws_the_masks_of_an_eager_model(pool2: Any) -> None:
+    check(pool2, "tp2", "layers", attention_dropout=0.2)
+
+
+def copied() -> Any:
+    model: Any = build("llama", num_hidden_layers=1).double()
+    config = mw.ToDistributedConfig(plan="tp2+sp", compile="layers", compile_options={"backend": "eager"})
+    model, _, _ = mw.to_distributed(model, config=config)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.model.layers.parameters():
+            parameter.mul_(0.5)
+    batch = {"input_ids": tokens(2, 8), "labels": labels_for(tokens(2, 8))}
+    return [m(**batch).loss.item() for m in (model, other, model)]
+
+
+def test_a_copy_compiles_its_own_layers(pool2: Any) -> None:
+    for first, other, again in pool2.run(copied):
+        assert first == again != other
+
+
+def refused(plan: str, **options: Any) -> None:
+    mw.to_distributed(
+        build("llama"), config=mw.ToDistributedConfig(plan=plan, compile="layers", compile_options=options)
+    )
+
+
+def test_what_cannot_be_compiled_is_an_error(pool2: Any) -> None:
+    for plan, options, message in (
+        ("dp2 zero3", {}, "set zero_stage=2, or leave compile out"),
+        ("pp2(zb-h1) mb2", {}, "set schedule='1f1b'"),
+        ("tp2", {"fullgraph": True}, "leave fullgraph out"),
+    ):
+        for kind, said in pool2.run_expecting_error(refused, plan, **options):
+            assert kind == "PlanError" and message in said
+    with pytest.raises(mw.PlanError, match="compile='all' must be None or 'layers'"):
+        mw.ToDistributedConfig(compile="all")  # type: ignore[arg-type]
