@@ -77,7 +77,7 @@ def plan(
     save: Annotated[
         Path | None, typer.Option(help="Write the best plan to this YAML file, for meshwright launch --plan.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the answer as diagrams to this HTML file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the answer to this HTML file, as a page with diagrams, sliders and a table of plans.")] = None,
     emit: Annotated[
         Emit | None, typer.Option(help="Print a configuration file for accelerate launch instead of the answer.")
     ] = None,
@@ -151,7 +151,7 @@ def plan(
         found = search(space, measured, top=top, budget=memory * cluster.device.memory)
         if emit is not None and (json or trace):
             raise ValueError(f"--emit {emit.value} prints a file; leave out {'--json' if json else '--trace'}")
-        _show(found, json, save, html, emit)
+        _show(model, found, json, save, html, emit)
         if trace:
             _trace(model, found, stage)
     except ValueError as error:
@@ -194,7 +194,9 @@ def _job(
     return job.in_32_bits() if dtype == "float32" else job
 
 
-def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None) -> None:
+def _show(
+    model: Path, found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None
+) -> None:
     from meshwright.choose.plan_file import save_plan
     from meshwright.planner import explain
 
@@ -210,7 +212,14 @@ def _show(found: Search, json: bool, save: Path | None, html: Path | None, emit:
     if html is not None:
         from meshwright.planner.page import write_page
 
-        write_page(found, html, changed=changed)
+        with typer.progressbar(length=1, label=f"Writing {html}", file=sys.stderr) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.length = total
+                if sys.stderr.isatty():
+                    bar.update(done - bar.pos)
+
+            write_page(found, html, changed=changed, model=str(model), progress=progress)
     if save is not None:
         best = found.choices[0]
         comment = (

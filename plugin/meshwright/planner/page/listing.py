@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate
+from meshwright.planner.explain import ties
 from meshwright.planner.memory import Memory, peak_memory
 from meshwright.planner.page.front import Point
 from meshwright.planner.search import Search
@@ -44,7 +45,11 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point])
         points, front: result of ``pareto``.
     """
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
-    reasons = {choice.plan: "fastest" if not index else "fast" for index, choice in enumerate(found.choices)}
+    tied = ties(found)
+    reasons = {
+        choice.plan: "fastest" if not index else "ties with the fastest" if index < tied else "fast"
+        for index, choice in enumerate(found.choices)
+    }
     for axes, plan in _fastest_of_axes(found, model, points):
         reasons.setdefault(plan, f"fastest with {axes}")
     room = max(0, _PLANS - len(reasons))

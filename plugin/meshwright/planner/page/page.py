@@ -69,7 +69,7 @@ def page(
         sliders=_sliders(found),
         reasons=_reasons(found),
         changes=rows,
-        settings=f"{len(plans) * len(list(ranges(found).indices())):,}",
+        settings=f"{len(list(ranges(found).indices())):,}",
         footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.fitting:,} fit, "
         f"{found.simulated:,} simulated.",
     )
@@ -122,11 +122,12 @@ def _header(found: Search) -> dict[str, Any]:
     others = tied - 1
     least = "+" if tied == len(found.choices) < found.fitting else ""  # plans that were not kept may tie too
     tie = f"{others}{least} other{'s' if others > 1 or least else ''}" if others or least else "none"
+    room = found.budget - best.memory.total
     tiles = [
         ("Step time", seconds(total), f"{low} to {high} (±{profile.band:.0%}; {measured})"),
         ("Tokens/s/GPU", f"{best.tokens_per_second:,.0f}", f"{best.tokens_per_second * cluster.gpus:,.0f} on all GPUs"),
         ("MFU", f"{best.mfu:.1%}", "model FLOPs / peak FLOPs"),
-        ("Memory", gib(best.memory.total), f"of {gib(found.budget)} budget, {gib(cluster.device.memory)} device"),
+        ("Memory", gib(best.memory.total), f"{gib(room)} below the budget of {gib(found.budget)}"),
         ("Ties", tie, f"within {explain.TIE:.0%}, too close to rank" if others else "no other plan is as fast"),
     ]
     return {

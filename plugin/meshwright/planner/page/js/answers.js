@@ -63,23 +63,31 @@ function twiceTheBatch(choice, setting, isPlanned) {
   return `This plan takes ${seconds(after.time)}, ${(after.speed / choice.speed).toFixed(2)}\u00d7 the tokens/s.`;
 }
 
+function difference(ratio) {
+  if (ratio > 3) return `${ratio.toFixed(1)}\u00d7`;
+  return `${ratio >= 1 ? "+" : "\u2212"}${percent(Math.abs(ratio - 1), 1)}`;
+}
+
+const fullest = (choice) => choice.groups.find((group) => group.parts && group.total === choice.memory);
+
 function comparison(one, two) {
-  const rows = [];
-  const row = (name, text, pick) => {
+  const [time, memory] = [[], []];
+  const row = (rows, name, text, pick) => {
     const [a, b] = [pick(one), pick(two)];
-    const change = a > 0 && b > 0 ? `${b >= a ? "+" : "\u2212"}${percent(Math.abs(b / a - 1), 1)}` : "";
-    if (a > 0 || b > 0) rows.push([name, text(a), text(b), change]);
+    const change = a > 0 && b > 0 ? difference(b / a) : "";
+    if (a > 0 || b > 0) rows.push([name, ...[a, b].map((value) => (value > 0 ? text(value) : "none")), change]);
   };
   if (one.fits && two.fits) {
-    row("step time", seconds, (choice) => choice.time);
-    row("tokens/s/GPU", grouped, (choice) => choice.speed);
-    row("MFU", (value) => percent(value, 1), (choice) => choice.mfu);
-    data.timeParts.forEach((name, part) => row(`time: ${name}`, seconds, (choice) => choice.times[part]));
+    row(time, "step time", seconds, (choice) => choice.time);
+    row(time, "tokens/s/GPU", grouped, (choice) => choice.speed);
+    row(time, "MFU", (value) => percent(value, 1), (choice) => choice.mfu);
+    data.timeParts.forEach((name, part) => row(time, name, seconds, (choice) => choice.times[part]));
   }
-  row("memory", gib, (choice) => choice.memory);
-  const fullest = (choice) => choice.groups.find((group) => group.parts && group.total === choice.memory);
-  data.memoryParts.forEach((name, part) => row(`memory: ${name}`, gib, (choice) => fullest(choice).parts[part]));
-  return table("The two plans beside each other", ["", `A: ${one.label}`, `B: ${two.label}`, "B against A"], rows);
+  row(memory, "memory", gib, (choice) => choice.memory);
+  data.memoryParts.forEach((name, part) => row(memory, name, gib, (choice) => fullest(choice).parts[part]));
+  const parts = [["Time of the two plans", time], ["Memory of the fullest rank of the two plans", memory]];
+  return parts.filter(([, rows]) => rows.length)
+    .map(([caption, rows]) => table(caption, ["", "A", "B", "B against A"], rows)).join("");
 }
 
 // The diagrams as tables, for readers who cannot see them.
@@ -119,14 +127,16 @@ const asTables = {
 
 // The entries of the legends, as [part, name, words].
 const legends = {
-  memory: ([choice]) => {
-    const fullest = choice.groups.find((group) => group.parts && group.total === choice.memory);
-    return data.memoryParts.map((name, part) => [name, name, fullest.parts[part]])
-      .filter(([, , value]) => value > 0).map(([part, name, value]) => [part, name, gib(value)]);
+  memory: (choices) => {
+    const most = (part) => Math.max(...choices.flatMap(({ groups }) => groups.map((group) => group.parts?.[part] ?? 0)));
+    const value = (part) => fullest(choices[0]).parts[part];
+    return data.memoryParts.map((name, part) => [name, name, part])
+      .filter(([, , part]) => most(part) > 0)
+      .map(([name, , part]) => [name, name, value(part) > 0 ? gib(value(part)) : "in other bars"]);
   },
   time: ([choice], ordered) => data.timeParts
     .map((name, part) => [name, name, choice.times[part], part])
-    .filter(([, , , part]) => ordered.some((other) => other.fits && other.times[part] > 0))
+    .filter(([, , , part]) => drawnTimes(ordered, [choice.index]).some((other) => other.times[part] > 0))
     .map(([part, name, value]) => [part, name, value > 0 ? seconds(value) : "none"]),
   timeline: (choices) => {
     const has = (name) => choices.some((choice) => timeOf(choice, name) > 0);
@@ -141,14 +151,16 @@ const legends = {
       ["optimizer", "", "optimizer"], ["other", "", "fixed cost and stragglers"],
     ];
   },
-  ranks: ([choice]) => {
-    const sizes = sizesOf(choice);
-    const shown = Object.keys(sizes).filter((axis) => sizes[axis] > 1);
-    const cp = (axis) => (axis === "cp" ? `: each rank has 1/${sizes.cp} of a sequence's tokens` : "");
-    const entries = (shown.length ? shown : ["dp"])
-      .map((axis) => [data.axes[axis], axis, `${AXIS_NAMES[axis]}, ${span(0, sizes[axis] - 1)}${cp(axis)}`]);
-    const shard = shardOf(choice, { dp: 0, cp: 0 });
-    if (shard) entries.push(["optimizer", `ZeRO-${choice.plan.zero}`, `the bar shows which of ${shard[1]} shards a rank keeps`]);
+  ranks: (choices) => {
+    const used = Object.keys(AXIS_NAMES).filter((axis) => choices.some((choice) => sizesOf(choice)[axis] > 1));
+    const each = (text) => [...new Set(choices.map(text).filter(Boolean))].join(" and ");
+    const entries = (used.length ? used : ["dp"]).map((axis) => {
+      const tokens = axis === "cp" ? ": each rank has its share of a sequence's tokens" : "";
+      return [data.axes[axis], axis, `${AXIS_NAMES[axis]}, ${each((choice) => span(0, sizesOf(choice)[axis] - 1))}${tokens}`];
+    });
+    const shards = each((choice) => shardOf(choice, { dp: 0, cp: 0 })?.[1]);
+    const stages = each((choice) => (choice.plan.zero ? `ZeRO-${choice.plan.zero}` : ""));
+    if (shards) entries.push(["optimizer", stages, `the bar shows which of ${shards} shards a rank keeps`]);
     return entries;
   },
   front: () => [],

@@ -29,9 +29,16 @@ function memoryBars(choice, width, ident, limit) {
   return stacked(svg, bars, { names: data.memoryParts, limit, unit: gib, marks });
 }
 
-function timeBars(choices, shown, width, ident) {
-  const bars = choices.map((choice, place) => ({
-    label: `${place + 1}  ${choice.label}`,
+// The plans whose times are drawn: the fastest, and those that are shown.
+function drawnTimes(ordered, shown) {
+  const fitting = ordered.filter((choice) => choice.fits);
+  return fitting.filter((choice, place) => place < 5 || shown.includes(choice.index));
+}
+
+function timeBars(ordered, shown, width, ident) {
+  const choices = drawnTimes(ordered, shown);
+  const bars = choices.map((choice) => ({
+    label: `${ordered.indexOf(choice) + 1}  ${choice.label}`,
     parts: choice.times,
     note: seconds(choice.time),
     isStrong: shown.includes(choice.index),

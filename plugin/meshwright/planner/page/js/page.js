@@ -143,16 +143,18 @@ function drawCards(one, two, ordered) {
   const fitting = both.filter((choice) => choice.fits);
   const compared = $("#compared");
   compared.hidden = two === null || runnable.length < 2;
-  if (!compared.hidden) $("#comparison").innerHTML = comparison(one, two);
+  if (!compared.hidden) {
+    $("#one").textContent = one.label;
+    $("#two").textContent = two.label;
+    $("#comparison").innerHTML = comparison(one, two);
+  }
   const isPlanned = isPlannedSetting();
   const limit = Math.max(data.device.memory, ...runnable.map((choice) => choice.memory));
   const longest = Math.max(0, ...fitting.map((choice) => choice.time));
-  const best = ordered.filter((choice) => choice.fits).slice(0, 5);
   const shown = both.map((choice) => choice.index);
-  const listed = ordered.filter((choice) => choice.fits && (best.includes(choice) || shown.includes(choice.index)));
   const pictures = {
     memory: [runnable, (choice, width, ident) => memoryBars(choice, width, ident, limit)],
-    time: [listed.length ? [one] : [], (choice, width, ident) => timeBars(listed, shown, width, ident), listed],
+    time: [ordered[0].fits ? [one] : [], (choice, width, ident) => timeBars(ordered, shown, width, ident)],
     timeline: [fitting, (choice, width, ident) => timelinePicture(choice, width, ident, longest)],
     ranks: [runnable, rankPicture],
     front: [ordered[0].fits ? [one] : [], (choice, width, ident) => frontPicture(ordered, shown, isPlanned, width, ident)],
