@@ -77,7 +77,10 @@ def plan(
     save: Annotated[
         Path | None, typer.Option(help="Write the best plan to this YAML file, for meshwright launch --plan.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the answer to this HTML file, as a page with diagrams, sliders and a table of plans.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the answer to this HTML file: diagrams, a table of plans, and sliders for the job."),
+    ] = None,
     emit: Annotated[
         Emit | None, typer.Option(help="Print a configuration file for accelerate launch instead of the answer.")
     ] = None,
@@ -194,9 +197,7 @@ def _job(
     return job.in_32_bits() if dtype == "float32" else job
 
 
-def _show(
-    model: Path, found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None
-) -> None:
+def _show(model: Path, found: Search, json: bool, save: Path | None, html: Path | None, emit: Emit | None) -> None:
     from meshwright.choose.plan_file import save_plan
     from meshwright.planner import explain
 

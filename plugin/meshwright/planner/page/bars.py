@@ -1,21 +1,13 @@
-"""Stacked bars: the memory of each rank, and the step time of the best plans."""
+"""Stacked bars as a drawing, for pages without JavaScript."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.planner.explain import ties
-from meshwright.planner.formatting import gib, seconds
-from meshwright.planner.memory import Memory, stage_memory
-from meshwright.planner.page.draw import Box, Svg, span, text_width
-from meshwright.planner.search import Search
+from meshwright.planner.page.draw import Box, Svg, text_width
 
-_ROWS = 12  # largest number of bars; if there are more, the middle ones are left out
-_HEAD, _TAIL = 8, 3  # bars that stay at each end
 _NOTE = 62  # width of the totals' column
-_GIB = 2**30
-_SAME = 2**26  # a smaller difference in bytes is not visible in a bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,74 +25,6 @@ class Bar:
     parts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     is_emphasised: bool = False
-
-
-def rank_groups(found: Search) -> list[tuple[int, int, Memory]]:
-    """Return (first rank, last rank, memory) of the best plan for each group of adjacent stages with equal memory."""
-    plan = found.choices[0].plan
-    ranks = plan.dp * plan.cp * plan.tp
-    groups: list[tuple[int, int, Memory]] = []
-    for stage in range(plan.pp):
-        memory = stage_memory(found.shape, plan, found.job, stage)
-        first, last = stage * ranks, (stage + 1) * ranks - 1
-        if groups and _same(groups[-1][2], memory):
-            groups[-1] = (groups[-1][0], last, groups[-1][2])
-        else:
-            groups.append((first, last, memory))
-    return groups
-
-
-def _same(one: Memory, two: Memory) -> bool:
-    return all(abs(value - two.parts[name]) < _SAME for name, value in one.parts.items())
-
-
-def memory_bars(found: Search, width: float, ident: str) -> Svg:
-    """Draw the memory of each rank under the best plan, beside the device's memory."""
-    plan, capacity = found.choices[0].plan, found.cluster.device.memory
-    groups = rank_groups(found)
-    most = max(memory.total for _, _, memory in groups)
-    shown: list[tuple[int, int, Memory] | None] = [*groups]
-    left_out: Sequence[tuple[int, int, Memory]] = ()
-    if len(groups) > _ROWS:
-        shown, left_out = [*groups[:_HEAD], None, *groups[-_TAIL:]], groups[_HEAD:-_TAIL]
-    ranks = plan.dp * plan.cp * plan.tp
-    bars: list[Bar] = []
-    for group in shown:
-        if group is None:
-            totals = [memory.total for _, _, memory in left_out]
-            stages = span(left_out[0][0] // ranks, left_out[-1][1] // ranks)
-            words = f"… stages {stages}, ranks {span(left_out[0][0], left_out[-1][1])}"
-            low, high = (round(pick(totals) / _GIB) for pick in (min, max))
-            bars.append(Bar(label=words, note=f"{span(low, high)} GiB"))
-            continue
-        first, last, memory = group
-        label = f"ranks {span(first, last)}" if last > first else f"rank {first}"
-        if plan.pp > 1:
-            a, b = first // ranks, last // ranks
-            label = f"stage{'s' if b > a else ''} {span(a, b)}, {label}"
-        is_fullest = memory.total == most
-        bars.append(Bar(label=label, parts=memory.parts, note=gib(memory.total), is_emphasised=is_fullest))
-    description = "; ".join(f"{bar.label}: {bar.note}" for bar in bars) + f"; the budget is {gib(found.budget)}"
-    svg = Svg(ident=ident, width=width, title="Memory of each rank", description=description)
-    marks = [(capacity, f"device {gib(capacity)}"), (found.budget, f"budget {gib(found.budget)}")]
-    return stacked(svg, bars, limit=max(capacity, most), unit=gib, marks=marks)
-
-
-def time_bars(found: Search, width: float, ident: str) -> Svg:
-    """Draw the parts of the step time of the best plans."""
-    tied = ties(found)
-    bars = [
-        Bar(
-            label=f"{'=' if 0 < index < tied else index + 1}  {choice.plan.label}",
-            parts=choice.time.parts,
-            note=seconds(choice.time.total),
-            is_emphasised=not index,
-        )
-        for index, choice in enumerate(found.choices)
-    ]
-    description = "; ".join(f"{bar.label}: {bar.note}" for bar in bars)
-    svg = Svg(ident=ident, width=width, title="Step time of the best plans", description=description)
-    return stacked(svg, bars, limit=max(choice.time.total for choice in found.choices), unit=seconds)
 
 
 def stacked(

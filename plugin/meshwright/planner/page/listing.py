@@ -73,15 +73,14 @@ def _fastest_of_axes(found: Search, model: StepModel, points: Sequence[Point]) -
         groups.setdefault(" + ".join(name for name, size in sizes.items() if size > 1) or "one rank", []).append(point)
     fastest = []
     for axes, group in groups.items():
-        best, plan = math.inf, None
+        best, plan = math.inf, group[0].plan
         for point in sorted(group, key=lambda point: point.time):
             if point.time >= best:
                 break  # the other plans' lower bounds are larger still
             total = point.time if point.exact else model.step(point.plan, found.job).total
             if total < best:
                 best, plan = total, point.plan
-        if plan is not None:
-            fastest.append((best, axes, plan))
+        fastest.append((best, axes, plan))
     return [(axes, plan) for _, axes, plan in sorted(fastest, key=lambda item: item[0])[: _PLANS // 2]]
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from meshwright.errors import PlanError
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job, recomputed_share
-from meshwright.planner.hardware import Cluster
 from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.search import Search
 from meshwright.planner.space import Region, Space
@@ -44,7 +43,8 @@ class Ranges:
 
     def indices(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the index of each setting on each slider; that of the micro-batch changes fastest."""
-        return itertools.product(*(range(len(values)) for values in vars(self).values()))
+        batches, lengths, gpus, micro = (range(len(values)) for values in vars(self).values())
+        return itertools.product(batches, lengths, gpus, micro)
 
 
 def ranges(found: Search) -> Ranges:
@@ -124,9 +124,7 @@ class Settings:
     _models: dict[int, StepModel] = field(default_factory=dict)
     _weights: dict[tuple[Candidate, int], tuple[tuple[int, int, Memory], ...]] = field(default_factory=dict)
 
-    def outcomes(
-        self, plan: Candidate, *, progress: Callable[[], None] = lambda: None
-    ) -> Iterator[Outcome | str]:
+    def outcomes(self, plan: Candidate, *, progress: Callable[[], None] = lambda: None) -> Iterator[Outcome | str]:
         """Yield the plan at each setting, or the reason why it cannot run there, in the order of ``Ranges.indices``.
 
         Args:

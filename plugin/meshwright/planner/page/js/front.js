@@ -17,10 +17,11 @@ function logTicks(low, high) {
 
 // Returns where the diagram draws a memory and a time, given the plans of the table.
 function frontScales(choices, isPlanned, width, height) {
-  const capacity = Math.max(data.device.memory, 0);
+  const capacity = data.device.memory;
   const times = choices.filter((choice) => choice.fits).map((choice) => choice.time);
   const fastest = Math.min(...times);
-  const slowest = Math.max(isPlanned ? Math.max(...data.points.time, fastest * 1.25) : Math.min(Math.max(...times), 6 * fastest), fastest * 1.25);
+  const most = isPlanned ? Math.max(...data.points.time) : Math.min(Math.max(...times), 6 * fastest);
+  const slowest = Math.max(most, 1.25 * fastest);
   const [low, high] = [Math.log(fastest * 0.88), Math.log(slowest * 1.06)];
   const [right, top, bottom] = [14, 16, 46];
   return {
@@ -28,6 +29,16 @@ function frontScales(choices, isPlanned, width, height) {
     x: (memory) => LEFT + ((width - LEFT - right) * memory) / capacity,
     y: (time) => top + ((height - top - bottom) * (high - Math.log(time))) / (high - low),
   };
+}
+
+const speckPaths = new Map(); // by width, since they are drawn for the planned job alone
+
+function specks({ x, y }, width) {
+  if (!speckPaths.has(width)) {
+    const dots = data.points.memory.map((memory, index) => `M${at2(x(memory))} ${at2(y(data.points.time[index]))}h0`);
+    speckPaths.set(width, dots.join(""));
+  }
+  return speckPaths.get(width);
 }
 
 function frontPicture(choices, shown, isPlanned, width, ident, height = 400) {
@@ -49,8 +60,7 @@ function frontPicture(choices, shown, isPlanned, width, ident, height = 400) {
   }
   svg.text(LEFT, height - 8, "step time, log", "axis");
   if (isPlanned) {
-    const dots = data.points.memory.map((memory, index) => `M${at2(x(memory))} ${at2(y(data.points.time[index]))}h0`);
-    svg.path(dots.join(""), "specks");
+    svg.path(specks(scales, width), "specks");
   }
   svg.line(x(data.budget), top, x(data.budget), base, "mark");
   svg.text(x(data.budget) - 6, top + 10, `budget ${gib(data.budget)}`, "mark-label halo", "end");

@@ -14,7 +14,16 @@ function shownPlan(ordered) {
   return ordered[0].fits ? ordered[0] : ordered.find((choice) => !choice.reason) ?? ordered[0];
 }
 
+// Most changes leave some cards as they are, and the browser need not lay those out again.
+const contents = new WeakMap();
+function fill(node, html) {
+  if (contents.get(node) === html) return;
+  contents.set(node, html);
+  node.innerHTML = html;
+}
+
 function redraw() {
+  widthOf(null);
   const ordered = everyChoice().sort(speedFirst);
   const one = shownPlan(ordered);
   const two = state.other === null || state.other === one.index ? null : choiceAt(state.other, state.setting);
@@ -134,7 +143,12 @@ function drawTable(one, two, ordered) {
   }
 }
 
-const widthOf = (card) => Math.max(280, $(".pictures", card).clientWidth || 336);
+// The widths are measured once, since each measurement makes the browser lay out the page.
+let widths = new Map();
+function widthOf(card) {
+  if (!widths.size) for (const each of $$(".pictures")) widths.set(each.parentElement, Math.max(280, each.clientWidth || 336));
+  return widths.get(card);
+}
 
 // Each card has the pictures of the shown plan, of the plan that it is compared with, a legend, and a table.
 function drawCards(one, two, ordered) {
@@ -163,15 +177,17 @@ function drawCards(one, two, ordered) {
     const card = $(`#${name}-card`);
     const width = widthOf(card);
     const isDouble = two !== null && !["time", "front"].includes(name);
-    $(".pictures", card).innerHTML = choices.map((choice, index) => {
+    const drawn = choices.map((choice, index) => {
       const letter = "AB"[both.indexOf(choice)];
       const head = isDouble ? `<p class="which"><b>${letter}</b> <code>${escape(choice.label)}</code></p>` : "";
       return `${head}<div class="picture">${draw(choice, width, index ? `${name}-${index}` : name)}</div>`;
     }).join("") + missing(name, both, choices, ordered);
+    fill($(".pictures", card), drawn);
     const isDrawn = choices.length > 0 && (!["time", "timeline"].includes(name) || fitting.length > 0);
     const legend = isDrawn ? legends[name](name === "time" || name === "timeline" ? fitting : choices, ordered) : [];
-    $(".legend", card).innerHTML = legend.map(legendEntry).join("");
-    $(".as-table", card).innerHTML = choices.length ? asTables[name](choices, ordered) : "";
+    fill($(".legend", card), legend.map(legendEntry).join(""));
+    const isOpen = $("details", card).open;
+    fill($(".as-table", card), choices.length && isOpen ? asTables[name](choices, ordered) : "");
   }
   $("#front-words").textContent = isPlanned
     ? `Numbered dots are the plans of the table: select one to show it. Specks are ${grouped(data.points.count)} plans that ` +
@@ -249,6 +265,7 @@ $("#front-card").addEventListener("pointermove", (event) => {
   const shrunk = widthOf($("#front-card")) / box.width;
   $("#speck").textContent = speckAt((event.clientX - box.x) * shrunk, (event.clientY - box.y) * shrunk, scales);
 });
+for (const details of $$(".pictures ~ details")) details.addEventListener("toggle", redraw);
 for (const button of $$(".copy")) {
   button.addEventListener("click", async () => {
     const text = $(`#${button.dataset.of}`);
@@ -264,7 +281,10 @@ for (const button of $$(".copy")) {
 }
 let lastWidth = innerWidth;
 addEventListener("resize", () => {
-  if (innerWidth !== lastWidth) redraw(); // a phone's address bar changes the height alone
+  if (innerWidth !== lastWidth) { // a phone's address bar changes the height alone
+    widths = new Map();
+    redraw();
+  }
   lastWidth = innerWidth;
 });
 document.documentElement.classList.add("is-alive");

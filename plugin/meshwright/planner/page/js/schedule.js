@@ -56,10 +56,15 @@ const VISITS = {
 
 // Returns the operations of a rank as [kind, virtual stage, micro-batch].
 function operations(schedule, rank, p, v, m) {
-  const counts = {};
-  return VISITS[schedule](rank, p, v, m)
-    .map(([kind, stage]) => [kind, stage, (counts[kind + stage] = (counts[kind + stage] ?? -1) + 1)])
-    .filter(([, , microBatch]) => microBatch < m);
+  const counts = new Map();
+  const found = [];
+  for (const visit of VISITS[schedule](rank, p, v, m)) {
+    const key = 8 * visit[1] + "FBIW".indexOf(visit[0]);
+    const microBatch = counts.get(key) ?? 0;
+    counts.set(key, microBatch + 1);
+    if (microBatch < m) found.push([...visit, microBatch]);
+  }
+  return found;
 }
 
 // Returns when each operation runs, rank by rank, given the times of each virtual stage by kind of operation.
@@ -67,8 +72,9 @@ function simulate({ schedule, p, v, m, times, transfer }) {
   const lists = Array.from({ length: p }, (_, rank) => operations(schedule, rank, p, v, m));
   const events = lists.map(() => []);
   const clock = Array(p).fill(0);
-  const ends = new Map(); // of a forward, or of a backward to the input
   const last = p * v - 1;
+  const ends = new Float64Array(2 * p * v * m).fill(-1); // of a forward, or of a backward to the input
+  const place = (isForward, stage, microBatch) => ((isForward ? 0 : p * v) + stage) * m + microBatch;
   for (let isStuck = false; !isStuck; ) {
     isStuck = true;
     lists.forEach((list, rank) => {
@@ -78,12 +84,12 @@ function simulate({ schedule, p, v, m, times, transfer }) {
         let start = clock[rank];
         if (kind !== "W" && !(isForward && stage === 0)) {
           const before = isForward ? stage - 1 : stage === last ? stage : stage + 1;
-          const ready = ends.get(`${isForward || stage === last}/${before}/${microBatch}`);
-          if (ready === undefined) break;
+          const ready = ends[place(isForward || stage === last, before, microBatch)];
+          if (ready < 0) break;
           start = Math.max(start, ready + (rankOfStage(schedule, before, p) !== rank ? transfer : 0));
         }
         clock[rank] = start + times[kind][stage];
-        if (kind !== "W") ends.set(`${isForward}/${stage}/${microBatch}`, clock[rank]);
+        if (kind !== "W") ends[place(isForward, stage, microBatch)] = clock[rank];
         events[rank].push({ rank, kind, stage, microBatch, start, end: clock[rank] });
         isStuck = false;
       }

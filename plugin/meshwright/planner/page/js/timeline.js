@@ -7,7 +7,14 @@ const BREAK = 86; // width of the gap in place of omitted micro-batches
 const OPERATIONS = { F: "forward", B: "backward", I: "backward to the input", W: "gradients of the weights" };
 
 // Returns the events of a step; the middle of a long schedule, which repeats itself, is left out.
+const timelines = new WeakMap();
+
 function timeline(choice) {
+  if (!timelines.has(choice)) timelines.set(choice, simulated(choice));
+  return timelines.get(choice);
+}
+
+function simulated(choice) {
   const { plan, count, work } = choice;
   const [layer, head, transfer, shared, shares, again, dataParallel] = work;
   const { pp, schedule, chunks, stages } = plan;
