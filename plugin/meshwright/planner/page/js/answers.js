@@ -146,7 +146,7 @@ const legends = {
       ...(has("recompute") ? [["recompute", "", "recompute"]] : []),
       ...COMMUNICATION.filter(has).map((name) => [name, "", `${name} communication`]),
       ...(choices.some((choice) => overlaps(choice).some((row) => row.hidden > 0))
-        ? [["hidden-sample", "", "pale: hidden behind the compute above it"]] : []),
+        ? [["hidden-sample", "", "faint: hidden behind the compute above it"]] : []),
       ...(isPiped ? [["weights", "", "sent to the next stage"], ["bubble", "", "bubble"]] : []),
       ["optimizer", "", "optimizer"], ["other", "", "fixed cost and stragglers"],
     ];
