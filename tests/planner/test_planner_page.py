@@ -67,14 +67,14 @@ def listed(found: Search) -> list[Listed]:
 
 
 def test_the_table_has_the_choices_and_other_kinds_of_plans(found: Search) -> None:
-    plans = listed(found)
+    points, front = pareto(found)
+    plans = listed_plans(found, points, front)
     assert {choice.plan for choice in found.choices} <= {each.plan for each in plans}
     assert plans[0].plan == found.choices[0].plan and len(plans) == len({each.plan for each in plans}) <= 16
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
     for each in plans:
         assert each.memory.total <= found.budget
         assert each.time.total == pytest.approx(model.step(each.plan, found.job).total)
-    points, _ = pareto(found)
     for axes in {(point.plan.tp > 1, point.plan.cp > 1, point.plan.pp > 1) for point in points}:
         assert axes in {(each.plan.tp > 1, each.plan.cp > 1, each.plan.pp > 1) for each in plans}
 
@@ -395,7 +395,7 @@ def test_the_browser_simulates_the_schedules_of_the_runtime(tmp_path: Path) -> N
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: install Debian's package chromium")
 def test_a_browser_draws_the_pictures(tmp_path: Path) -> None:
     target = tmp_path / "plan.html"
-    write_page(find(SEVENTY, 64, 512, future=True), target, changed=())
+    write_page(find(SEVEN, 16, 64, seq=4096), target, changed=())
     measure = SCENARIO[: SCENARIO.index("report.scroll")].removesuffix("report.boxes = boxes();\n")
     target.write_text(
         target.read_text().replace("</body>", measure + "document.title = boxes().join(';');</script></body>")

@@ -69,8 +69,8 @@ def _fastest_of_axes(found: Search, model: StepModel, points: Sequence[Point]) -
     groups: dict[str, list[Point]] = {}
     for point in points:
         plan = point.plan
-        sizes = {"dp": plan.dp, "tp": plan.tp, "cp": plan.cp, "pp": plan.pp}
-        groups.setdefault(" + ".join(name for name, size in sizes.items() if size > 1) or "one rank", []).append(point)
+        sizes = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}
+        groups.setdefault(" + ".join(name for name, size in sizes.items() if size > 1) or "dp alone", []).append(point)
     fastest = []
     for axes, group in groups.items():
         best, plan = math.inf, group[0].plan
@@ -81,7 +81,7 @@ def _fastest_of_axes(found: Search, model: StepModel, points: Sequence[Point]) -
             if total < best:
                 best, plan = total, point.plan
         fastest.append((best, axes, plan))
-    return [(axes, plan) for _, axes, plan in sorted(fastest, key=lambda item: item[0])[: _PLANS // 2]]
+    return [(axes, plan) for _, axes, plan in sorted(fastest, key=lambda item: item[0])]
 
 
 def _spread(front: Sequence[Point], count: int) -> list[Point]:
