@@ -51,7 +51,7 @@ function drawHeader(one, ordered) {
   const nodes = Math.max(1, Math.floor(gpus / data.gpusPerNode));
   const machines = nodes > 1 ? `--num_machines ${nodes} --machine_rank $RANK --main_process_ip $HOST ` : "";
   $("#launch").textContent = `meshwright launch ${machines}--plan "${one.label}" train.py`;
-  $("#launch-row").hidden = Boolean(one.reason) || !one.plan.runs;
+  $("#launch-row").hidden = !one.fits || !one.plan.runs;
   $("#replan").textContent = data.commands.plan
     .replace("{gpus}", gpus).replace("{length}", length).replace("{batch}", batch);
 }
