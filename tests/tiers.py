@@ -267,6 +267,11 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_estimate_and_trace[llama-cp2(ring)+tp2+sp+zero1-*",
         "test_the_peak_of_a_long_sequence_is_in_attention[*-dtype1]",
     ),
+    "test_planner_page.py": (
+        "test_the_page_is_well_formed_and_needs_nothing_else[405B]",
+        "test_the_page_is_well_formed_and_needs_nothing_else[70B pipeline]",
+        "test_the_table_has_the_choices_and_other_kinds_of_plans[405B]",
+    ),
     "test_planner_validation.py": (
         "test_eight_runs_are_enough[DGXC*",
         "test_eight_runs_are_enough[BigScience*",

@@ -188,7 +188,11 @@ def plan(
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write the answer as diagrams to this HTML file.", rich_help_panel=_OUTPUT)
+        Path | None,
+        typer.Option(
+            help="Write the answer to this HTML file: diagrams, a table of plans, and sliders for the job.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
     emit: Annotated[
         Emit | None,

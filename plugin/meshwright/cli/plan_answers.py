@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json as json_format
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwright.planner.candidate import Candidate, Job
+    from meshwright.planner.explain import Change
     from meshwright.planner.search import Search
 
 
@@ -72,10 +74,22 @@ def answer_search(question: Question, outputs: Outputs) -> None:
     else:
         typer.echo(explain.text(found, changed=changed, budget=question.budget))
     if outputs.html is not None:
-        from meshwright.planner.page import write_page
-
-        write_page(found, outputs.html, changed=changed)
+        _write_page(found, outputs, changed)
     _finish(found, outputs)
+
+
+def _write_page(found: Search, outputs: Outputs, changed: Sequence[Change]) -> None:
+    from meshwright.planner.page import write_page
+
+    assert outputs.html is not None
+    with typer.progressbar(length=1, label=f"Writing {outputs.html}", file=sys.stderr) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.length = total
+            if sys.stderr.isatty():
+                bar.update(done - bar.pos)
+
+        write_page(found, outputs.html, changed=changed, model=str(outputs.model), progress=progress)
 
 
 def answer_own(question: Question, outputs: Outputs, plans: Callable[[Job], list[Candidate]]) -> bool:

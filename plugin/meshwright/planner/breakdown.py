@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ class StepTime:
 class Work:
     """Seconds for a part of the model and one micro-batch: by kind of work, and in total for forward and backward.
 
-    ``weight_grad`` is the part of ``backward`` that computes the gradients of the weights.
+    ``weight_grad`` is the part of ``backward`` that computes the gradients of the weights. ``hidden`` is the
+    communication over cp that attention hides, which is in none of the others.
     """
 
     matmul: float = 0.0
@@ -58,3 +60,21 @@ class Work:
     forward: float = 0.0
     backward: float = 0.0
     weight_grad: float = 0.0
+    hidden: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Communication over dp that runs at the same time as compute.
+
+    Args:
+        phase: the compute of one micro-batch that hides it.
+        is_repeated: whether it runs for each micro-batch; if not, it runs once per step.
+        seconds: time of the communication.
+        exposed: part of this time that compute does not hide.
+    """
+
+    phase: Literal["forward", "backward"]
+    is_repeated: bool
+    seconds: float
+    exposed: float

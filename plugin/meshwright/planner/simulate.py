@@ -78,10 +78,10 @@ def pipeline_time(pipeline: Pipeline, micro_batches: int) -> float:
     short = period * _PERIODS
     if micro_batches > short + period:
         rest = micro_batches % period
-        base = max(_ends(pipeline, short + rest))
-        longer = max(_ends(pipeline, short + rest + period))
+        base = _end(pipeline, short + rest)
+        longer = _end(pipeline, short + rest + period)
         return base + (micro_batches - short - rest) // period * (longer - base)
-    return max(_ends(pipeline, micro_batches))
+    return _end(pipeline, micro_batches)
 
 
 def pipeline_events(pipeline: Pipeline, micro_batches: int) -> Iterator[Event]:
@@ -106,6 +106,12 @@ def pipeline_events(pipeline: Pipeline, micro_batches: int) -> Iterator[Event]:
     for rank, operations in enumerate(lists):
         for operation, (start, end) in zip(operations, by_rank[rank], strict=True):
             yield Event(rank=rank, operation=operation, start=start, end=end)
+
+
+@lru_cache(maxsize=4096)  # plans that differ in dp or ZeRO alone have equal pipelines
+def _end(pipeline: Pipeline, micro_batches: int) -> float:
+    """Return when the last step of ``_steps`` ends."""
+    return max(_ends(pipeline, micro_batches))
 
 
 def _seconds(pipeline: Pipeline) -> list[tuple[float, ...]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from meshwright.pipeline.partition import balanced_stages, even_stages
 from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
-from meshwright.planner.breakdown import StepTime, Work
+from meshwright.planner.breakdown import Overlap, StepTime, Work
 from meshwright.planner.candidate import Candidate, Job, rank_layers, recomputed_share, stage_layers
 from meshwright.planner.context_cost import Exchange, attends_twice, exchanges, score_bytes
 from meshwright.planner.hardware import Cluster, Coefficients
@@ -128,8 +129,8 @@ class StepModel:
         sent, sent_back = exchanges(
             shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
         )
-        exchange = self._exposed(sent, attended, plan)
-        exchange_back = self._exposed(sent_back, attended_back, plan)
+        exchange, hidden = self._exchanged(sent, attended, plan)
+        exchange_back, hidden_back = self._exchanged(sent_back, attended_back, plan)
 
         busy = matmul + attended + elementwise
         forward = self._launched(busy + 2 * reduce + exchange, k.launch)
@@ -155,14 +156,15 @@ class StepModel:
             forward=forward,
             backward=backward + again,
             weight_grad=matmul + regathered,
+            hidden=hidden + hidden_back,
         )
 
     def _launched(self, busy: float, launches: float) -> float:
         """Return the time of kernels with launches, which do not overlap if the device is the host's processor."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
-    def _exposed(self, sent: Sequence[Exchange], attention: float, plan: Candidate) -> float:
-        """Return the seconds of a layer's exchanges over cp that its attention does not hide."""
+    def _exchanged(self, sent: Sequence[Exchange], attention: float, plan: Candidate) -> tuple[float, float]:
+        """Return the seconds of a layer's exchanges over cp that its attention does not hide, and that it hides."""
         together, apart = 0.0, 0.0
         for exchange in sent:
             volume = exchange.bytes * (exchange.ranks if exchange.kind == "send" else 1)
@@ -171,7 +173,8 @@ class StepModel:
                 together += once * exchange.count / (exchange.ranks - 1)
             else:
                 apart += once * exchange.count
-        return apart + max(0.0, together - self.k.overlap * attention) + _SLOWED * together
+        longer = max(0.0, together - self.k.overlap * attention)
+        return apart + longer + _SLOWED * together, together - longer
 
     def head(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
@@ -298,28 +301,41 @@ class StepModel:
 
     def data(self, plan: Candidate, job: Job, forward: float, backward: float) -> float:
         """Return the seconds per step of data-parallel communication that compute does not hide."""
+        overlaps = self.overlaps(plan, job, forward, backward)
+        return sum(overlap.exposed * (plan.accumulation if overlap.is_repeated else 1) for overlap in overlaps)
+
+    def overlaps(self, plan: Candidate, job: Job, forward: float, backward: float) -> list[Overlap]:
+        """Return the data-parallel communication of the slowest rank, with what hides it.
+
+        Args:
+            plan, job: the plan and the job.
+            forward, backward: seconds of the rank's compute for one micro-batch.
+        """
         size = plan.data_ranks
         if size == 1:
-            return 0.0
-        k, m = self.k, plan.accumulation
+            return []
         elements = self.stage_parameters(plan)
+        gradients, weights = elements * job.gradient_bytes, elements * job.weight_bytes
+
+        def hidden_by(phase: Literal["forward", "backward"], communication: float, *, is_repeated: bool) -> Overlap:
+            exposed = _exposed(communication, forward if phase == "forward" else backward, self.k.overlap)
+            return Overlap(phase=phase, is_repeated=is_repeated, seconds=communication, exposed=exposed)
+
         if plan.zero_stage == 3:
             shard = plan.shard * plan.cp
-            gather = self.ring(elements * job.weight_bytes, shard, plan.tp)
-            scatter = self.ring(elements * job.gradient_bytes, shard, plan.tp)
-            exposed = m * (_exposed(gather, forward, k.overlap) + _exposed(gather + scatter, backward, k.overlap))
+            gather, scatter = self.ring(weights, shard, plan.tp), self.ring(gradients, shard, plan.tp)
+            found = [
+                hidden_by("forward", gather, is_repeated=True),
+                hidden_by("backward", gather + scatter, is_repeated=True),
+            ]
             if plan.replicate > 1:
-                across = 2 * self.ring(elements * job.gradient_bytes / shard, plan.replicate, plan.tp * shard)
-                exposed += _exposed(across, backward, k.overlap)
-            return exposed
-        if plan.zero_stage == 2:
-            scatter = self.ring(elements * job.gradient_bytes, size, plan.tp)
-            gather = self.ring(elements * job.weight_bytes, size, plan.tp)
-            return m * _exposed(scatter, backward, k.overlap) + _exposed(gather, forward, k.overlap)
-        second = job.weight_bytes if plan.zero_stage else job.gradient_bytes
-        once = self.ring(elements * job.gradient_bytes, size, plan.tp)
-        back = self.ring(elements * second, size, plan.tp)
-        return _exposed(once, backward, k.overlap) + _exposed(back, forward if plan.zero_stage else backward, k.overlap)
+                across = 2 * self.ring(gradients / shard, plan.replicate, plan.tp * shard)
+                found.append(hidden_by("backward", across, is_repeated=False))
+            return found
+        once = hidden_by("backward", self.ring(gradients, size, plan.tp), is_repeated=plan.zero_stage == 2)
+        if plan.zero_stage:
+            return [once, hidden_by("forward", self.ring(weights, size, plan.tp), is_repeated=False)]
+        return [once, once]
 
     def optimizer(self, plan: Candidate, job: Job) -> float:
         """Return the seconds of the optimizer step, which is bound by memory traffic."""

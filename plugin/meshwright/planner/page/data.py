@@ -1,0 +1,215 @@
+"""What the page's JavaScript draws from: every listed plan at every setting, as compact JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from meshwright.pipeline.schedule import stages_of_rank
+from meshwright.planner import explain
+from meshwright.planner.candidate import Candidate, stage_layers
+from meshwright.planner.memory import Memory
+from meshwright.planner.page.draw import AXES, HATCHED
+from meshwright.planner.page.front import Point, drawn_points
+from meshwright.planner.page.listing import Listed
+from meshwright.planner.page.settings import Outcome, Ranges, Settings, StageWork, ranges
+from meshwright.planner.page.words import describe_ranks, describe_rows
+from meshwright.planner.search import Search
+
+_MIB = 2**20
+_HEAD, _TAIL = 7, 3  # bars at each end of a long pipeline; between them, only the fullest stage has one
+
+
+class _Table:
+    """A list without duplicates: each entry is stored once, and named by its index."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+        self._indices: dict[Hashable, int] = {}
+
+    def index(self, key: Hashable, entry: Callable[[], Any]) -> int:
+        """Return the index of the entry with this key, which is made if it is new."""
+        if key not in self._indices:
+            self._indices[key] = len(self.entries)
+            self.entries.append(entry())
+        return self._indices[key]
+
+
+def page_data(
+    found: Search,
+    plans: Sequence[Listed],
+    points: Sequence[Point],
+    front: Sequence[Point],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Return the data of the page, whose numbers are MiB and milliseconds.
+
+    Args:
+        found: the outcome of a search.
+        plans: the plans of the table.
+        points, front: result of ``pareto``.
+        progress: is called with the number of settings that were computed, and of all of them.
+    """
+    sliders = ranges(found)
+    settings = Settings(found=found, ranges=sliders)
+    tables = {name: _Table() for name in ("words", "ranks", "rows", "labels", "memories", "works", "reasons")}
+    total, done = len(plans) * len(list(sliders.indices())), 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    rows = []
+    for listed in plans:
+        outcomes = [_point(outcome, tables) for outcome in settings.outcomes(listed.plan, progress=count)]
+        rows.append({**_plan(found, listed), "points": outcomes})
+    cluster, job, profile = found.cluster, found.job, found.profile
+    return {
+        "device": {"name": cluster.device.name, "memory": _mib(cluster.device.memory), "flops": cluster.device.flops},
+        "gpusPerNode": cluster.gpus_per_node,
+        "budget": _mib(found.budget),
+        "layers": found.shape.layers,
+        "band": profile.band,
+        "tie": explain.TIE,
+        "sliders": {"batch": sliders.batches, "length": sliders.lengths, "gpus": sliders.gpus, "micro": sliders.micro},
+        "planned": planned(found, sliders),
+        "flopsPerToken": [found.shape.flops(length) for length in sliders.lengths],
+        "memoryParts": [name for name in Memory.__dataclass_fields__ if name != "stage"],
+        "timeParts": list(found.choices[0].time.parts),
+        "hatched": sorted(HATCHED),
+        "axes": AXES,
+        "precision": job.precision,
+        "plans": rows,
+        "points": _dots(found, points, front, tables["words"]),
+        **{name: table.entries for name, table in tables.items()},
+    }
+
+
+def planned(found: Search, sliders: Ranges) -> list[int]:
+    """Return the setting of the planned job, as an index on each slider."""
+    return [
+        sliders.batches.index(found.job.global_batch),
+        sliders.lengths.index(found.job.seq_len),
+        sliders.gpus.index(found.cluster.gpus),
+        sliders.micro.index(1.0),
+    ]
+
+
+def as_script(data: Any) -> str:
+    """Return JSON for a script element, in which no text can end the element or begin markup."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _plan(found: Search, listed: Listed) -> dict[str, Any]:
+    plan = listed.plan
+    return {
+        "why": listed.why,
+        "tp": plan.tp,
+        "cp": plan.cp,
+        "context": plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}",
+        "pp": plan.pp,
+        "schedule": plan.schedule,
+        "chunks": plan.chunks,
+        "stages": stage_layers(plan, found.shape.layers),
+        "held": [stages_of_rank(plan.schedule, rank, plan.pp, plan.chunks) for rank in range(plan.pp)],
+        "zero": plan.zero_stage,
+        "runs": plan.runs_today,
+    }
+
+
+def _point(outcome: Outcome | str, tables: dict[str, _Table]) -> Any:
+    """Return a plan at a setting: the index of the reason against it, or the indices of its parts and its times."""
+    if isinstance(outcome, str):
+        return tables["reasons"].index(outcome, lambda: outcome)
+    plan = outcome.plan
+    label = tables["labels"].index(plan.label, lambda: _label(plan, tables))
+    memory = tables["memories"].index(outcome.memory, lambda: _memory(outcome.memory))
+    if outcome.time is None or outcome.work is None:
+        return [label, memory]
+    work = outcome.work
+    times = [_milliseconds(value) for value in outcome.time.parts.values()]
+    return [label, memory, tables["works"].index(work, lambda: _work(work)), *times]
+
+
+def _label(plan: Candidate, tables: dict[str, _Table]) -> list[Any]:
+    ranks, rows = describe_ranks(plan), describe_rows(plan)
+    return [
+        _coded(plan.label, tables["words"]),
+        tables["ranks"].index(ranks, lambda: ranks),
+        tables["rows"].index(rows, lambda: rows),
+        plan.dp,
+        plan.replicate if plan.zero_stage else 1,
+        plan.micro_batch,
+        plan.accumulation,
+    ]
+
+
+def _coded(label: str, words: _Table) -> list[int]:
+    """Return the indices of a label's words, since most labels share theirs."""
+    return [words.index(word, lambda word=word: word) for word in label.split()]  # type: ignore[misc]
+
+
+def _memory(groups: Sequence[tuple[int, int, Memory]]) -> list[Any]:
+    """Return (first stage, last stage, parts) of each bar; for stages without a bar, their least and largest memory."""
+    fullest = max(range(len(groups)), key=lambda index: groups[index][2].total)
+    shown = {*range(_HEAD), fullest, *range(len(groups) - _TAIL, len(groups))}
+    if len(groups) <= _HEAD + _TAIL + 2:
+        shown = set(range(len(groups)))
+    rows: list[Any] = []
+    for is_shown, run in itertools.groupby(range(len(groups)), lambda index: index in shown):
+        members = [groups[index] for index in run]
+        if is_shown:
+            rows += [[first, last, [_mib(value) for value in each.parts.values()]] for first, last, each in members]
+        else:
+            totals = [_mib(each.total) for _, _, each in members]
+            rows.append([members[0][0], members[-1][1], [min(totals), max(totals)]])
+    return rows
+
+
+def _work(work: StageWork) -> list[Any]:
+    return [
+        [_milliseconds(value) for value in work.layer],
+        [_milliseconds(value) for value in work.head],
+        _milliseconds(work.transfer),
+        _milliseconds(work.shared),
+        [_short(value) for value in work.shares],
+        _short(work.again),
+        [[phase, int(is_repeated), _milliseconds(whole), _milliseconds(exposed)]
+         for phase, is_repeated, whole, exposed in work.data],
+    ]  # fmt: skip
+
+
+def _dots(found: Search, points: Sequence[Point], front: Sequence[Point], words: _Table) -> dict[str, Any]:
+    """Return the plans of the diagram of memory against time: those to draw, and the front."""
+    drawn = drawn_points(found, points)
+    return {
+        "count": len(points),
+        "slower": sum(point.time > drawn.slowest for point in points),
+        "memory": [round(point.memory / _MIB) for point in drawn.points],
+        "time": [_milliseconds(point.time) for point in drawn.points],
+        "label": [_coded(point.plan.label, words) for point in drawn.points],
+        "bound": [index for index, point in enumerate(drawn.points) if not point.exact],
+        "front": [[_mib(point.memory), _milliseconds(point.time), point.plan.label] for point in front],
+    }
+
+
+def _mib(value: float) -> float:
+    return _trimmed(round(value / _MIB, 1))
+
+
+def _milliseconds(value: float) -> float:
+    return _short(1e3 * value)
+
+
+def _short(value: float) -> float:
+    """Return a number with six digits, which is more than a picture or a text shows."""
+    return _trimmed(float(f"{value:.6g}"))
+
+
+def _trimmed(value: float) -> float:
+    return int(value) if value == int(value) else value

@@ -1,0 +1,104 @@
+"""Choose the plans that the page lists: the fastest, the fastest of each kind, and lean ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.breakdown import StepTime
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.explain import ties
+from meshwright.planner.memory import Memory, peak_memory
+from meshwright.planner.page.front import Point
+from meshwright.planner.search import Search
+from meshwright.planner.time import StepModel
+
+_PLANS = 16  # largest number of plans on the page, apart from more choices
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A plan of the page's table.
+
+    Args:
+        plan: the plan.
+        time, memory: its estimates.
+        why: the reason why it is listed.
+    """
+
+    plan: Candidate
+    time: StepTime
+    memory: Memory
+    why: str
+
+
+def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point]) -> list[Listed]:
+    """Return the plans of the table, the fastest first.
+
+    These are the choices of the search, the fastest plan of each set of parallel axes, and plans of the Pareto front
+    with little memory.
+
+    Args:
+        found: the outcome of a search.
+        points, front: result of ``pareto``.
+    """
+    model = StepModel(found.shape, found.cluster, found.profile.coefficients)
+    tied = ties(found)
+    reasons = {
+        choice.plan: "fastest" if not index else "ties with the fastest" if index < tied else "fast"
+        for index, choice in enumerate(found.choices)
+    }
+    for axes, plan in _fastest_of_axes(found, model, points):
+        reasons.setdefault(plan, f"fastest with {axes}")
+    room = max(0, _PLANS - len(reasons))
+    for point in _spread([point for point in front if point.plan not in reasons], room):
+        reasons[point.plan] = "leanest" if point is front[0] else "lean"
+    known = {choice.plan: (choice.time, choice.memory) for choice in found.choices}
+    plans = []
+    for plan, why in reasons.items():
+        time, memory = known.get(plan) or (model.step(plan, found.job), peak_memory(found.shape, plan, found.job))
+        plans.append(Listed(plan=plan, time=time, memory=memory, why=why))
+    # The search's order of equal times is kept.
+    return sorted(plans, key=lambda listed: listed.time.total)
+
+
+def _fastest_of_axes(found: Search, model: StepModel, points: Sequence[Point]) -> list[tuple[str, Candidate]]:
+    """Return the fastest plan of each set of axes, with the set as text, in the order of their times."""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        plan = point.plan
+        sizes = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}
+        groups.setdefault(" + ".join(name for name, size in sizes.items() if size > 1) or "dp alone", []).append(point)
+    fastest = []
+    for axes, group in groups.items():
+        best, plan = math.inf, group[0].plan
+        for point in sorted(group, key=lambda point: point.time):
+            if point.time >= best:
+                break  # the other plans' lower bounds are larger still
+            total = point.time if point.exact else model.step(point.plan, found.job).total
+            if total < best:
+                best, plan = total, point.plan
+        fastest.append((best, axes, plan))
+    return [(axes, plan) for _, axes, plan in sorted(fastest, key=lambda item: item[0])]
+
+
+def _spread(front: Sequence[Point], count: int) -> list[Point]:
+    """Return points of the front, the leanest first, that are as far as possible from each other."""
+    if not front:
+        return []
+    taken = [front[0]][:count]
+    rest = list(front[1:])
+    low, high = front[0].memory, front[-1].memory
+    span = math.log(front[0].time / front[-1].time) or 1.0
+
+    def distance(one: Point, two: Point) -> float:
+        across = abs(one.memory - two.memory) / max(high - low, _GIB)
+        return across + abs(math.log(one.time / two.time)) / span
+
+    while rest and len(taken) < count:
+        far = max(rest, key=lambda point: min(distance(point, other) for other in taken))
+        rest.remove(far)
+        taken.append(far)
+    return taken

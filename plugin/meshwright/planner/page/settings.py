@@ -1,0 +1,266 @@
+"""The settings of the page's sliders: every listed plan at other batches, sequence lengths, GPUs and micro-batches.
+
+The page holds the planner's own answer for each setting, so that what it shows is what ``meshwright plan`` would print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.errors import PlanError
+from meshwright.planner.breakdown import StepTime
+from meshwright.planner.candidate import Candidate, Job, recomputed_share
+from meshwright.planner.memory import Memory, stage_memory
+from meshwright.planner.search import Search
+from meshwright.planner.space import Region, Space
+from meshwright.planner.time import StepModel
+
+_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_MICRO_FACTORS = (0.5, 1.0, 2.0, 4.0)
+_SHORTEST = 128  # tokens of the shortest sequence on the slider
+_SAME = 2**26  # a smaller difference in bytes is not visible in a bar
+_Key = tuple[int, int, str, int | None, int, str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranges:
+    """The values of the sliders; the planned job is among them.
+
+    Args:
+        batches: global batch sizes.
+        lengths: tokens per sequence.
+        gpus: numbers of devices.
+        micro: micro-batch sizes, relative to each plan's own.
+    """
+
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    gpus: tuple[int, ...]
+    micro: tuple[float, ...] = _MICRO_FACTORS
+
+    def indices(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the index of each setting on each slider; that of the micro-batch changes fastest."""
+        batches, lengths, gpus, micro = (range(len(values)) for values in vars(self).values())
+        return itertools.product(batches, lengths, gpus, micro)
+
+
+def ranges(found: Search) -> Ranges:
+    """Return quarters, halves, doubles and quadruples of the planned job, as far as they exist."""
+    cluster, job = found.cluster, found.job
+
+    def legal(gpus: int) -> bool:
+        try:
+            dataclasses.replace(cluster, gpus=gpus)
+        except PlanError:
+            return False
+        return True
+
+    return Ranges(
+        batches=_scaled(job.global_batch, 1),
+        lengths=_scaled(job.seq_len, min(job.seq_len, _SHORTEST)),
+        gpus=tuple(gpus for gpus in _scaled(cluster.gpus, 1) if legal(gpus)),
+    )
+
+
+def _scaled(value: int, least: int) -> tuple[int, ...]:
+    return tuple(int(value * factor) for factor in _FACTORS if value * factor % 1 == 0 and value * factor >= least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """Seconds of one micro-batch, from which the page draws the timeline.
+
+    Args:
+        layer, head: seconds of forward, of backward and of its weight gradients, for one layer and for the head.
+        transfer: seconds to send activations to the next rank of the pipeline.
+        shared: seconds by which a transfer slows the compute that runs at the same time.
+        shares: share of a layer's time that is tensor and context communication, and communication over cp that
+            attention hides.
+        again: share of a backward that is recompute.
+        data: (phase, whether for each micro-batch, seconds, exposed seconds) of the communication over dp.
+    """
+
+    layer: tuple[float, float, float]
+    head: tuple[float, float, float]
+    transfer: float
+    shared: float
+    shares: tuple[float, float, float]
+    again: float
+    data: tuple[tuple[str, bool, float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A plan at one setting.
+
+    Args:
+        plan: the plan with the sizes of the setting.
+        memory: (first stage, last stage, memory) of each run of pipeline stages with equal memory.
+        time: the step; None if the plan does not fit.
+        work: what the timeline shows; None if the plan does not fit.
+    """
+
+    plan: Candidate
+    memory: tuple[tuple[int, int, Memory], ...]
+    time: StepTime | None
+    work: StageWork | None
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Evaluates plans at the settings of the sliders, with the planner's own formulas.
+
+    Args:
+        found: the outcome of the search.
+        ranges: the values of the sliders.
+    """
+
+    found: Search
+    ranges: Ranges
+    _spaces: dict[tuple[int, int, int], tuple[Space, dict[_Key, Region]]] = field(default_factory=dict)
+    _models: dict[int, StepModel] = field(default_factory=dict)
+    _weights: dict[tuple[Candidate, int], tuple[tuple[int, int, Memory], ...]] = field(default_factory=dict)
+
+    def outcomes(self, plan: Candidate, *, progress: Callable[[], None] = lambda: None) -> Iterator[Outcome | str]:
+        """Yield the plan at each setting, or the reason why it cannot run there, in the order of ``Ranges.indices``.
+
+        Args:
+            plan: a plan of the search.
+            progress: is called after each setting.
+        """
+        for setting in self.ranges.indices():
+            try:
+                yield self.outcome(plan, setting)
+            except PlanError as error:
+                yield str(error)
+            progress()
+
+    def outcome(self, plan: Candidate, setting: tuple[int, int, int, int]) -> Outcome:
+        """Return a plan at one setting.
+
+        Args:
+            plan: a plan of the search.
+            setting: the index on each slider.
+
+        Raises:
+            PlanError: the plan cannot have these sizes.
+        """
+        at = self.at(plan, setting)
+        found, length, gpus = self.found, self.ranges.lengths[setting[1]], self.ranges.gpus[setting[2]]
+        memory = self._memory(at, length)
+        if max(each.total for _, _, each in memory) > found.budget:
+            return Outcome(plan=at, memory=memory, time=None, work=None)
+        if gpus not in self._models:
+            cluster = dataclasses.replace(found.cluster, gpus=gpus)
+            self._models[gpus] = StepModel(found.shape, cluster, found.profile.coefficients)
+        model, job = self._models[gpus], self._job(length)
+        return Outcome(plan=at, memory=memory, time=model.step(at, job), work=stage_work(model, at, job))
+
+    def at(self, plan: Candidate, setting: tuple[int, int, int, int]) -> Candidate:
+        """Return the plan with the sizes of a setting: another dp and other micro-batches.
+
+        Raises:
+            PlanError: the plan cannot have these sizes.
+        """
+        space, regions = self._space(*setting[:3])
+        region = regions.get(_layout(plan))
+        if region is None:
+            raise PlanError(_missing(plan, space))
+        micro = plan.micro_batch * self.ranges.micro[setting[3]]
+        rows = space.job.global_batch // region.dp
+        if micro not in space.micro_batches(region):
+            raise PlanError(_no_micro_batch(region, rows, micro))
+        ways = [way for way in space.zero(region) if way[0] == plan.zero_stage]
+        # A plan that shards its state inside a node alone keeps doing so.
+        ways = [way for way in ways if not plan.zero_stage or (way[1] > 1) == (plan.replicate > 1)]
+        if not ways:
+            raise PlanError(f"zero{plan.zero_stage} has nothing to shard over with {region.dp * region.cp} data rank")
+        at = space.candidate(region, int(micro), ways[0], plan.recompute, plan.recomputed)
+        return dataclasses.replace(at, stages=plan.stages)
+
+    def _space(self, batch: int, length: int, gpus: int) -> tuple[Space, dict[_Key, Region]]:
+        if (batch, length, gpus) not in self._spaces:
+            job = dataclasses.replace(
+                self.found.job, global_batch=self.ranges.batches[batch], seq_len=self.ranges.lengths[length]
+            )
+            space = self.found.space(dataclasses.replace(self.found.cluster, gpus=self.ranges.gpus[gpus]), job)
+            regions = {_layout(region): region for region in space.regions()}
+            self._spaces[batch, length, gpus] = space, regions
+        return self._spaces[batch, length, gpus]
+
+    def _job(self, length: int) -> Job:
+        """Return the job of a sequence length. The plan holds the batch, and the estimates ask the plan."""
+        return dataclasses.replace(self.found.job, seq_len=length)
+
+    def _memory(self, plan: Candidate, length: int) -> tuple[tuple[int, int, Memory], ...]:
+        # More micro-batches than these need no more memory.
+        enough = 3 if plan.pp == 1 else 3 * plan.pp + plan.accumulation % plan.pp
+        key = dataclasses.replace(plan, accumulation=min(plan.accumulation, enough)), length
+        if key not in self._weights:
+            job = self._job(length)
+            self._weights[key] = tuple(
+                merged([stage_memory(self.found.shape, key[0], job, stage) for stage in range(plan.pp)])
+            )
+        return self._weights[key]
+
+
+def merged(stages: Sequence[Memory]) -> list[tuple[int, int, Memory]]:
+    """Return (first stage, last stage, memory) of each run of stages with equal memory."""
+    groups: list[tuple[int, int, Memory]] = []
+    for stage, memory in enumerate(stages):
+        if groups and all(abs(value - groups[-1][2].parts[name]) < _SAME for name, value in memory.parts.items()):
+            groups[-1] = (groups[-1][0], stage, groups[-1][2])
+        else:
+            groups.append((stage, stage, memory))
+    return groups
+
+
+def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
+    """Return what the timeline of a plan shows."""
+    layer, head = model.layer(plan, job), model.head(plan, job)
+    share = recomputed_share(plan, model.shape.layers) if plan.recompute == "full" else 1.0
+    backward = layer.backward - (1 - share) * layer.recompute
+    forwards, backwards, _, _ = model.stages(plan, job)
+    slowest = max(range(len(forwards)), key=lambda stage: forwards[stage] + backwards[stage])
+    transfer = model.transfer(plan, job) if plan.pp > 1 else 0.0
+    busy = layer.forward + backward
+    return StageWork(
+        layer=(layer.forward, backward, layer.weight_grad),
+        head=(head.forward, head.backward, head.weight_grad),
+        transfer=transfer,
+        shared=(1 - model.k.overlap) * transfer,
+        shares=(layer.tensor / busy, layer.context / busy, layer.hidden / busy),
+        again=share * layer.recompute / backward,
+        data=tuple(
+            (overlap.phase, overlap.is_repeated, overlap.seconds, overlap.exposed)
+            for overlap in model.overlaps(plan, job, forwards[slowest], backwards[slowest])
+        ),
+    )
+
+
+def _layout(of: Candidate | Region) -> _Key:
+    return (of.tp, of.cp, of.context, of.ulysses, of.pp, of.schedule, of.chunks)
+
+
+def _missing(plan: Candidate, space: Space) -> str:
+    """Return why a space has no layout like a plan's."""
+    gpus, batch = space.cluster.gpus, space.job.global_batch
+    together = plan.tp * plan.cp * plan.pp
+    if gpus % together:
+        return f"needs a multiple of {together} GPUs, not {gpus}"
+    dp = gpus // together
+    method = plan.context if plan.ulysses is None else f"{plan.context}-{plan.ulysses}"
+    for name in (f"tp={plan.tp}", f"cp={plan.cp}", f"pp={plan.pp}", f"dp={dp}", f"cp={plan.cp}({method})"):
+        if name in space.pruned:
+            return f"{name}: {space.pruned[name]}"
+    return f"schedule={plan.schedule} does not exist for {batch // dp} sequences per data-parallel rank"
+
+
+def _no_micro_batch(region: Region, rows: int, micro: float) -> str:
+    size = f"micro-batches of {micro:g}"
+    if micro < 1 or rows % micro:
+        return f"{rows} sequences per data-parallel rank do not split into {size}"
+    return f"{rows} sequences in {size} are too few for the {region.pp} stages of pp={region.pp}"

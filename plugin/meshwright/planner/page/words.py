@@ -1,0 +1,74 @@
+"""Plans in words, and the commands that the page gives to copy."""
+
+from __future__ import annotations
+
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.search import Search
+
+
+def sizes(plan: Candidate) -> dict[str, int]:
+    """Return the size of each axis, outermost first."""
+    return {"pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp}
+
+
+def describe_plan(plan: Candidate) -> str:
+    """Return a plan in words.
+
+    Example:
+        >>> describe_plan(Candidate(shard=8, tp=2, zero_stage=1, accumulation=4))
+        '8 data-parallel x 2 tensor-parallel ranks, ZeRO-1, 4 micro-batches of 1 sequence'
+    """
+    return f"{describe_ranks(plan)}, {describe_rows(plan)}"
+
+
+def describe_ranks(plan: Candidate) -> str:
+    """Return the first part of ``describe_plan``, which the micro-batches do not change."""
+    kinds = {"dp": "data-parallel", "tp": "tensor-parallel", "cp": "context-parallel", "pp": "pipeline-parallel"}
+    axes = [f"{size} {kinds[axis]}" for axis, size in sizes(plan).items() if size > 1] or ["one"]
+    sequence = " with sequence parallelism" if plan.sequence_parallel else ""
+    zero = f"ZeRO-{plan.zero_stage}" if plan.zero_stage else "no ZeRO"
+    schedule = ""
+    if plan.pp > 1:
+        chunks = f" with {plan.chunks} stages on each rank" if plan.chunks > 1 else ""
+        schedule = f", schedule {plan.schedule}{chunks}"
+    ranks = "rank" if plan.world_size == 1 else "ranks"
+    return f"{' x '.join(axes)} {ranks}{sequence}{schedule}, {zero}"
+
+
+def describe_rows(plan: Candidate) -> str:
+    """Return the second part of ``describe_plan``: the micro-batches and what is recomputed."""
+    batches = "one micro-batch" if plan.accumulation == 1 else f"{plan.accumulation} micro-batches"
+    again = {"none": "", "selective": ", attention recomputed", "full": ", all layers recomputed"}[plan.recompute]
+    if plan.recomputed is not None:
+        again = f", {plan.recomputed} layer{'s' if plan.recomputed > 1 else ''} of each stage recomputed"
+    return f"{batches} of {plan.micro_batch} sequence{'s' if plan.micro_batch > 1 else ''}{again}"
+
+
+def launch_command(plan: str, nodes: int) -> str:
+    """Return the command that runs a script under a plan in words.
+
+    Example:
+        >>> launch_command("dp2 tp2", 1)
+        'meshwright launch --plan "dp2 tp2" train.py'
+    """
+    machines = f"--num_machines {nodes} --machine_rank $RANK --main_process_ip $HOST " if nodes > 1 else ""
+    return f'meshwright launch {machines}--plan "{plan}" train.py'
+
+
+def plan_command(found: Search, model: str) -> str:
+    """Return the command that plans another job, with fields in braces for the page's sliders.
+
+    Args:
+        found: the outcome of a search.
+        model: the value of ``--model``.
+    """
+    cluster, job = found.cluster, found.job
+    device = "" if found.profile.device is not None else f" --gpu {cluster.device.name}"
+    in_node = "" if cluster.gpus_per_node == 8 else f" --gpus-per-node {cluster.gpus_per_node}"
+    precision = "" if job.precision == "bf16" else f" --precision {job.precision}"
+    share = found.budget / cluster.device.memory
+    memory = "" if abs(share - 0.9) < 1e-9 else f" --memory {share:.4g}"
+    return (
+        f"meshwright plan --model {model} --gpus {{gpus}}{device}{in_node} --seq-len {{length}} "
+        f"--global-batch {{batch}}{precision}{memory}{' --allow-future' if found.allow_future else ''} --html plan.html"
+    )
