@@ -114,7 +114,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_a_rank_that_finishes_later_is_left_in_peace[1]",
         "test_torchrun_ends_with_the_cause",
     ),
-    "test_examples.py": ("test_adapters_are_tuned_over_two_processes", "test_a_plain_loop_goes_on_under_another_plan"),
+    "test_examples.py": ("test_adapters_are_tuned_and_go_on_in_one_process", "test_a_plain_loop_goes_on_under_another_plan"),
     "test_export.py": ("test_from_pretrained_gives_the_weights_bitwise[gemma2-bf16]",),
     "test_families.py": (
         "test_equals_one_device_as_the_page_says[*",
