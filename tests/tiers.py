@@ -128,6 +128,8 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_the_blocks_of_a_page_run[data.md]",
         "test_the_blocks_of_a_page_run[gaps.md]",
         "test_the_blocks_of_a_page_run[launching.md]",
+        "test_the_blocks_of_a_page_run[plan_70b.md]",
+        "test_the_blocks_of_a_page_run[pretraining.md]",
         "test_the_blocks_of_a_page_run[primitives.md]",
         "test_the_blocks_of_a_page_run[transformers.md]",
     ),
@@ -136,7 +138,10 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_a_rank_that_finishes_later_is_left_in_peace[1]",
         "test_torchrun_ends_with_the_cause",
     ),
-    "test_examples.py": ("test_adapters_are_tuned_over_two_processes", "test_a_plain_loop_goes_on_under_another_plan"),
+    "test_examples.py": (
+        "test_adapters_are_tuned_and_go_on_in_one_process",
+        "test_a_plain_loop_goes_on_under_another_plan",
+    ),
     "test_export.py": ("test_from_pretrained_gives_the_weights_bitwise[gemma2-bf16]",),
     "test_families.py": (
         "test_equals_one_device_as_the_page_says[*",
@@ -278,6 +283,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "test_eight_runs_help_every_source",
         "test_nine_of_ten_runs_are_in_the_band_after_calibration",
     ),
+    "test_pretrain.py": ("test_a_killed_run_goes_on_under_another_plan",),
     "test_primitives_examples.py": ("test_torchrun_starts_a_program", "test_the_table_of_who_reads_what"),
     "test_real_kills.py": (
         "test_a_killed_save_leaves_the_old_or_the_new[*",

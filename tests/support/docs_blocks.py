@@ -37,7 +37,17 @@ from support.trainers import fresh_accelerate
 
 ROOT = Path(__file__).parents[2]
 # A clone, as the shell blocks see it.
-CLONE = ("Makefile", "benchmarks", "constraints.txt", "examples", "integrations", "plugin", "pyproject.toml", "tests")
+CLONE = (
+    "LICENSE",
+    "Makefile",
+    "benchmarks",
+    "constraints.txt",
+    "examples",
+    "integrations",
+    "plugin",
+    "pyproject.toml",
+    "tests",
+)
 NOTES = {"given", "ranks", "files", "file", "run", "part of", "output"}
 TIMEOUT = 120  # seconds for a block
 FENCE = re.compile(r"( *)```(\w*)$")

@@ -45,6 +45,14 @@ LLAMA_3_8B = {
     "rope_theta": 500000.0,
 }
 
+LLAMA_3_70B = {
+    **LLAMA_3_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+
 
 def rows(count: int) -> list[dict[str, Tensor]]:
     ids = torch.randint(3, 97, (count, 16), generator=torch.Generator().manual_seed(1))
@@ -305,6 +313,7 @@ class MyDecoder(LlamaForCausalLM):
 
 FILES: dict[str, Callable[[Path], Any]] = {
     "Llama-3-8B": partial(_folder_with_config, config=LLAMA_3_8B),
+    "Llama-3-70B": partial(_folder_with_config, config=LLAMA_3_70B),
     "config.json": partial(_config, config=TINY),
     "DIR": partial(_folder_with_config, config=TINY),
     "checkpoint": _checkpoint,
