@@ -139,7 +139,8 @@ def test_collectives_of_gather_and_ulysses(pool2: Any) -> None:
     rows, width, key_width, layers = 2 * 8, 32, 16, 2
     forward, backward = pool2.run(traffic_of, METHODS["gather"])[0]
     whole = layers * 2 * rows * 2 * key_width * 4  # all ranks' keys and values
-    assert forward[0] == {"all_gather": layers + 1} and forward[1]["all_gather"] == whole + 2 * 16  # and the loss
+    # The loss gathers the ranks' counts of labels, and then their sums.
+    assert forward[0] == {"all_gather": layers + 2} and forward[1]["all_gather"] == whole + 2 * 8 + 2 * 8
     assert (backward[0]["all_gather"], backward[0]["reduce_scatter"]) == (layers, layers)
     assert (backward[1]["all_gather"], backward[1]["reduce_scatter"]) == (whole, whole)
     forward, backward = pool2.run(traffic_of, METHODS["ulysses"])[0]
