@@ -26,7 +26,12 @@ def test_catalogue_is_whole(name: str) -> None:
     assert device(name.upper().replace("-", "_")).name == name
 
 
-@pytest.mark.parametrize(("name", "near"), [("h100", "h100-sxm"), ("a100", "a100-80"), ("4090", "rtx-4090")])
+@pytest.mark.parametrize(("name", "full"), [("h100", "h100-sxm"), ("a100", "a100-80"), ("4090", "rtx-4090")])
+def test_a_short_name_is_the_usual_device(name: str, full: str) -> None:
+    assert device(name).name == full
+
+
+@pytest.mark.parametrize(("name", "near"), [("h110", "h100-sxm"), ("rtx-4091", "rtx-4090")])
 def test_unknown_device_names_the_nearest(name: str, near: str) -> None:
     with pytest.raises(PlanError, match=near):
         device(name)

@@ -127,11 +127,12 @@ def _enter_own(x: Tensor, axis: Axis) -> Restore:
 
 def _enter_derived(x: Tensor, axis: Axis, purpose: int) -> Restore:
     """Switch to a stream derived from the current one; the returned function goes on with the next one."""
-    if axis.size == 1 or _is_capturing(x.device):
+    device = x.device  # the returned function may live until the next pass, so it must not keep x
+    if axis.size == 1 or _is_capturing(device):
         return _nothing
     seed = torch.initial_seed()
-    _seed(x.device, _derived(seed, purpose))
-    return lambda: _seed(x.device, _derived(seed, _NEXT))
+    _seed(device, _derived(seed, purpose))
+    return lambda: _seed(device, _derived(seed, _NEXT))
 
 
 def _derived(seed: int, purpose: int) -> int:
