@@ -74,7 +74,7 @@ class Card:
                 f"({self.basis})",
             ]
         if not self.has_peak:
-            lines.append(f"  MFU     unknown: {self.reason or f'the peak of this CPU is; pass {_PROFILE}'}")
+            lines.append(f"  MFU     unknown: {self.reason or f'it needs the peak of this CPU; pass {_PROFILE}'}")
         return "\n".join(lines)
 
 
