@@ -40,7 +40,8 @@ def launch(
         int | None, typer.Option(help="Context-parallel size: ranks that share each sequence (default: 1).")
     ] = None,
     context: Annotated[
-        Context | None, typer.Option(help="With --cp, how attention reaches the whole sequence (default: gather).")
+        Context | None,
+        typer.Option(help="With --cp, method by which attention reaches the whole sequence (default: gather)."),
     ] = None,
     ulysses: Annotated[
         int | None, typer.Option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
