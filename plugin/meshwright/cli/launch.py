@@ -135,7 +135,7 @@ def launch(
         bool,
         typer.Option(
             "--oversubscribe",
-            help="Allow more CPU processes on this machine than 8, or than two per core if that is more.",
+            help="Allow more CPU processes on this machine than the limit: 8, or two per core if that is more.",
         ),
     ] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as python -m does.")] = False,
