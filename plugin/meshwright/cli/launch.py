@@ -46,7 +46,9 @@ def launch(
     ulysses: Annotated[
         int | None, typer.Option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
     ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel size, for a plain loop (default: 1).")] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Pipeline-parallel size: ranks that share the layers (default: 1).")
+    ] = None,
     schedule: Annotated[
         Schedule | None, typer.Option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
     ] = None,
@@ -64,10 +66,10 @@ def launch(
         ),
     ] = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(help="Rows of a rank's batch that run at once (default: all of them).")
+        int | None, typer.Option(help="Rows per rank and micro-batch (default: all rows of the rank's batch).")
     ] = None,
     recompute: Annotated[
-        Recompute | None, typer.Option(help="Recompute no layers or layers in backward (default: none).")
+        Recompute | None, typer.Option(help="What backward recomputes: no layers, or whole layers (default: none).")
     ] = None,
     recomputed_layers: Annotated[
         int | None,
