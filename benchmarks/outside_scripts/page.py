@@ -53,27 +53,27 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
     names = ", ".join(f"{source} {version}" for source, version in versions.items())
     installed = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "accelerate", "trl"))
     lines = [
-        "# Scripts of others",
+        "# Scripts of other projects",
         "",
         "```bash",
         "python -m benchmarks.outside_scripts --transformers ../transformers --trl ../trl --accelerate ../accelerate",
         "```",
         "",
-        "The command takes checkouts of three projects, runs the scripts that they publish in one process and under "
-        f"four plans, and writes this page. **Of {len(cells)} runs under a plan, {equal} are equal to the script in "
-        f"one process, {refused} are refused before the first forward pass, {len(cells) - equal - refused} differ.**",
+        "The command takes checkouts of three projects. It runs their published scripts in one process and under four "
+        f"plans, and writes this page. **Of {len(cells)} runs under a plan, {equal} are equal to the script in one "
+        f"process, {refused} are refused before the first forward pass, and {len(cells) - equal - refused} differ.**",
         "",
-        f"The scripts are those of {names}. Installed are {installed}.",
+        f"The scripts come from {names}. The installed versions are {installed}.",
         "",
-        "A script keeps its arguments. These lines of it change (the second column counts them):",
+        "Each script keeps its arguments. Only these lines change (the second column counts them):",
         "",
         "- In transformers' `run_clm.py`, `Trainer` is imported as `MeshwrightTrainer` ([trainer.md](trainer.md)).",
         "- In TRL's scripts, the trainer's class gets the mixin `MeshwrightTrainerMixin`.",
         "- In scripts for accelerate, `Accelerator` is imported from `meshwright_hf.accelerate` "
         "([accelerate.md](accelerate.md)).",
         "",
-        "The launcher gives the plan. A step has the same rows under every plan, so the arguments give a data-parallel "
-        "rank its share of them.",
+        "The launcher sets the plan. A step has the same rows under every plan, so the script's arguments give each "
+        "data-parallel rank its share of the rows.",
         "",
         f"| script | lines | {' | '.join(plans)} |",
         f"|---|---|{'---|' * len(plans)}",
@@ -90,11 +90,11 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
         "parameters. accelerate's examples load `bert-base-cased`; except in the row marked BERT, this name leads to "
         "the Llama with a head.",
         "- A run has 4 to 24 optimizer steps. Most scripts of accelerate warm up for 100 steps; the copies do so for 2 "
-        "steps, with a higher learning rate and less data, so that few steps show a difference. This change is also "
-        "made for one process.",
+        "steps, with a higher learning rate and less data, so that a few steps show a difference. The run in one "
+        "process has the same changes.",
         "- transformers' and accelerate's scripts run in float64, where only the order of sums differs. TRL's kernels "
         "compute in float32, so its scripts use SGD: Adam makes a whole step of a gradient that is only rounding.",
-        "- The package `evaluate`, whose metrics are downloaded, is replaced by accuracy and F1.",
+        "- The package `evaluate` would download its metrics, so accuracy and F1 replace it.",
         "- `run_clm_no_trainer.py` with `--num_train_epochs` computes the length of its schedule from the number of "
         "batches of a process, and rounds it up. So the row marked as an epoch has 96 rows, which batches, dp and "
         "accumulation divide. With 98 rows it differed by 3e-2 under dp2: the learning rate ended after 6.5 "

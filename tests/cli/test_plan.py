@@ -76,7 +76,7 @@ def test_a_saved_plan_holds_the_dtype_and_runs(config: Path, tmp_path: Path) -> 
         ("--days 3 --gpus 8 --tokens 1B", "leave one of them out"),
         ("--gpus 8,16 --global-batch 64,128", "--gpus and --global-batch have several values"),
         ("--gpus 8,16 --save x.yaml", "--save is about one plan"),
-        ("--gpus 8,16 --tp 2", "weighed for one setting"),
+        ("--gpus 8,16 --tp 2", "estimated for one setting"),
         ("--tp 3 --gpus 8", "--gpus 8 is not divisible by tp=3"),
         ("--tp 16", "heads=8 of tiny is not divisible by tp=16"),
         ("--zero-stage 1 --dp 8 --plan dp8", "both give a plan"),

@@ -93,7 +93,7 @@ def _check_parts(accelerator: Accelerator, folder: Path) -> bool:
 
 
 def _check_stock(accelerator: Accelerator, folder: Path) -> None:
-    """Refuse what is numbered or counted otherwise in a checkpoint of accelerate's own class."""
+    """Raise if a checkpoint of accelerate's own class numbers models or counts steps of schedules differently."""
     if len(planned_models(accelerator)) != len(accelerator._models):
         raise CheckpointError(f"{folder} was saved by accelerate's own class; to load it, give a plan to every model")
     processes = len(list(folder.glob("random_states_*.pkl")))

@@ -40,12 +40,15 @@ def launch(
         int | None, typer.Option(help="Context-parallel size: ranks that share each sequence (default: 1).")
     ] = None,
     context: Annotated[
-        Context | None, typer.Option(help="With --cp, how attention reaches the whole sequence (default: gather).")
+        Context | None,
+        typer.Option(help="With --cp, method by which attention reaches the whole sequence (default: gather)."),
     ] = None,
     ulysses: Annotated[
         int | None, typer.Option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
     ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel size, for a plain loop (default: 1).")] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Pipeline-parallel size: ranks that share the layers (default: 1).")
+    ] = None,
     schedule: Annotated[
         Schedule | None, typer.Option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
     ] = None,
@@ -63,10 +66,10 @@ def launch(
         ),
     ] = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(help="Rows of a rank's batch that run at once (default: all of them).")
+        int | None, typer.Option(help="Rows per rank and micro-batch (default: all rows of the rank's batch).")
     ] = None,
     recompute: Annotated[
-        Recompute | None, typer.Option(help="Recompute no layers or layers in backward (default: none).")
+        Recompute | None, typer.Option(help="What backward recomputes: no layers, or whole layers (default: none).")
     ] = None,
     recomputed_layers: Annotated[
         int | None,
@@ -134,7 +137,7 @@ def launch(
         bool,
         typer.Option(
             "--oversubscribe",
-            help="Allow more CPU processes on this machine than 8, or than two per core if that is more.",
+            help="Allow more CPU processes on this machine than the limit: 8, or two per core if that is more.",
         ),
     ] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as python -m does.")] = False,

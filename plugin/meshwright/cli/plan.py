@@ -14,7 +14,7 @@ from meshwright.cli.validate import LeaveOut, validate_estimator
 
 _JOB = "What is trained, and where"
 _RUN = "The whole run: days, GPU-hours and cost"
-_OWN = "A plan of your own, which is weighed in place of a search"
+_OWN = "A plan of your own, which is estimated instead of searching"
 _OUTPUT = "Output"
 _ACCURACY = "Accuracy of the estimates"
 
@@ -114,7 +114,8 @@ def plan(
     days: Annotated[
         float | None,
         typer.Option(
-            help="Print the smallest cluster that trains on --tokens in so many days, in place of --gpus.",
+            help="Number of days for the whole run: print the smallest cluster that trains on --tokens in this time, "
+            "in place of --gpus.",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -135,7 +136,10 @@ def plan(
     cp: Annotated[int | None, typer.Option(help="Context-parallel size (default: 1).", rich_help_panel=_OWN)] = None,
     context: Annotated[
         Context | None,
-        typer.Option(help="With --cp, how attention reaches the whole sequence.", rich_help_panel=_OWN),
+        typer.Option(
+            help="With --cp, method by which attention reaches the whole sequence (default: gather).",
+            rich_help_panel=_OWN,
+        ),
     ] = None,
     ulysses: Annotated[
         int | None,
@@ -156,11 +160,15 @@ def plan(
     zero_stage: Annotated[int | None, typer.Option(help="ZeRO stage (default: 0).", rich_help_panel=_OWN)] = None,
     micro_batch_size: Annotated[
         int | None,
-        typer.Option(help="Sequences of a rank that run at once (default: all of them).", rich_help_panel=_OWN),
+        typer.Option(
+            help="Sequences per rank and micro-batch (default: all sequences of the rank).", rich_help_panel=_OWN
+        ),
     ] = None,
     recompute: Annotated[
         Recompute | None,
-        typer.Option(help="Recompute no layers or layers in backward (default: none).", rich_help_panel=_OWN),
+        typer.Option(
+            help="What backward recomputes: no layers, or whole layers (default: none).", rich_help_panel=_OWN
+        ),
     ] = None,
     recomputed_layers: Annotated[
         int | None,
@@ -305,7 +313,7 @@ def plan(
         swept = plan_inputs.swept(values)
         if (own := bool(plan or sizes)) and (swept or days is not None):
             raise ValueError(
-                f"a plan of your own is weighed for one setting; leave out the plan, or "
+                f"a plan of your own is estimated for one setting; leave out the plan, or "
                 f"{'--days' if swept is None else 'all but one value of --' + swept.replace('_', '-')}"
             )
         if days is not None and gpus is not None:

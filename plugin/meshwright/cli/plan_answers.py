@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where an answer goes.
+    """The form of an answer and the files to write.
 
     Args:
         json: whether to print it as JSON.

@@ -25,7 +25,7 @@ def numbers(option: str, text: str | None, kind: type[Number]) -> tuple[Number, 
     """Return the numbers of an option with one value or several, separated by commas.
 
     Raises:
-        PlanError: one is not a number above zero, or is given twice.
+        PlanError: a value is not a number above zero, or is given twice.
 
     Example:
         >>> numbers("--gpus", "64,128", int)
@@ -104,7 +104,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked, apart from the settings that may have several values.
+    """The question to answer, apart from the settings that may have several values.
 
     Args:
         shape: the model.
@@ -164,7 +164,7 @@ def question(
     model: Path, settings: Settings, *, memory: float, top: int, allow_future: bool, tokens: str | None,
     price: float | None,
 ) -> Question:  # fmt: skip
-    """Return what is asked about a model.
+    """Return the question about a model.
 
     Raises:
         PlanError: the model is not a dense decoder, or a price is given without tokens.

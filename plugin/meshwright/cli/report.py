@@ -18,8 +18,8 @@ def report(
     """Write the log of a run as one HTML page with plots.
 
     The page shows loss, gradient norm, throughput, memory of each rank, the parts of a step, the slowest ranks, faults,
-    and the planner's estimate beside what was measured. It loads nothing from the network. A run that still goes on, or
-    whose last line was cut off, can be shown too.
+    and the planner's estimate beside what was measured. It loads nothing from the network. The command also works while
+    the run goes on, and if the last line of its log was cut off.
 
     For example:
 

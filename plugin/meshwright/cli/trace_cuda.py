@@ -36,7 +36,7 @@ def trace_cuda(
     ranks: Annotated[int, typer.Option(help="Number of ranks to trace, from rank 0 on.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Find out without a GPU what a plan does on CUDA: where the host would wait, and what the ranks send.
+    """Check without a GPU where a plan would make the host wait on CUDA, and whether the collectives fit together.
 
     Runs forward, backward, clipping and the optimizer's step of each rank on fake CUDA tensors, one rank after the
     other in this process. Nothing is computed, so no weights and no memory are needed. Every branch for CUDA runs, with
@@ -44,8 +44,9 @@ def trace_cuda(
     device, collectives that NCCL would not take, tensors that are used before their collective has ended, and ranks
     whose collectives differ in kind, size or order, on which NCCL would hang.
 
-    A torch without CUDA needs a C++ compiler, once, for about 20 seconds. The exit code is 0 if nothing was found, 1 if
-    something was, and 2 if the model cannot run the plan or an argument is wrong.
+    If torch is built without CUDA, the command first compiles a small library. This happens once, takes about 20
+    seconds and needs a C++ compiler. The exit code is 0 if nothing was found, 1 if something was, and 2 if the model
+    cannot run the plan or an argument is wrong.
 
     For example:
 

@@ -42,7 +42,8 @@ def verify(
         typer.Option(help="Time limit for each of the two programs (under the plan, and on one device), in seconds."),
     ] = 600.0,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code beside the config.json.")
+        bool,
+        typer.Option("--trust-remote-code", help="Run the model's own Python code, which lies beside the config.json."),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:

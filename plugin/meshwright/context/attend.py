@@ -49,12 +49,12 @@ class AttentionCall:
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
-        """What the function reads besides queries, keys and values, and has a gradient, such as sinks."""
+        """The tensors with a gradient that the function reads besides queries, keys and values, such as sinks."""
         found = [x for x in (*self.options.values(), *self.module._parameters.values()) if isinstance(x, Tensor)]
         return tuple({id(x): x for x in found if x.requires_grad}.values())
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        """Run the function, with some options replaced; returns ``[B, S, heads, d]``."""
+        """Run the function with some options replaced, and return ``[B, S, heads, d]``."""
         with _key_heads(self.module, q.shape[1], k.shape[1]):
             return self.stock(self.module, q, k, v, mask, **{**self.options, **options})[0]
 

@@ -81,10 +81,10 @@ class ContextForward(MethodOverride):
 
 
 class PartedLogits(UnreadableTensor):
-    """Stands in for the logits of all tokens, in training with labels."""
+    """Stands in for the logits of all tokens in training with labels; reading it raises an error."""
 
     _MESSAGE = (
-        "in training with labels the logits stay parted over cp, and each rank has those of its own tokens. To read "
+        "in training with labels the logits stay sharded over cp, and each rank has those of its own tokens. To read "
         "outputs.logits, pass ToDistributedConfig(gather_logits=True), or call the model in eval mode or without "
         "labels, where the logits are whole"
     )
@@ -94,7 +94,7 @@ class PartedLogits(UnreadableTensor):
 
 
 def check_parted(batch: dict[str, Any]) -> None:
-    """Raise for arguments that a decoder whose tokens are parted cannot take.
+    """Raise for arguments that a decoder cannot take if its tokens are cut over cp.
 
     Args:
         batch: the arguments of the decoder's forward.

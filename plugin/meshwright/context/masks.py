@@ -1,4 +1,4 @@
-"""The mask of one forward pass: a function of places in the sequence, of which blocks are made when needed."""
+"""The mask of one forward pass, as a function of places in the sequence. Blocks of it are materialised when needed."""
 
 from __future__ import annotations
 
@@ -96,19 +96,19 @@ class ContextMask:
         return _reach_of(self.function)
 
     def work(self) -> Tensor | None:
-        """Return how many keys all rows' queries at each place attend to, windows apart; None if not packed."""
+        """Return for each place the keys that all rows' queries there see, ignoring windows; None if not packed."""
         starts = self._document_starts
         return None if starts is None else (torch.arange(1, starts.shape[1] + 1) - starts).sum(0)
 
     @cached_property
     def _earliest_starts(self) -> list[int] | None:
-        """For each place, where the earliest of the documents begins that hold it in the rows; None if unknown."""
+        """Return for each place the earliest start of the documents that hold it, over all rows; None if unknown."""
         starts = self._document_starts
         return None if starts is None else starts.min(0).values.tolist()
 
     @cached_property
     def _document_starts(self) -> Tensor | None:
-        """For each token, where the document begins that holds it, ``[B, S]`` on the host; None if unknown."""
+        """Return for each token the start of its document, ``[B, S]`` on the host; None if unknown."""
         documents = self._reach.documents
         if documents is None:
             return None
@@ -158,7 +158,7 @@ class ContextMask:
 
 @dataclass(frozen=True)
 class _Reach:
-    """What is known of the pairs that a mask function lets through.
+    """The known limits of the pairs that a mask function lets through.
 
     Args:
         is_causal: whether no query attends to a later key.
@@ -170,7 +170,7 @@ class _Reach:
 
 
 def _reach_of(function: Any) -> _Reach:
-    """Return what the functions show that transformers has combined to a mask function.
+    """Return the limits that a mask function sets, from the functions that transformers has combined in it.
 
     Its ``and_masks`` lets through what all of its functions let through, so it is enough that one of them shows a
     limit. Of functions that are not known, nothing is assumed.

@@ -9,7 +9,7 @@ METHODS = ("gather", "ulysses", "ring", "hybrid")
 
 
 def group_sizes(method: str, cp: int, ulysses: int | None = None) -> tuple[int, int]:
-    """Return how many ranks of cp exchange tokens for heads, and how many are in a ring.
+    """Return the number of ranks of cp that exchange tokens for heads, and the number of ranks in a ring.
 
     Example:
         >>> group_sizes("hybrid", 8, 2)
@@ -22,7 +22,7 @@ def group_sizes(method: str, cp: int, ulysses: int | None = None) -> tuple[int, 
 
 
 def can_exchange(heads: int, key_heads: int, ranks: int) -> bool:
-    """Return whether so many heads can be exchanged over so many ranks."""
+    """Return whether these numbers of heads can be exchanged over this number of ranks."""
     return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 

@@ -45,7 +45,7 @@ class AttentionSite:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRecord:
-    """What context parallelism needs to know of a decoder.
+    """The facts about a decoder that context parallelism uses.
 
     Args:
         token_dims: for each argument of each layer that has a value for each token: the dim of the tokens.
@@ -64,7 +64,7 @@ class ContextRecord:
 
 
 def record_context(model: nn.Module, structure: DecoderStructure) -> ContextRecord:
-    """Run a decoder on fake tensors of two lengths, and return what its layers and attentions are given.
+    """Run a decoder on fake tensors of two lengths, and return the arguments of its layers and attentions.
 
     Args:
         model: the decoder, with or without memory. It is not changed.

@@ -234,7 +234,7 @@ class _GradientRing:
         self._arrive = _start_shift(self._both, self.axis)
 
     def own(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's keys and values, which have come home."""
+        """Return the gradients of this rank's keys and values, after their way around the ring."""
         assert self._arrive is not None
         both = self._arrive()
         return both[..., : self.size], both[..., self.size :]

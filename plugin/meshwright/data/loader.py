@@ -149,7 +149,7 @@ class DistributedLoader:
 
     @property
     def counted(self) -> int:
-        """The number of this rank's rows of the last batch that count: all, or 0 if they are blanks."""
+        """The number of this rank's rows in the last batch that hold samples: all of them, or 0 if they are blanks."""
         return self._counted
 
     @property

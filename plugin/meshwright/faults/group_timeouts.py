@@ -1,7 +1,8 @@
 """The timeouts of process groups, after which their backends give up.
 
 A collective of gloo raises an error, to which the guard adds what the other ranks do. NCCL has a watchdog instead,
-which ends the process from another thread and knows nothing of other ranks. So it waits until the guard has spoken.
+which ends the process from another thread and knows nothing of other ranks. So it waits until the guard has explained
+the error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def set_timeouts(timeout: float) -> None:
 def set_timeout(group: Any, timeout: float) -> None:
     """Set the timeout of a process group whose collectives raise, and let NCCL's watchdog wait for longer than that.
 
-    The watchdog's time is never shortened: it may be that of a group which the program has made for something else.
+    The watchdog's time is never shortened, since the program may have chosen it for a group of its own.
 
     Args:
         group: the process group.

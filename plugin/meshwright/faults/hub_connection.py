@@ -12,12 +12,12 @@ LONGEST_HELLO = 2**12  # bytes before the token is known; names of hosts and axe
 
 
 class Connection(asyncio.BufferedProtocol):
-    """A connection, that of a stranger until ``is_rank`` says whose it is.
+    """A connection, whose process is unknown until ``is_rank`` names its rank.
 
-    A protocol, since asyncio's streams take twice the time per message.
+    This is an asyncio protocol, since asyncio's streams take twice the time per message.
 
     Args:
-        received: the memory for what has just been received. All connections of a hub share it.
+        received: the buffer into which data is received. All connections of a hub share it.
         on_open: a function called with the connection when it opens.
         on_message: a function called with the connection and each message; returns whether to keep the connection.
         on_close: a function called with the connection when it has closed.
@@ -82,7 +82,7 @@ def line(body: dict[str, Any]) -> bytes:
 
 
 def _message(text: bytearray) -> dict[str, Any] | None:
-    """Return a received line as a message; None if it is none."""
+    """Return a received line as a message; None if it is malformed."""
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):

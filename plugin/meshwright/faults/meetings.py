@@ -30,7 +30,7 @@ class Question(NamedTuple):
 
 
 class Group:
-    """The ranks of a process group, one object for equal ranks, so that comparing two groups costs nothing."""
+    """The ranks of a process group. Equal ranks share one object, so that comparing two groups costs nothing."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks

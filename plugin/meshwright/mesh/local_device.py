@@ -95,7 +95,7 @@ def check_device_num(device_num: int | None, device: torch.device) -> None:
 
 
 def warn_of_unused_gpus(device: torch.device, rank: int) -> None:
-    """Say once that a model will train on the CPU of a host with GPUs, since its parameters are there."""
+    """Warn once that a model will train on the CPU of a host with GPUs, since its parameters are on the CPU."""
     if device.type == "cpu" and rank == 0 and torch.cuda.is_available():
         logger.warning(
             "the model is on the CPU, so it trains there, although this host has %d GPU(s). To use them, move the "

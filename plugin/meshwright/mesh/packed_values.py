@@ -229,7 +229,7 @@ class _Writer:
 
 
 class _Reader:
-    """Makes the value of a description."""
+    """Rebuilds a value from its description."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory

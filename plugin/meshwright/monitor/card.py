@@ -17,7 +17,7 @@ _WIDEST = 16  # ranks up to which the card shows the whole mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What is known of a run before its first step.
+    """The facts about a run that are known before its first step.
 
     Args:
         model: the model's class.
@@ -28,7 +28,7 @@ class Card:
         batch: rows on one data-parallel rank and tokens per row of a forward pass; None if the model takes no tokens.
         estimate: the planner's estimate; None without one.
         reason: why there is no estimate.
-        basis: what the estimate of the time rests on.
+        basis: the source of the time estimate, such as data sheets.
         has_peak: whether the devices' peak is known, which MFU needs.
     """
 
@@ -74,7 +74,7 @@ class Card:
                 f"({self.basis})",
             ]
         if not self.has_peak:
-            lines.append(f"  MFU     unknown: {self.reason or f'the peak of this CPU is; pass {_PROFILE}'}")
+            lines.append(f"  MFU     unknown: {self.reason or f'it needs the peak of this CPU; pass {_PROFILE}'}")
         return "\n".join(lines)
 
 
@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def hints(self) -> list[str]:
-        """What to do about values outside the band; empty if all are inside."""
+        """What to do about values outside the band, as sentences; empty if all values are inside."""
         hints = []
         if not self.is_inside(self.time_ratio):
             basis = "a guess for some CPU" if self.is_cpu else "data sheets"

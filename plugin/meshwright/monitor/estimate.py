@@ -22,13 +22,13 @@ from meshwright.planner.time import StepModel
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is known of the model's sizes and of the devices that run it.
+    """The model's sizes and the devices that run it.
 
     Args:
         shape: the model's sizes.
         cluster: the launched devices.
         profile: the efficiencies.
-        is_known: whether the devices' peak is a data sheet's or a measurement, and no guess for some CPU.
+        is_known: whether the devices' peak comes from a data sheet or a measurement; False for a guess for some CPU.
     """
 
     shape: ModelShape
@@ -41,7 +41,7 @@ class Machine:
         """Describe the model and the devices at hand, without communication.
 
         Raises:
-            PlanError: if the planner cannot describe the model, or the profile is of other processes.
+            PlanError: if the planner cannot describe the model, or the profile was measured with other processes.
         """
         is_cut = find_runtime(model) is not None and not hasattr(getattr(model, "config", None), "to_dict")
         try:
@@ -61,7 +61,7 @@ class Machine:
 
     @property
     def basis(self) -> str:
-        """What an estimate of the time rests on."""
+        """The source of the time estimate, as words."""
         if self.profile.rows:
             return f"profile {self.profile.name}"
         return "from data sheets, nothing measured here" if self.is_known else "a guess for some CPU, nothing measured"

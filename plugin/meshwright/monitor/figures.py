@@ -12,10 +12,10 @@ PARTS = ("forward", "backward", "optimizer", "between")  # of a step, in this or
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank measures from one line to the next.
+    """The measurements of one rank between two lines.
 
     Args:
-        seconds: the host's seconds from line to line.
+        seconds: the host's seconds between the two lines.
         steps: number of optimizer steps.
         tokens: tokens of this rank's rows.
         flops: floating-point operations of forward and backward for these tokens, over all ranks that share them.
@@ -97,7 +97,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What rank 0 knows of the last step of an interval."""
+    """The values of the last step of an interval, as rank 0 knows them."""
 
     step: int
     loss: float | None = None

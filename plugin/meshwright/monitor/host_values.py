@@ -1,4 +1,4 @@
-"""Numbers of the device that the host reads later, without waiting for the device."""
+"""Numbers on the device that the host reads later, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ class HostValues:
         return self._event is None or bool(self._event.query())
 
     def numbers(self) -> dict[str, float | None]:
-        """Return the numbers, which are only right once they are ready."""
+        """Return the numbers; they are valid only after ``is_ready``."""
         copied = dict(zip(self._names, self._host.tolist(), strict=True))
         return {**{name: None if value is None else float(value) for name, value in self._known.items()}, **copied}

@@ -28,8 +28,7 @@ class HeldMemory:
         weights: the model's parameters and buffers, as this rank stores them.
         gradients: the gradients that exist now, and the buckets in which they are reduced.
         optimizer: the optimizer's state, with 32-bit copies of the weights.
-        rest: what the peak holds beside these: activations, logits and temporary tensors, and on CPU the process
-            itself.
+        rest: the other bytes of the peak: activations, logits and temporary tensors, and on CPU the process itself.
         peak: on CUDA the largest memory that torch had allocated, on CPU the largest resident memory of the process.
     """
 
@@ -86,7 +85,7 @@ def memory_of_ranks(model: nn.Module, optimizer: Optimizer | None, estimated: Se
 
 
 def as_held(memory: Memory) -> HeldMemory:
-    """Return the planner's estimate in the same parts."""
+    """Return the planner's estimate, divided into the parts of ``HeldMemory``."""
     held = memory.weights + memory.gradients + memory.optimizer
     return HeldMemory(
         weights=memory.weights,

@@ -1,4 +1,4 @@
-"""The monitor of a run: what it observes, and where it shows it."""
+"""The monitor of a run, which observes the steps and shows their figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SOON = 5.0  # seconds that a caller waits for the figures of the other ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What a monitor needs to know of a model before it is distributed.
+    """What a monitor reads of a model before the model is distributed.
 
     Args:
         machine: the model's sizes and the devices, or why they are unknown.
@@ -175,7 +175,7 @@ class Monitor:
         return pending.figures
 
     def close(self) -> None:
-        """Show the lines that are on their way."""
+        """Show the lines whose figures have not all arrived."""
         self._reporter.close()
 
     # ---- steps

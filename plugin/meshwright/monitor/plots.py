@@ -1,4 +1,4 @@
-"""Draw the figures of a run over its steps, as the planner's page draws its own."""
+"""Draw the figures of a run over its steps, in the style of the planner's page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """What is drawn across a plot.
+    """Lines that are drawn across a plot.
 
     Args:
         levels: (value, label) of horizontal lines.

@@ -1,4 +1,4 @@
-"""``memory_of``: what a program reads of its memory."""
+"""``memory_of`` lets a program read the memory of every rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def memory_of(
 
     Args:
         model: the model that ``to_distributed`` returned.
-        optimizer: its optimizer, if its state is to be counted.
-        batch_shape: rows and tokens per row of the global batch, for the estimate. By default that of the last step,
-            which is known if ``ToDistributedConfig.logging_steps`` is set; otherwise there is no estimate.
+        optimizer: its optimizer, whose state is counted; None leaves the state out.
+        batch_shape: rows and tokens per row of the global batch, for the estimate. The default is that of the last step
+            if ``ToDistributedConfig.logging_steps`` is set; otherwise there is no estimate.
 
     Raises:
         ValueError: if the model is not distributed, or the planner cannot describe it although a shape was passed.

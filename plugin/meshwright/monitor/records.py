@@ -81,7 +81,7 @@ class RunRecords:
         runs: the records of kind "run", one for each start of the program.
         steps: the records of kind "step", in the order of their steps.
         memory, estimates, faults: the records of these kinds.
-        torn: number of lines that are no records, such as a last line that was cut off.
+        torn: number of malformed lines, such as a last line that was cut off.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class RunRecords:
 def read_records(run: str | os.PathLike[str]) -> RunRecords:
     """Read a run's log.
 
-    A run that was resumed from step n replaces the records of later steps, which it takes again. Faults are kept.
+    If a run was resumed from step n, its records replace the earlier records of steps after n. Faults are kept.
 
     Args:
         run: the folder of the log, or its file.

@@ -94,7 +94,7 @@ def write_report(run: str | os.PathLike[str], path: str | os.PathLike[str]) -> N
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of the log; None for one that is missing, and nan or inf for their words."""
+    """Return a number of the log; None if it is missing, and nan or inf for the strings that stand for them."""
     if isinstance(value, bool) or value is None:
         return None
     try:

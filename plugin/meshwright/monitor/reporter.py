@@ -83,7 +83,7 @@ class Reporter:
         self._queue.put((pending, show))
 
     def close(self) -> None:
-        """Wait a moment for the lines that are on their way."""
+        """Wait briefly for the lines whose figures have not all arrived."""
         if self._thread is not None and os.getpid() == self._process:
             self._queue.put(None)
             self._thread.join(timeout=_CLOSING)
@@ -91,7 +91,7 @@ class Reporter:
             atexit.unregister(self.close)
 
     def stop(self) -> None:
-        """End the thread after the lines that are on their way, without waiting."""
+        """Tell the thread to end after the lines that it has been given, without waiting for it."""
         atexit.unregister(self.close)
         self._queue.put(None)
 

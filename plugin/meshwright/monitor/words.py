@@ -7,7 +7,7 @@ from meshwright.planner.formatting import seconds
 
 
 def line(figures: Figures, *, max_steps: int | None = None) -> str:
-    """Return one line of text; what is unknown is left out.
+    """Return one line of text, without the unknown figures.
 
     Example:
         >>> print(line(Figures(step=20, loss=2.5, norm=0.75, lr=3e-4, tokens=40960, seconds_per_step=0.5,

@@ -9,13 +9,13 @@ from meshwright.optim.runtime import find_runtime
 
 
 def check_no_engine(model: nn.Module) -> None:
-    """Raise if an engine holds a model's state, of which a save would have a part only.
+    """Raise if an engine holds a model's state, since a save would contain only a part of it.
 
     Args:
         model: the model, or an engine around one, which Meshwright or the program itself has started.
 
     Raises:
-        CheckpointError: if so; the message names the engine's own calls.
+        CheckpointError: if an engine holds the state; the message names the engine's own calls.
     """
     runtimes = (find_runtime(module) for module in model.modules())
     engine = next((runtime.engine for runtime in runtimes if runtime is not None and runtime.engine), None)

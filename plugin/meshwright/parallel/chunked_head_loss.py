@@ -4,7 +4,7 @@ It works on one chunk of tokens after the other: logits, loss, and then the grad
 head's weights, while the logits of the chunk are still there. So backward only scales gradients that forward has
 computed, and no matrix multiplication runs twice.
 
-Shape suffixes: N tokens, D width of the hidden states, W words of this rank.
+Shape suffixes: N tokens, D width of the hidden states, W vocabulary entries of this rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HeadLoss:
     """What the head and the loss compute from hidden states.
 
     Args:
-        words: the words that this rank scores.
+        words: the part of the vocabulary that this rank scores.
         steps: what the model does to the logits.
         dtype: the dtype of the head's matrix multiplication.
     """
@@ -43,10 +43,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
         hidden_ND: the hidden states.
         weight_WD: the head's weight.
         bias_W: the head's bias, or None.
-        targets_N: the target words by their index in the full vocabulary, or the ignored index.
+        targets_N: the target tokens, as indices in the full vocabulary, or the ignored index.
         factor: a number by which the gradients are multiplied before they are rounded to 16 bits, or None. The loss
             is not multiplied.
-        loss: what is computed.
+        loss: the description of the computation.
     """
 
     @staticmethod

@@ -31,12 +31,12 @@ _GATHER = "pass ToDistributedConfig(gather_logits=True)"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Deferral:
-    """When a head may defer its logits, and when they can still be computed.
+    """Decides when a head may defer its logits, and whether they can still be computed.
 
     Args:
         is_wanted: whether the running pass computes a training loss from the logits.
-        is_sharded: whether a rank's logits are those of its own words.
-        count_steps: returns how many steps the model's optimizer has made that a weight's version does not show.
+        is_sharded: whether a rank's logits are those of its own part of the vocabulary.
+        count_steps: function that returns the number of optimizer steps that a weight's version counter does not show.
         has_values: whether a weight is in memory; False if reading it would communicate.
     """
 
@@ -104,7 +104,7 @@ class InHead:
 
 @dataclass(kw_only=True, eq=False)
 class Deferred:
-    """What the logits of one call of the head depend on.
+    """The inputs from which the logits of one call of the head are computed.
 
     Args:
         head: the head.
@@ -151,7 +151,7 @@ class Deferred:
         return dataclasses.replace(self, dtype=step.dtype(self.dtype), steps=(*self.steps, step)).stand_in()
 
     def values(self) -> Tensor:
-        """Return the logits, computed now if they were not; differentiable."""
+        """Return the differentiable logits, computed now unless they are already."""
         if self._values is None:
             self._check_readable()
             # With a graph, even if the first reader has none: an autograd function's forward, or a metric.
@@ -170,7 +170,7 @@ class Deferred:
 
         Args:
             targets_N: the target of each token.
-            words: the words that this rank scores.
+            words: the part of the vocabulary that this rank scores.
             factor: what the gradients of the sum are multiplied by.
         """
         hidden = self.hidden.flatten(0, -2)
@@ -225,7 +225,7 @@ def without_stand_in(logits: Tensor) -> Tensor:
 
 
 def watch_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call a hook with the gradient of a tensor; with that of a stand-in's values, if something computes them."""
+    """Call a hook with the gradient of a tensor, or with that of a stand-in's logits if they are computed."""
     deferred = deferred_of(tensor)
     if deferred is None or deferred.is_computed:
         without_stand_in(tensor).register_hook(hook)
@@ -297,7 +297,7 @@ class DeferredLogits(_StandIn):
 
 
 class DeferredShards(_StandIn, ShardedLogits):
-    """Stands in for the logits of this rank's words, which raise wherever ShardedLogits do."""
+    """Stands in for the logits of this rank's part of the vocabulary, and raises wherever ShardedLogits do."""
 
     def detach(self) -> Tensor:
         """Return a tensor that cannot be read either; the logits are not computed."""

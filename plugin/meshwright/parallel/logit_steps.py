@@ -20,7 +20,7 @@ class Step(Protocol):
         """Return the gradient of the input, given that of the result; ``grad`` may be overwritten."""
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the result for logits that something else may read; differentiable."""
+        """Return the differentiable result, and leave the input unchanged, which something else may read."""
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the result."""

@@ -65,7 +65,7 @@ class HookedModules:
         self.is_split = is_split
 
     def look(self) -> None:
-        """Warn once if a loss that is computed from what the program's hooks see would be wrong."""
+        """Warn once if the program's hooks see parts of activations, so a loss computed from them would be wrong."""
         if self._has_warned or not (self._cut or self._borders or self._parted or self.is_split):
             return
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for _, m in self._modules)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: which stage runs what when, and which layers a stage holds."""
+"""Pipeline parallelism: the schedule of the stages, and the layers that each stage holds."""

@@ -38,7 +38,7 @@ class Boundaries:
     seen: dict[int, torch.dtype] = field(default_factory=dict)
 
     def expected(self, key: Key) -> Expected:
-        """Return what a rank knows beforehand about a tensor that it will receive."""
+        """Return the expected shape and dtype of a tensor that a rank will receive."""
         is_forward, stage, micro_batch = key
         return Expected(key, self.shapes[micro_batch], self.known.get(stage if is_forward else stage + 1))
 

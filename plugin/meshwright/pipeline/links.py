@@ -28,7 +28,7 @@ class Expected:
     """A tensor that a rank will receive.
 
     Args:
-        key: what it is.
+        key: the identity of the tensor among the channel's tensors.
         shape: its shape.
         dtype: its dtype; None if the sender announces it, see :meth:`Links.send`.
     """

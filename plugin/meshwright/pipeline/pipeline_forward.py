@@ -127,7 +127,7 @@ class PipelineForward(MethodOverride):
         self._stages_of = {id(p): [s for s in cut.stages_of[name] if s in cut.own] for name, p in named}
 
     def foresee(self, batch: dict[str, Any], *, hidden: torch.dtype, loss: torch.dtype) -> None:
-        """Take these dtypes for those of a batch's hidden states and loss, so that no rank has to announce them."""
+        """Set the dtypes of a batch's hidden states and loss, so that no rank has to announce them."""
         key = self._precision(batch)
         self._boundary_dtypes[key] = dict.fromkeys(range(1, len(self.pipeline.cut.spans)), hidden)
         self._loss_dtypes[key] = loss
@@ -260,7 +260,7 @@ class PipelineForward(MethodOverride):
 
     @own_collectives()
     def _share_loss(self, step: Step) -> Tensor | None:
-        """Return the loss of the last stage on every rank, and make it known whether it used num_items_in_batch."""
+        """Return the loss of the last stage on every rank, and record whether it used num_items_in_batch."""
         key, pp, last = self._precision(step.batches[0]), self.runtime.pp, self.pipeline.cut.last_rank
         device = tokens_of(step.batches[0]).device
         mean = self.runtime.loss.mean

@@ -275,7 +275,7 @@ def _interleaved(rank: int, p: int, v: int, m: int) -> list[_Visit]:
 
 
 def _zero_bubble_h1(rank: int, p: int, v: int, m: int) -> list[_Visit]:
-    """1F1B whose gradients of weights wait (Qi et al. 2024): rank r may owe r of them, and pays in the cool-down."""
+    """1F1B with late weight gradients (Qi et al. 2024): up to r of rank r's wait, the last until the cool-down."""
     warm = min(p - 1 - rank, m)
     visits = [(_F, rank)] * warm
     for index in range(m):

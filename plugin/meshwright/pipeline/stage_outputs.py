@@ -1,4 +1,4 @@
-"""What a model under pipeline parallelism returns: the loss on every rank, and the logits if they are asked for."""
+"""The output of a model under pipeline parallelism: the loss on every rank, and the logits if they are asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline send to each other, derived from their operations. This module needs no torch."""
+"""The tensors that the ranks of a pipeline send, derived from their operations. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Transfer:
 
     @property
     def key(self) -> tuple[bool, int, int]:
-        """What tells it from every other transfer: whether it holds activations, its stage and its micro-batch."""
+        """The identity of the transfer: whether it holds activations, its stage and its micro-batch."""
         return self.is_forward, self.stage, self.micro_batch
 
     @property

@@ -32,8 +32,8 @@ class WeightGradients:
     """The gradients of linear weights that wait for the second part of their backward.
 
     Args:
-        modules: the modules whose linear layers among them get another ``forward``; none for a schedule whose backward
-            has one part.
+        modules: the modules whose linear layers get another ``forward``; empty for a schedule whose backward has one
+            part.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):

@@ -1,8 +1,8 @@
 """The walk of the search: best first, by lower bounds on the time of a step.
 
-Each layout of the ranks with a micro-batch size gets a lower bound on the time of its pipeline. They are opened in the
-order of their bounds. Only the plans of an opened one are bounded with their communication, and only those of them that
-may be among the fastest are weighed (their memory) and simulated (their time).
+A slot is a layout of the ranks and a micro-batch size. Each slot gets a lower bound on the time of its pipeline, and
+the walk opens the slots in the order of their bounds. Each plan of an opened slot gets a bound that includes its
+communication. If the plan may be among the fastest, its memory is computed, and then its time is simulated.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BestFirst:
         return [(plan, time) for _, _, plan, time in best]
 
     def binding(self) -> dict[str, tuple[Candidate, Memory]]:
-        """Return each axis value of which no plan fits, with the plan of this value that needs the least memory."""
+        """Return each axis value with which no plan fits, and its plan that needs the least memory."""
         fit = {name for plan, memory in self.weights.items() if memory.total <= self.budget for name in _axes(plan)}
         found: dict[str, tuple[Candidate, Memory]] = {}
         by_axis: dict[str, list[tuple[_Slot, _Zero]]] = {}

@@ -84,7 +84,7 @@ def exchanges(
 
 
 def exchanged_keys(shape: ModelShape, plan: Candidate) -> int:
-    """Return the elements of k for each position of a rank, after its heads are repeated for an exchange of heads."""
+    """Return the elements of k per position of a rank, with the heads that an exchange of heads repeats."""
     inner, _ = group_sizes(plan.context, plan.cp, plan.ulysses)
     keys = shape.local_kv_width(plan.tp)
     return max(keys, inner * shape.head_dim) if inner > 1 else keys

@@ -37,7 +37,7 @@ def parse_tokens(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What is trained, and what a device costs.
+    """The tokens of a training run, and the price of a device.
 
     Args:
         tokens: tokens of the whole training run.
@@ -57,7 +57,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a training run takes.
+    """The steps, time and cost of a training run.
 
     Args:
         budget: the tokens and the price.
@@ -92,7 +92,7 @@ class Bill:
 
 
 def bill(budget: Budget, *, gpus: int, step_tokens: int, step_seconds: float, band: float) -> Bill:
-    """Return what a run takes if each step takes as long as the estimate.
+    """Return the bill of a run whose steps take as long as the estimate.
 
     Args:
         budget: the tokens and the price.
@@ -110,7 +110,7 @@ def bill(budget: Budget, *, gpus: int, step_tokens: int, step_seconds: float, ba
 
 
 def bill_of(found: Search, budget: Budget, *, index: int = 0) -> Bill:
-    """Return what a run takes under one of the choices of a search, by default the first."""
+    """Return the bill of a run under one of the choices of a search, by default the first."""
     return bill(
         budget,
         gpus=found.cluster.gpus,

@@ -244,12 +244,12 @@ def _members(shape: ModelShape, layout: Candidate) -> tuple[Parameter, ...]:
 
 @lru_cache(maxsize=64)
 def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Gradients:
-    """Return (parameter, bytes, most bytes) in the order in which the gradients arrive.
+    """Return (parameter, bytes now, most bytes) for each gradient, in the order in which the gradients arrive.
 
-    In a search many plans have one layout of the weights: the sizes of tp and of the data axis, and the ZeRO stage.
+    The result is cached, since in a search many plans share the sizes of tp and of the data axis and the ZeRO stage.
 
-    The bytes are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket, the
-    most bytes are their largest size while the reduction of the bucket starts.
+    The bytes now are the size of all gradients and their buffers when this gradient arrives. If it completes a bucket,
+    the most bytes are their largest size while the reduction of the bucket starts.
     """
     members, plan = list(_members(shape, layout)), layout
     found: list[tuple[Parameter, float, float]] = []

@@ -1,4 +1,4 @@
-"""How many tokens the head and the loss work on at once."""
+"""The number of tokens that the head and the loss process at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def head_chunk(tokens: int, hidden: int) -> int:
 
     With a sixteenth of the tokens, 32-bit logits and their 16-bit copy need at most a tenth of the memory of whole
     32-bit logits. Over several chunks, 16-bit gradients of the head's weight are summed in 32 bits, which costs more
-    memory than the logits of few tokens: these are one chunk.
+    memory than the logits of a few tokens, so a few tokens form one chunk.
 
     Args:
         tokens: the tokens of this rank's micro-batch.

@@ -1,6 +1,4 @@
-"""Find the config.json of a model: a file, a folder with one, or a Hub id in this machine's cache; nothing is
-downloaded.
-"""
+"""Find a model's config.json: a file, a folder that holds it, or a Hub model in the local cache. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def config_path(source: str | os.PathLike[str]) -> Path:
             local cache.
 
     Raises:
-        PlanError: it is none of these.
+        PlanError: ``source`` is none of these.
     """
     path = Path(source)
     if path.is_dir():

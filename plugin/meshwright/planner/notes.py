@@ -1,4 +1,4 @@
-"""What the numbers of a table of plans do not show: equal plans, weights without masters, and batches too large."""
+"""Notes below a table of plans: equal plans, weights without 32-bit masters, and batches that are too large."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def batch_warning(job: Job) -> str | None:
 
 
 def merged(choices: Sequence[Choice]) -> list[tuple[Choice, list[Choice]]]:
-    """Return the choices without repetitions, each with its repetitions.
+    """Return the choices that repeat no earlier one, each with the choices that repeat it.
 
     A plan repeats another one if only the ZeRO stages differ, and time and memory are equal.
     """
@@ -59,7 +59,7 @@ def without_repetitions(found: Search, top: int) -> Search:
 
 
 def notes(found: Search) -> Iterator[str]:
-    """Yield the notes on the first choices: which plans were merged, and which ties are no ties in the numerics."""
+    """Yield the notes on the first choices: which plans were merged, and which tied plans train with other numerics."""
     for number, (choice, rest) in enumerate(zip(found.choices, found.repetitions, strict=False), 1):
         if rest:
             stages = " and ".join(f"zero{plan.zero_stage}" for plan in rest)

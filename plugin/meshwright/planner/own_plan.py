@@ -1,4 +1,4 @@
-"""Weigh plans that the user gives: their time and memory, whether they fit or not."""
+"""Estimate the time and memory of plans that the user gives, whether they fit or not."""
 
 from __future__ import annotations
 

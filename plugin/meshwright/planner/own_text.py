@@ -51,7 +51,7 @@ def _about(found: Search, choice: Choice) -> Iterator[str]:
 
 def _against(found: Search, best: Search | None) -> Iterator[str]:
     if best is None or not best.choices:
-        yield "No plan fits that this version can run."
+        yield "No plan fits among those that this version can run."
         return
     fastest, given = best.choices[0], found.choices[0]
     if fastest.plan == given.plan:

@@ -60,7 +60,7 @@ def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> Row
 
 
 def no_fit_of(found: Search) -> str:
-    """Return why no plan fits, without the changes with which one would fit."""
+    """Return why no plan fits, without the changes that would help."""
     plan, memory = found.smallest
     return f"no plan fits: the leanest, {plan.label}, needs {gib(memory.total)} of {gib(found.budget)}"
 

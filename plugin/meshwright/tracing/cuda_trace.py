@@ -28,7 +28,7 @@ STEPS = 2  # the second one counts: it has the optimizer's state, and reads what
 
 @dataclass(frozen=True, kw_only=True)
 class CudaStep:
-    """What one rank of a plan does in a training step on CUDA, by where it does it.
+    """The waits, copies and collectives of one rank in a training step on CUDA, with the places in the code.
 
     Args:
         waits: where the host waits for the device, and how often.
@@ -63,7 +63,7 @@ class CudaProgram:
         rows: the number of rows of a rank's batch.
         length: the number of tokens of a row.
         batch: a function that returns further arguments of the model, called on the fake device.
-        autocast: the dtype of autocast; None for none.
+        autocast: the dtype of autocast; None runs without autocast.
         max_norm: the bound of the gradients' norm; None to leave out clipping.
         make_optimizer: a function that makes the optimizer from the model's parameters.
         config: the options of ``to_distributed``.
@@ -105,7 +105,7 @@ def trace_cuda_step(
         plan: the plan, of any size.
         program: the step.
         rank: the rank of the plan.
-        prepare: is called with the distributed model before its first step, as a program may add hooks then.
+        prepare: a function that is called with the distributed model before its first step, for example to add hooks.
 
     Raises:
         ValueError: if this process is already in a process group, or the model is not on the meta device.

@@ -20,7 +20,7 @@ _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 
 
 class HostWaits(Protocol):
-    """What is told of waits of the host for the device."""
+    """An observer that is told when the host waits for the device."""
 
     step: int
 
@@ -61,7 +61,7 @@ def fake_cuda(observer: HostWaits) -> Iterator[None]:
     folder of extensions.
 
     Args:
-        observer: is told where the host waits for an event.
+        observer: the object that is told when the host waits for an event.
 
     Raises:
         PlanError: if the library is needed and cannot be built.

@@ -39,7 +39,8 @@ def pareto(found: Search) -> tuple[list[Point], list[Point]]:
     Each plan on the front is faster than every plan that needs no more memory.
 
     The search stops at the first recompute that fits. This function tries all of them, since the leaner plans are part
-    of the front. A plan is simulated only if its lower bound is below the front so far, so no point is below the line.
+    of the front. A plan is simulated only if its lower bound is below the front so far, so no plan lies below the
+    front.
     """
     model = StepModel(found.shape, found.cluster, found.profile.coefficients)
     known = {choice.plan: Point(plan=choice.plan, memory=choice.memory.total, time=choice.time.total, exact=True)

@@ -25,7 +25,7 @@ class Listed:
     Args:
         plan: the plan.
         time, memory: its estimates.
-        why: the reason why it is listed.
+        why: the reason for which it is listed.
     """
 
     plan: Candidate

@@ -1,6 +1,6 @@
 """The settings of the page's sliders: every listed plan at other batches, sequence lengths, GPUs and micro-batches.
 
-The page holds the planner's own answer for each setting, so that what it shows is what ``meshwright plan`` would print.
+The page holds the planner's own answer for each setting, so that it shows what ``meshwright plan`` would print.
 """
 
 from __future__ import annotations
