@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -82,9 +84,9 @@ def train(plan: dict[str, Any] | None, cases: list[tuple[str, dict[str, Any]]]) 
     return results
 
 
-def assert_equal(actual: list[Any]) -> None:
+def assert_equal(cases: list[tuple[str, dict[str, Any]]], actual: list[Any]) -> None:
     for case, (loss, gradients, runs), (expected_loss, expected, stock_runs) in zip(
-        CASES, actual, train(None, CASES), strict=True
+        cases, actual, train(None, cases), strict=True
     ):
         assert runs > stock_runs == 0, case
         # float64: only the order of sums differs; a chunk that counts twice is off by a fifth.
@@ -96,20 +98,29 @@ def assert_equal(actual: list[Any]) -> None:
 
 
 def test_heads_on_one_process() -> None:
-    assert_equal(train({}, CASES))
+    assert_equal(CASES, train({}, CASES))
 
 
-@pytest.mark.parametrize("plan", [{"tp": 2, "sequence_parallel": True}, {"dp": 2, "zero_stage": 3}], ids=str)
-def test_heads_on_two_ranks(plan: dict[str, Any], pool2: Any) -> None:
+TWO_RANKS: dict[str, tuple[dict[str, Any], slice]] = {
+    "tp2+sp": ({"tp": 2, "sequence_parallel": True}, slice(1, 3)),
+    "tp2+sp, other heads": ({"tp": 2, "sequence_parallel": True}, slice(3, None)),
+    "dp2 zero3": ({"dp": 2, "zero_stage": 3}, slice(1, 2)),
+    "dp2 zero3, other heads": ({"dp": 2, "zero_stage": 3}, slice(2, None)),
+}
+
+
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_heads_on_two_ranks(case: str, pool2: Any) -> None:
     """97 words over two ranks are 49 and 48, and 36 tokens are no multiple of five."""
-    assert_equal(pool2.run(train, plan, CASES, timeout=300)[0])
+    plan, heads = TWO_RANKS[case]
+    assert_equal(CASES[heads], pool2.run(train, plan, CASES[heads], timeout=300)[0])
 
 
-def distributed(**options: Any) -> tuple[Any, Any, dict[str, Tensor]]:
-    model = build("gemma2")
+def distributed(**overrides: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+    model = build("gemma2", **overrides)
     stock = copy.deepcopy(model)
     ids = tokens(ROWS, LENGTH)
-    config = mw.ToDistributedConfig(plan=mw.ParallelPlan(), **options)
+    config = mw.ToDistributedConfig(plan=mw.ParallelPlan())
     return mw.to_distributed(model, config=config)[0], stock, {"input_ids": ids, "labels": labels_for(ids)}
 
 
@@ -128,7 +139,77 @@ def test_logits_are_computed_when_they_are_read() -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-class Doubled(torch.autograd.Function):
+def penalty(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1).square().mean()
+
+
+def measured_in_inference_mode(model: Any, batch: Any) -> Tensor:
+    outputs = model(**batch)
+    with torch.inference_mode():
+        outputs.logits.argmax(-1)
+    return outputs.loss + penalty(outputs.logits)
+
+
+def recomputed(model: Any, batch: Any) -> Tensor:
+    outputs = model(**batch)
+    return outputs.loss + checkpoint(penalty, outputs.logits, use_reentrant=False)
+
+
+def doubled_in_backward(model: Any, batch: Any) -> Tensor:
+    model.lm_head.register_full_backward_hook(lambda _, to_input, to_output: (to_input[0] * 2 * to_output[0].shape[0],))
+    return model(**batch).loss
+
+
+def watched_everywhere(model: Any, batch: Any) -> Tensor:
+    sums = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if module is model.lm_head:
+            sums.append(args[0].detach().sum() + output.detach().mean())
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        loss = model(**batch).loss
+    finally:
+        handle.remove()
+    (seen,) = sums
+    return loss * seen
+
+
+def of_the_head_alone(model: Any, batch: Any) -> Tensor:
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    outputs = model(**batch)
+    return outputs.loss * (2 if outputs.logits.requires_grad else 1)
+
+
+def handed_to_a_collective(model: Any, batch: Any) -> Tensor:
+    """As accelerate's gather does: code that is not torch's Python must get the values."""
+    outputs = model(**batch)
+    logits = outputs.logits if outputs.logits.is_contiguous() else outputs.logits.contiguous()
+    assert type(logits) is Tensor
+    return outputs.loss
+
+
+PROGRAMS = [
+    measured_in_inference_mode, recomputed, doubled_in_backward, watched_everywhere, of_the_head_alone,
+    handed_to_a_collective,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_what_programs_do_with_logits(program: Callable[[Any, Any], Tensor]) -> None:
+    model, stock, batch = distributed(tie_word_embeddings=False)
+    for each in model, stock:
+        program(each, batch).backward()
+    for (name, p), q in zip(model.named_parameters(), stock.named_parameters(), strict=True):
+        assert (p.grad is None) == (q[1].grad is None), name
+        if p.grad is not None:
+            # float32: a lost or doubled term is off by more than a tenth.
+            torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.sum()
@@ -138,19 +219,50 @@ class Doubled(torch.autograd.Function):
         return grad.expand(ROWS, LENGTH, 97)
 
 
-def test_what_would_be_another_value_is_an_error() -> None:
-    model, _, batch = distributed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs = model(**batch)
-    with pytest.raises(UnreadableTensorError, match="gather_logits=True"):
-        outputs.logits.retain_grad()
-    with pytest.raises(UnreadableTensorError, match="gradient would be lost"):
-        Doubled.apply(outputs.logits).backward()
-    outputs = model(**batch)
-    outputs.loss.backward()
-    optimizer.step()
-    with pytest.raises(UnreadableTensorError, match=r"before optimizer.step\(\)"):
-        outputs.logits.argmax(-1)
+def written(write: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    def program(model: Any, outputs: Any) -> Any:
+        outputs.loss.backward()
+        write(model)
+        return outputs.logits.argmax(-1)
+
+    return program
+
+
+def with_weights_of_a_call(model: Any, _: Any) -> Any:
+    """The weights of the call have the same values and version, but gradients of their own."""
+    own = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    ids = tokens(ROWS, LENGTH)
+    return torch.func.functional_call(model, own, (), {"input_ids": ids, "labels": ids}).logits.sum()
+
+
+ERRORS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "retain_grad": (lambda _, out: out.logits.retain_grad(), "does not reach them"),
+    "autograd.grad": (lambda _, out: torch.autograd.grad(out.loss, [out.logits]), "does not reach them"),
+    "a function": (lambda _, out: Summed.apply(out.logits).backward(), "gradient would be lost"),
+    "a function, frozen body": (
+        lambda model, _: Summed.apply(
+            model.requires_grad_(False).lm_head.requires_grad_(True)
+            and model(input_ids=tokens(ROWS, LENGTH), labels=tokens(ROWS, LENGTH)).logits
+        ).backward(),
+        "gradient would be lost",
+    ),
+    "create_graph": (
+        lambda model, out: torch.autograd.grad(out.loss, [*model.parameters()], create_graph=True),
+        "would lose its gradient",
+    ),
+    "a step": (written(lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step()), r"before optimizer.step\(\)"),
+    "data": (written(lambda model: model.lm_head.weight.data.mul_(1.01)), r"before optimizer.step\(\)"),
+    "functional_call": (with_weights_of_a_call, "have changed"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_would_be_another_value_is_an_error(case: str) -> None:
+    model, _, batch = distributed(tie_word_embeddings=False)
+    program, message = ERRORS[case]
+    with pytest.raises(UnreadableTensorError, match=message) as error:
+        program(model, model(**batch))
+    assert "gather_logits=True" in str(error.value)
 
 
 def test_a_graph_that_is_kept_runs_twice() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.cross_entropy import Words, exponentials_, gradient_
+from meshwright.parallel.cross_entropy import Words, exponentials_, gradient_, refuse_second_order
 from meshwright.parallel.logit_steps import Step, run, run_backward
 from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
 
@@ -67,8 +67,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_second_order()
         # In place, since the gradient of the weight is as large as the weight, unless backward will run again.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         found = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.collectives import Axis, all_gather
 
 # On CPU, work through the logits in pieces that stay in a core's cache from one pass to the next.
@@ -127,9 +128,19 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        refuse_second_order()
         # In place, so a second backward through the same graph fails autograd's version check.
         grad_NW, *softmax = ctx.saved_tensors
         return gradient_(grad_NW, Softmax(*softmax), grad), None, None, None, None, None
+
+
+def refuse_second_order() -> None:
+    """Raise in a backward pass whose gradients would be differentiated again: they have no graph."""
+    if torch.is_grad_enabled():
+        raise UnreadableTensorError(
+            "create_graph=True: the gradients of outputs.loss are computed without a graph of outputs.logits, so that "
+            "a penalty on them would lose its gradient. Pass ToDistributedConfig(gather_logits=True)"
+        )
 
 
 def _row_blocks(x_NW: Tensor) -> list[slice]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
@@ -27,6 +28,11 @@ from meshwright.parallel.tensor_guards import METADATA, SHAPE, ShardedLogits
 from meshwright.parallel.user_hooks import has_foreign_hooks
 
 _GATHER = "pass ToDistributedConfig(gather_logits=True)"
+_CHANGED = (
+    "outputs.logits of training with labels are computed when they are first read, and the head's weights have changed "
+    f"since the forward pass. Read them before optimizer.step(), or {_GATHER}"
+)
+_SAMPLED = 8  # of a weight's rows, and of its columns
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +72,7 @@ class DeferringHead(MethodOverride):
             and hidden.ndim > 1
             and self.head._parameters.get("weight") is not None
             and not torch.compiler.is_compiling()
-            and not has_foreign_hooks(self.head)  # they would see a stand-in
+            and not has_foreign_hooks(self.head, backward=True)  # they would see a stand-in
         )
 
     def defer(self, hidden: Tensor) -> Tensor:
@@ -75,13 +81,26 @@ class DeferringHead(MethodOverride):
         casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
         dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
         return Deferred(
-            head=self, hidden=hidden, casts=casts, product=dtype, dtype=dtype, made_at=self.moment(hidden)
+            head=self,
+            hidden=hidden,
+            casts=casts,
+            product=dtype,
+            dtype=dtype,
+            made_at=self.moment(hidden),
+            sample=self.sample(),
         ).stand_in()
 
     def moment(self, hidden: Tensor) -> tuple[int, ...]:
         """Return numbers that change when an optimizer steps, or when something else changes what logits depend on."""
         tensors = [x for x in (self.weight, self.head._parameters["bias"], hidden) if x is not None]
-        return (self.deferral.count_steps(), *(x._version for x in tensors))
+        # Another weight takes this one's place inside torch.func.functional_call.
+        return (self.deferral.count_steps(), id(self.weight), *(x._version for x in tensors))
+
+    def sample(self) -> Tensor:
+        """Return the bytes of a few weights, which must be whole: a write to ``weight.data`` changes no version."""
+        weight = self.weight.detach()
+        rows, columns = (max(1, size // _SAMPLED) for size in weight.shape)
+        return weight[::rows, ::columns].clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     @property
     def weight(self) -> nn.Parameter:
@@ -113,6 +132,7 @@ class Deferred:
         product: the dtype of the head's matrix multiplication.
         dtype: the dtype of the logits.
         made_at: the moment at which the head was called; see ``DeferringHead.moment``.
+        sample: some of the weights at that moment.
         steps: what the model has done to the logits since.
         hooks: called with the gradient of the logits, if they are computed and a loss is computed from them.
     """
@@ -123,6 +143,7 @@ class Deferred:
     product: torch.dtype
     dtype: torch.dtype
     made_at: tuple[int, ...]
+    sample: Tensor
     steps: tuple[Step, ...] = ()
     hooks: list[Callable[[Tensor], None]] = field(default_factory=list)
     _values: Tensor | None = field(default=None, init=False)
@@ -141,7 +162,8 @@ class Deferred:
         """Return a tensor that stands for the logits."""
         hidden, is_sharded = self.hidden, self.head.deferral.is_sharded
         shape = (*hidden.shape[:-1], self.columns)
-        empty: Tensor = _Unseen.apply(None if is_sharded else hidden, shape, self.dtype, hidden.device)
+        source = hidden if hidden.requires_grad else self.head.weight
+        empty: Tensor = _Unseen.apply(None if is_sharded else source, shape, self.dtype, hidden.device)
         become(empty, _class_of(DeferredShards if is_sharded else DeferredLogits, type(empty)))
         empty.__dict__["deferred"] = self
         return empty
@@ -154,8 +176,9 @@ class Deferred:
         """Return the differentiable logits, computed now unless they are already."""
         if self._values is None:
             self._check_readable()
-            # With a graph, even if the first reader has none: an autograd function's forward, or a metric.
-            with torch.enable_grad():
+            # With a graph, even if the first reader has none: an autograd function's forward, or a metric. And not as
+            # a part of what torch.utils.checkpoint runs twice: the second time they are not computed again.
+            with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 logits = self._in_head(self._whole)
                 for step in self.steps:
                     logits = step.plain(logits)
@@ -189,6 +212,8 @@ class Deferred:
         return self._in_head(run)
 
     def _whole(self) -> Tensor:
+        if not torch.equal(self.sample, self.head.sample()):
+            raise UnreadableTensorError(_CHANGED)
         kind = self.hidden.device.type
         with torch.autocast(kind, dtype=self.product if self.casts else None, enabled=self.casts):
             result: Tensor = self.head.method(self.hidden)
@@ -201,10 +226,7 @@ class Deferred:
     def _check_readable(self) -> None:
         deferral = self.head.deferral
         if self.made_at != self.head.moment(self.hidden):
-            raise UnreadableTensorError(
-                "outputs.logits of training with labels are computed when they are first read, and the head's weights "
-                f"have changed since the forward pass. Read them before optimizer.step(), or {_GATHER}"
-            )
+            raise UnreadableTensorError(_CHANGED)
         if not deferral.is_wanted() and not deferral.has_values(self.head.weight):
             raise UnreadableTensorError(
                 "outputs.logits of training with labels are computed when they are first read, and under zero_stage=3 "
@@ -249,11 +271,13 @@ class _StandIn(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         deferred = deferred_of(first) if isinstance(first, Tensor) else None
+        if func is Tensor.is_contiguous and deferred is not None:
+            return False  # so that libraries make it contiguous before they pass it to a collective
         if deferred is not None and not deferred.is_computed:
             if func in cls._OWN:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-            if func is Tensor.contiguous and not kwargs and len(args) == 1:
+            if func is Tensor.contiguous and deferred.head.deferral.is_wanted():
                 return first
             step = step_of(func, args, kwargs, deferred.dtype)
             if step is not None:
@@ -274,7 +298,7 @@ class DeferredLogits(_StandIn):
 
     @classmethod
     def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if func in _OF_GRADIENT:
+        if func in _OF_GRADIENT or (func is torch.autograd.grad and any(deferred_of(x) for x in args[1])):
             raise UnreadableTensorError(
                 "in training with labels outputs.loss is computed without outputs.logits, so its gradient does not "
                 f"reach them. To see the gradient of the logits, {_GATHER}"
@@ -318,6 +342,10 @@ def _class_of(kind: type, of_values: type) -> type:
     return kind if of_values is Tensor or issubclass(of_values, kind) else type(kind.__name__, (kind, of_values), {})
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 def _computed(x: Any) -> Any:
     if isinstance(x, tuple | list):
         return type(x)(map(_computed, x)) if type(x) in (tuple, list) else x
@@ -331,7 +359,7 @@ class _Unseen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        ctx: Any, source: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 

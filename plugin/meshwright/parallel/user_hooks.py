@@ -106,13 +106,31 @@ def _comes_first(module: nn.Module) -> bool:
     return first is not None and _is_foreign(first)
 
 
-def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return whether the program has forward hooks on a module itself."""
-    return any(map(_is_foreign, _hooks_of(module)))
+def has_foreign_hooks(module: nn.Module, *, backward: bool = False) -> bool:
+    """Return whether the program has forward hooks on a module itself.
+
+    Args:
+        module: the module.
+        backward: whether backward hooks count too, and hooks that torch runs for every module.
+    """
+    return any(map(_is_foreign, [*_hooks_of(module), *(_other_hooks_of(module) if backward else ())]))
 
 
 def _hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _other_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    every = nn.modules.module
+    found = (
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        every._global_forward_hooks,
+        every._global_forward_pre_hooks,
+        every._global_backward_hooks,
+        every._global_backward_pre_hooks,
+    )
+    return [hook for hooks in found for hook in hooks.values()]
 
 
 def _is_foreign(hook: Callable[..., Any]) -> bool:
