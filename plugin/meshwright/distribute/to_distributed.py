@@ -92,6 +92,8 @@ def to_distributed(
     if config.logging_steps is None and (config.logging_dir is not None or config.max_steps is not None):
         field = "logging_dir" if config.logging_dir is not None else "max_steps"
         raise PlanError(f"ToDistributedConfig.{field} is used in status lines only; set logging_steps=10 too")
+    if config.compile is None and config.compile_options is not None:
+        raise PlanError('ToDistributedConfig.compile_options is used by compile="layers" only; set it too')
     runtime = find_runtime(model)
     if runtime is not None and (optimizer is not None or dataloader is not None):
         check_devices(device_num, node_num)

@@ -183,7 +183,8 @@ class Monitor:
     def _is_due(self, count: int) -> bool:
         if self.every is None:
             return False
-        return count in (1, _COMPARED) or (self._first_step + count) % self.every == 0
+        step = self._first_step + count
+        return count in (1, _COMPARED) or step % self.every == 0 or step == self._max_steps
 
     def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Any) -> None:
         self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
@@ -221,6 +222,11 @@ class Monitor:
         card = self._card()
         _print(str(card))
         if self._prepared.log is not None:
+            if self._prepared.log.has_earlier and self._first_step == 0:
+                _print(
+                    f"meshwright: {self._prepared.log.path} has an earlier run, which this run's "
+                    "steps replace in the report. To keep both, set another ToDistributedConfig(logging_dir=...)"
+                )
             plan, found = card.plan, card.estimate
             record: dict[str, Any] = {
                 "version": VERSION,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.compiling import active_backend, pause_compiling
+from meshwright.compiling import active_backend, check_compile_options, pause_compiling
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.method_override import MethodOverride
@@ -46,6 +46,7 @@ class CompilableLayers:
         Raises:
             PlanError: if the plan's layers cannot be compiled.
         """
+        check_compile_options(options)
         if self.refusal is not None:
             raise PlanError(self.refusal)
         if self.blocks and options.get("fullgraph"):
