@@ -109,7 +109,7 @@ class Monitor:
             is_due=self._is_due,
         )
         self.steps.on_batch, self.steps.on_due = self._begin, self._end_interval
-        self._reporter = Reporter(
+        self.reporter = Reporter(
             runtime.guard,
             row_copies=runtime.axes.row_copies,
             peak_flops=None if isinstance(machine, str) else machine.peak_flops,
@@ -117,7 +117,7 @@ class Monitor:
         if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
             note = weakref.WeakMethod(self._note_fault)  # the guard lives longer than the model
             runtime.guard.on_failure = lambda what: None if (call := note()) is None else call(what)
-        weakref.finalize(self, self._reporter.stop)
+        weakref.finalize(self, self.reporter.stop)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
         return self
@@ -176,7 +176,7 @@ class Monitor:
 
     def close(self) -> None:
         """Show the lines that are on their way."""
-        self._reporter.close()
+        self.reporter.close()
 
     # ---- steps
 
@@ -209,7 +209,7 @@ class Monitor:
                 per_step=per_step,
                 max_steps=self._max_steps,
             )
-            self._reporter.put(pending, self._show)
+            self.reporter.put(pending, self._show)
         self._sent = (count, pending)
         return pending
 
