@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.compiling import check_compile_options
+from meshwright.parallel.compile_options import check_compile_options
 from support.models import build, labels_for, tokens
 
 TOLERANCE = 1e-10

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.compiling import active_backend, check_compile_options, pause_compiling
+from meshwright.compiling import active_backend, pause_compiling
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import BlockHooks
+from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.method_override import MethodOverride
 
 Restore = Callable[[], Any]

@@ -146,7 +146,7 @@ def _watch(model: nn.Module, runtime: Runtime, config: ToDistributedConfig) -> N
     if config.logging_steps is not None:
         prepared = Preparation(machine="traced", parameters=0, log=None)
         monitor = start_monitor(model, runtime, config, prepared, every=config.logging_steps)
-        monitor.reporter.put = lambda *_: None
+        monitor.reporter.put = lambda *_: None  # type: ignore[method-assign]
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, program: CudaProgram) -> None:
