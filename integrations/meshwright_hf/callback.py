@@ -30,7 +30,8 @@ class MeshwrightCallback(TrainerCallback):
 
     Each log of the training loss gets ``tokens_per_second`` and ``mfu`` over all devices since the last log, and the
     largest ``peak_memory_gb`` of all ranks. Reporting integrations (``report_to``) run before a user's callbacks, so
-    they do not get these figures. The printed logs and ``state.log_history`` have them.
+    they do not get these figures. The printed logs and ``state.log_history`` have them. MeshwrightTrainer logs such
+    figures itself, so there the callback adds none.
 
     The callback cannot shard the model, because the Trainer has wrapped the model before it calls a callback. In a
     stock Trainer with several processes, a warning says this and shows the line to change.
@@ -87,6 +88,8 @@ class MeshwrightCallback(TrainerCallback):
         self._peak = None if device.type == "cpu" else device_at_hand(device).flops
         if self.shows_plan and state.is_world_process_zero:
             self._log_plan(args, model, train_dataloader, device)
+        if self.trainer_shards:
+            return
         self._count_tokens_of(args, model)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -102,8 +105,8 @@ class MeshwrightCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
     ) -> None:
         """Add throughput and memory figures to a log of the training loss."""
-        if logs is None or "loss" not in logs or model is None:
-            return
+        if logs is None or "loss" not in logs or model is None or self.trainer_shards:
+            return  # MeshwrightTrainer has added its own figures, which cost no collective
         now = time.perf_counter()
         added = self._telemetry(model, now - self._since)
         self._tokens, self._length, self._since = 0, 0, now

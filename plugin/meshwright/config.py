@@ -94,7 +94,10 @@ class ParallelPlan:
         check_bool("ParallelPlan", "sequence_parallel", self.sequence_parallel)
         check_choice("ParallelPlan", "zero_stage", self.zero_stage, (0, 1, 2, 3))
         if self.recompute not in ("none", "full"):
-            raise PlanError(f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full'")
+            raise PlanError(
+                f"ParallelPlan.recompute={self.recompute!r} is not available; use 'none' or 'full' (in words "
+                "recompute=full(3), of 3 layers)"
+            )
         check_int("ParallelPlan", "recomputed_layers", self.recomputed_layers, optional=True)
         if self.recomputed_layers is not None and self.recompute != "full":
             raise PlanError(
@@ -361,6 +364,12 @@ def _check_averages_over(owner: str, name: str, value: Any) -> None:
         )
 
 
+def _check_folder(owner: str, name: str, value: Any) -> None:
+    check_type(owner, name, value, _PATH, "the path of a folder")
+    if value is not None and not os.fspath(value):
+        raise PlanError(f"{owner}.{name}='' names no folder; write {owner}({name}='runs/first'), or leave it out")
+
+
 _PATH = (str, os.PathLike)
 _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "plan": partial(
@@ -387,7 +396,7 @@ _CHECKS: dict[str, Callable[[str, str, Any], None]] = {
     "loader": partial(check_type, kinds=LoaderOptions, what="a meshwright.LoaderOptions"),
     "check_replicas_every": partial(check_int, least=0, optional=True),
     "logging_steps": partial(check_int, optional=True),
-    "logging_dir": partial(check_type, kinds=_PATH, what="the path of a folder"),
+    "logging_dir": _check_folder,
     "max_steps": partial(check_int, optional=True),
     "timeout_s": check_number,
 }

@@ -82,6 +82,14 @@ def test_a_saved_plan_holds_the_dtype_and_runs(config: Path, tmp_path: Path) -> 
         ("--zero-stage 1 --dp 8 --plan dp8", "both give a plan"),
         ("--recomputed-layers 2 --dp 2", "set recompute='full'"),
         ("--tokens 1B --days 0.0001", "is fast enough"),
+        ("--gpus 8 --tokens 1e400", "must be a number of tokens above zero"),
+        ("--gpus 8 --stage 1", "write --trace too"),
+        ("--gpus 8 --save missing/plan.yaml", "there is no directory missing; create it"),
+        ("--gpus 8 --html .", "is a directory; choose a file in it"),
+        ("--gpus 8 --context ring", "--context has an effect with --cp only; write --cp 2 too"),
+        ("--gpus 8 --sequence-parallel", "--sequence-parallel has an effect with --tp only"),
+        ("--zero-stage 1", "write --gpus 8, or sizes such as --dp 8"),
+        ("--plan dp8 --plan dp4", "'dp8' has 8 and 'dp4' has 4 devices"),
     ],
 )
 def test_what_is_refused(config: Path, options: str, message: str) -> None:

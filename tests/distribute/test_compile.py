@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.parallel.compile_options import check_compile_options
 from support.models import build, labels_for, tokens
 
 TOLERANCE = 1e-10
@@ -147,5 +148,10 @@ def test_what_cannot_be_compiled_is_an_error(pool2: Any) -> None:
     ):
         for kind, said in pool2.run_expecting_error(refused, plan, **options):
             assert kind == "PlanError" and message in said
+    for options, message in (({"bakend": "eager"}, "write 'backend'"), ({"backend": "inducter"}, "write 'inductor'")):
+        with pytest.raises(mw.PlanError, match=message):
+            check_compile_options(options)
+    with pytest.raises(mw.PlanError, match=r'used by compile="layers" only'):
+        mw.to_distributed(torch.nn.Linear(2, 2), plan="dp1", config=mw.ToDistributedConfig(compile_options={}))
     with pytest.raises(mw.PlanError, match="compile='all' must be None or 'layers'"):
         mw.ToDistributedConfig(compile="all")  # type: ignore[arg-type]

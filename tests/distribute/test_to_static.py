@@ -169,6 +169,15 @@ def test_wrong_calls_say_what_to_write() -> None:
         mw.to_static(model, None, nn.MSELoss(), optimizer, **options)(x)
     with pytest.raises(ValueError, match="returned no loss"):
         mw.to_static(model, None, None, optimizer, **options)(x)
+    with pytest.raises(ValueError, match=r"passes all its arguments to Linear.forward.*for step\(inputs, label\)"):
+        mw.to_static(model, None, None, optimizer, **options)(x, x)
+    with pytest.raises(mw.PlanError, match="the SGD has no parameter of this Linear"):
+        mw.to_static(model, None, nn.MSELoss(), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    for max_norm in (-1.0, 0, "1"):
+        with pytest.raises(mw.PlanError, match=r"max_norm=.* must be a number above zero"):
+            mw.to_static(model, None, nn.MSELoss(), optimizer, max_norm=max_norm)  # type: ignore[arg-type]
+    with pytest.raises(mw.PlanError, match="compile_options='eager' must be a dict"):
+        mw.to_static(model, None, nn.MSELoss(), optimizer, compile_options="eager")  # type: ignore[arg-type]
 
 
 def test_placed_tensors_run_eagerly_and_the_log_says_so(pool2: Any) -> None:

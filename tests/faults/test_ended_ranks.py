@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import meshwright as mw
 from harness.programs import mark_fault, run_program
+from meshwright.faults.equal_errors import print_equal_errors_once
 from support.ending import DP2, TIMEOUT, TP2, check, flat, trainer
 
 
@@ -266,3 +268,26 @@ def test_torchrun_ends_with_the_cause(tmp_path):
     )
     assert run.returncode == 1
     assert "OSError: the disk is full" in run.stderr
+
+
+def test_ranks_with_equal_tracebacks_print_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end_of(rank: int, message: str) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        print_equal_errors_once()
+        try:
+            raise ValueError(message)
+        except ValueError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return capsys.readouterr().err
+
+    first, same, other, broken = (end_of(*of) for of in ((2, "full"), (0, "full"), (1, "empty"), (3, "full")))
+    assert first.startswith("Traceback") and first.endswith("ValueError: full\n")
+    assert same == broken == "ValueError: full (rank 2 has printed the same traceback)\n"
+    assert other.startswith("Traceback") and other.endswith("ValueError: empty\n")
+    for claim in tmp_path.glob("printed-*"):
+        claim.write_text("")  # the rank that was to print has died
+    assert end_of(0, "full") == first

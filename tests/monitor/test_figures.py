@@ -75,6 +75,8 @@ def test_a_line_leaves_out_what_is_unknown() -> None:
     found = together(Step(step=3, loss=math.nan), {0: rank(peak=2.0**29)}, row_copies=1, peak_flops=None)
     text = line(found)
     assert text == "step 3  loss nan  200 tokens/s  200 per device  peak 512 MiB (rank 0)"
+    beyond = line(found, max_steps=2)  # the program goes on after max_steps
+    assert beyond == text and line(found, max_steps=3).startswith("step 3/3  loss nan")
     assert "mfu" not in found.as_logs() and found.as_logs()["peak_memory_gb"] == round(2**29 / 1e9, 4)
 
 

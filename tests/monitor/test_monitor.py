@@ -197,6 +197,33 @@ def test_options_without_lines_are_refused() -> None:
             mw.to_distributed(build("llama"), config=ToDistributedConfig(plan="dp1", **options))
     with pytest.raises(PlanError, match="logging_steps must be a positive integer, not 0"):
         ToDistributedConfig(logging_steps=0)
+    with pytest.raises(PlanError, match=r"logging_dir='' names no folder"):
+        ToDistributedConfig(logging_dir="")
+
+
+def test_memory_of_refuses_wrong_arguments() -> None:
+    model, optimizer = made({})
+    other = torch.optim.SGD(build("llama").parameters(), lr=0.1)
+    cases: list[tuple[Any, Any, str]] = [
+        (other, None, "has no parameter of this"),
+        ([], None, r"the order is memory_of\(model, optimizer\)"),
+        *((optimizer, shape, "must be rows and tokens per row") for shape in (5, (0, 12), (2, 12, 3), (2.0, "x"))),
+    ]
+    for wrong, shape, message in cases:
+        with pytest.raises(PlanError, match=message):
+            mw.memory_of(model, wrong, batch_shape=shape)
+    with pytest.raises(ValueError, match="this NoneType is not distributed"):
+        mw.memory_of(None)
+
+
+def test_the_last_step_has_a_line_and_a_second_run_in_a_folder_is_told(tmp_path: Path) -> None:
+    for run in range(2):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            model, optimizer = made({}, logging_steps=100, logging_dir=tmp_path, max_steps=3)
+            train(model, optimizer, range(4))
+            monitor_of(runtime_of(model)).close()
+        assert [step["step"] for step in read_records(tmp_path).steps] == [1, 3]
+        assert ("has an earlier run" in said.getvalue()) == (run == 1)
 
 
 def test_posted_values_are_taken_once_and_old_topics_are_forgotten() -> None:

@@ -43,7 +43,7 @@ def test_tokens_with_a_unit(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "T", "-1B", "0", "0.5", "1 Q", "nan"])
+@pytest.mark.parametrize("text", ["", "T", "-1B", "0", "0.5", "1 Q", "nan", "1e400"])
 def test_tokens_that_are_no_number(text: str) -> None:
     with pytest.raises(PlanError, match="must be a number of tokens above zero"):
         parse_tokens(text)

@@ -41,6 +41,9 @@ PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"dp": 2}, {},
         {"config": mw.ToDistributedConfig(num_items_in_batch="global"), "batch": lambda: {"num_items_in_batch": 60}},
     ),
+    "dp2 zero1 with status lines": (
+        {"dp": 2, "zero_stage": 1}, {}, {"config": mw.ToDistributedConfig(logging_steps=1)},
+    ),
     "dp2 accumulate": ({"dp": 2, "gradient_accumulation_steps": 2}, {}, {}),
     "dp2 zero2 accumulate": ({"dp": 2, "zero_stage": 2, "gradient_accumulation_steps": 2}, {}, {}),
     "dp2 micro-batches": ({"dp": 2, "micro_batch_size": 1}, {}, {}),

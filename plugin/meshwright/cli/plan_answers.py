@@ -49,6 +49,15 @@ class Outputs:
     def __post_init__(self) -> None:
         if self.emit is not None and (self.json or self.trace):
             raise PlanError(f"--emit {self.emit} prints a file; leave out {'--json' if self.json else '--trace'}")
+        if self.stage is not None and not self.trace:
+            raise PlanError(f"--stage {self.stage} is the rank of the pipeline that is traced; write --trace too")
+        for option, path in (("--save", self.save), ("--html", self.html)):  # before a search, which may take minutes
+            if path is not None and not path.parent.is_dir():
+                raise PlanError(
+                    f"{option} {path}: there is no directory {path.parent}; create it, or name another file"
+                )
+            if path is not None and path.is_dir():
+                raise PlanError(f"{option} {path} is a directory; choose a file in it")
 
     def refuse(self, what: str) -> None:
         """Raise a PlanError if an output was asked for that a table does not have."""

@@ -85,7 +85,7 @@ class Settings:
                 )
             return measured.cluster(gpus=self.gpus, gpus_per_node=self.gpus_per_node, slow_link=slow_link)
         return Cluster(
-            device=device(self.gpu or "h100-sxm"), gpus=8 if self.gpus is None else self.gpus,
+            device=device("h100-sxm" if self.gpu is None else self.gpu), gpus=8 if self.gpus is None else self.gpus,
             gpus_per_node=8 if self.gpus_per_node is None else self.gpus_per_node, slow_link=slow_link,
         )  # fmt: skip
 
@@ -208,7 +208,11 @@ def own_plans(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sizes)
         raise PlanError(f"--plan {words[0]!r} and {options} both give a plan; leave one of them out")
     plans = [resolve_plan(text, "--plan") for text in words]
+    if gpus is None and len({plan.world_size for plan in plans}) > 1:
+        counts = " and ".join(f"{text!r} has {plan.world_size}" for text, plan in zip(words, plans, strict=True))
+        raise PlanError(f"--plan {counts} devices; compare plans of as many devices, or estimate each in a command")
     if sizes:
+        _check_sizes(sizes, gpus)
         plan = ParallelPlan(**sizes)
         if gpus is not None and "dp" not in sizes:
             if gpus % plan.world_size:
@@ -220,3 +224,19 @@ def own_plans(
         plans = [plan]
     world = gpus if gpus is not None else plans[0].world_size if plans else None
     return world, lambda job: [candidate_of(dataclasses.asdict(plan), job) for plan in plans]
+
+
+_SPLITS = ("dp", "tp", "cp", "pp")
+_OF_SPLIT = {"context": "cp", "ulysses": "cp", "schedule": "pp", "sequence_parallel": "tp"}
+
+
+def _check_sizes(sizes: dict[str, Any], gpus: int | None) -> None:
+    """Raise a PlanError if an option would have no effect, or no option says how many devices the plan has."""
+    for name, split in _OF_SPLIT.items():
+        if sizes.get(name) and split not in sizes:
+            raise PlanError(f"--{name.replace('_', '-')} has an effect with --{split} only; write --{split} 2 too")
+    if gpus is None and not any(split in sizes for split in _SPLITS):
+        raise PlanError(
+            f"--{next(iter(sizes)).replace('_', '-')} describes a plan of your own, without its number of devices; "
+            "write --gpus 8, or sizes such as --dp 8"
+        )

@@ -24,6 +24,7 @@ from meshwright.distribute.check_arguments import check_arguments, check_model
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
 from meshwright.distribute.installation import Installation, context_of, cut_of, structure_of
 from meshwright.errors import PlanError
+from meshwright.faults.equal_errors import print_equal_errors_once
 from meshwright.faults.guard import start_guard
 from meshwright.faults.together import succeed_together
 from meshwright.mesh.local_device import check_device_num, warn_of_unused_gpus
@@ -87,11 +88,14 @@ def to_distributed(
 
         model, optimizer, loader = mw.to_distributed(model, optimizer, loader, plan="dp2 tp2+sp zero1")
     """
+    print_equal_errors_once()
     config = config_with(config, plan)
     check_arguments(model, optimizer, dataloader)
     if config.logging_steps is None and (config.logging_dir is not None or config.max_steps is not None):
         field = "logging_dir" if config.logging_dir is not None else "max_steps"
         raise PlanError(f"ToDistributedConfig.{field} is used in status lines only; set logging_steps=10 too")
+    if config.compile is None and config.compile_options is not None:
+        raise PlanError('ToDistributedConfig.compile_options is used by compile="layers" only; set it too')
     runtime = find_runtime(model)
     if runtime is not None and (optimizer is not None or dataloader is not None):
         check_devices(device_num, node_num)

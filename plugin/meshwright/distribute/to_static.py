@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.compiling import leave_out_of_graphs
+from meshwright.config_fields import check_number
 from meshwright.errors import PlanError
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
-from meshwright.optim.runtime import find_runtime
+from meshwright.optim.runtime import check_steps, find_runtime
+from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.output_loss import loss_of
 from meshwright.placement import Replicate, reshard
 
@@ -53,7 +57,8 @@ def to_static(
         A StaticStep, in the mode ``train`` if there is an optimizer, otherwise ``eval``.
 
     Raises:
-        PlanError: if an argument has the wrong type, or the model was distributed without an optimizer.
+        PlanError: if an argument has the wrong type, the optimizer belongs to another model, or the model was
+            distributed without an optimizer.
 
     Example::
 
@@ -63,9 +68,13 @@ def to_static(
             loss = step(inputs, label)
     """
     _check(model, loader, loss, optimizer)
+    if max_norm != math.inf:
+        check_number("to_static", "max_norm", max_norm, optional=True)
+    options = {} if compile_options is None else compile_options
+    check_compile_options(options)
     return StaticStep(
         model,
-        _compiled(model, dict(compile_options or {})),
+        _compiled(model, dict(options)),
         loader=loader,
         loss=loss,
         optimizer=optimizer,
@@ -141,7 +150,11 @@ class StaticStep:
     def _loss_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self.loss is None:
             batch = dict(args[0]) | kwargs if len(args) == 1 and isinstance(args[0], Mapping) else None
-            output = self._forward(*args, **kwargs) if batch is None else self._forward(**batch)
+            try:
+                output = self._forward(*args, **kwargs) if batch is None else self._forward(**batch)
+            except TypeError as error:
+                _explain_arguments(self.model, args, kwargs if batch is None else batch, error)
+                raise
             loss = loss_of(output)
             if loss is None:
                 raise ValueError(
@@ -155,6 +168,17 @@ class StaticStep:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ValueError(f"the loss of a step must be a scalar tensor, but it is {what}; sum it, or take its mean")
         return loss
+
+
+def _explain_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
+    """Raise a ValueError if a model was called with arguments that its forward does not take."""
+    try:
+        inspect.signature(model.forward).bind(*(() if kwargs else args), **kwargs)
+    except TypeError as wrong:
+        raise ValueError(
+            f"a step without a loss function passes all its arguments to {type(model).__name__}.forward, which does "
+            f"not take them ({wrong}); write to_static(model, loader, loss_fn, optimizer) for step(inputs, label)"
+        ) from error
 
 
 def _inputs_and_label(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -230,8 +254,11 @@ def _check(model: Any, loader: Any, loss: Any, optimizer: Any) -> None:
         raise PlanError(f"loss must be a function of the output and the label, not a {type(loss).__name__}; {order}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise PlanError(f"optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}; {order}")
+    if optimizer is None:
+        return
     runtime = find_runtime(model)
-    if runtime is None or runtime.plan is None or optimizer is None:
+    if runtime is None or runtime.plan is None:
+        check_steps(optimizer, model)
         return
     runtime.check_own("to_static", "write the loop of its own engine")
     if not runtime.has_optimizer:
@@ -239,3 +266,4 @@ def _check(model: Any, loader: Any, loss: Any, optimizer: Any) -> None:
             "the model was distributed without an optimizer, so nothing synchronises its gradients; write model, "
             "optimizer, loader = to_distributed(model, optimizer, loader), and pass these to to_static"
         )
+    check_steps(optimizer, model)

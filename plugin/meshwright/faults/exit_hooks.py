@@ -87,10 +87,13 @@ def tell_launcher(error: BaseException) -> None:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    trace = error.__traceback__
     try:
         raise error
     except BaseException as raised:  # the handler writes the traceback of the exception that is being handled
         get_error_handler().record_exception(raised)
+    finally:
+        error.__traceback__ = trace  # without the frame of this function
 
 
 def in_short(error: BaseException) -> str:

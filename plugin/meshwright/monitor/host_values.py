@@ -17,18 +17,17 @@ class HostValues:
     """
 
     def __init__(self, scalars: Mapping[str, Tensor | float | None]) -> None:
-        self._known = {name: value for name, value in scalars.items() if not isinstance(value, Tensor)}
-        tensors = {name: value.detach() for name, value in scalars.items() if isinstance(value, Tensor)}
-        self._names = list(tensors)
+        on_device = {name: x.detach() for name, x in scalars.items() if isinstance(x, Tensor) and x.is_cuda}
+        # Copied now, since the program may change a learning rate that is a tensor.
+        self._known = {name: None if x is None else float(x) for name, x in scalars.items() if name not in on_device}
+        self._names = list(on_device)
         self._event: Any = None
-        if any(value.is_cuda for value in tensors.values()):
-            flat = torch.stack([value.reshape(()).double() for value in tensors.values()])
+        if on_device:
+            flat = torch.stack([value.reshape(()).double() for value in on_device.values()])
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = torch.tensor([float(value) for value in tensors.values()], dtype=torch.float64)
 
     @property
     def is_ready(self) -> bool:
@@ -37,5 +36,6 @@ class HostValues:
 
     def numbers(self) -> dict[str, float | None]:
         """Return the numbers; they are valid only after ``is_ready``."""
-        copied = dict(zip(self._names, self._host.tolist(), strict=True))
-        return {**{name: None if value is None else float(value) for name, value in self._known.items()}, **copied}
+        if not self._names:
+            return self._known
+        return {**self._known, **dict(zip(self._names, self._host.tolist(), strict=True))}

@@ -109,7 +109,7 @@ class Monitor:
             is_due=self._is_due,
         )
         self.steps.on_batch, self.steps.on_due = self._begin, self._end_interval
-        self._reporter = Reporter(
+        self.reporter = Reporter(
             runtime.guard,
             row_copies=runtime.axes.row_copies,
             peak_flops=None if isinstance(machine, str) else machine.peak_flops,
@@ -117,7 +117,7 @@ class Monitor:
         if _rank() == 0 and runtime.guard is not None and prepared.log is not None:
             note = weakref.WeakMethod(self._note_fault)  # the guard lives longer than the model
             runtime.guard.on_failure = lambda what: None if (call := note()) is None else call(what)
-        weakref.finalize(self, self._reporter.stop)
+        weakref.finalize(self, self.reporter.stop)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
         return self
@@ -176,14 +176,15 @@ class Monitor:
 
     def close(self) -> None:
         """Show the lines whose figures have not all arrived."""
-        self._reporter.close()
+        self.reporter.close()
 
     # ---- steps
 
     def _is_due(self, count: int) -> bool:
         if self.every is None:
             return False
-        return count in (1, _COMPARED) or (self._first_step + count) % self.every == 0
+        step = self._first_step + count
+        return count in (1, _COMPARED) or step % self.every == 0 or step == self._max_steps
 
     def _end_interval(self, loss: Tensor | None, norm: Tensor | None, lr: Any) -> None:
         self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
@@ -208,7 +209,7 @@ class Monitor:
                 per_step=per_step,
                 max_steps=self._max_steps,
             )
-            self._reporter.put(pending, self._show)
+            self.reporter.put(pending, self._show)
         self._sent = (count, pending)
         return pending
 
@@ -221,6 +222,11 @@ class Monitor:
         card = self._card()
         _print(str(card))
         if self._prepared.log is not None:
+            if self._prepared.log.has_earlier and self._first_step == 0:
+                _print(
+                    f"meshwright: {self._prepared.log.path} has an earlier run, which this run's "
+                    "steps replace in the report. To keep both, set another ToDistributedConfig(logging_dir=...)"
+                )
             plan, found = card.plan, card.estimate
             record: dict[str, Any] = {
                 "version": VERSION,

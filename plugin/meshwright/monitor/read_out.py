@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.monitor.estimate import Machine, estimate
 from meshwright.monitor.memory import MemoryOfRanks, memory_of_ranks
 from meshwright.monitor.monitor import monitor_of
-from meshwright.optim.runtime import plan_of, runtime_of
+from meshwright.optim.runtime import check_steps, plan_of, runtime_of
 from meshwright.planner.memory import Memory
 
 
@@ -31,7 +31,8 @@ def memory_of(
             if ``ToDistributedConfig.logging_steps`` is set; otherwise there is no estimate.
 
     Raises:
-        ValueError: if the model is not distributed, or the planner cannot describe it although a shape was passed.
+        ValueError: if the model is not distributed, the optimizer belongs to another model, the shape is not two
+            positive integers, or the planner cannot describe the model although a shape was passed.
 
     Example::
 
@@ -39,6 +40,7 @@ def memory_of(
         print(mw.memory_of(model, optimizer))
     """
     plan, runtime = plan_of(model), runtime_of(model)
+    _check(model, optimizer, batch_shape)
     monitor = monitor_of(runtime)
     passes, batch = 1, None
     if monitor is not None:
@@ -56,3 +58,22 @@ def memory_of(
             if batch_shape is not None:
                 raise
     return memory_of_ranks(model, optimizer, estimated)
+
+
+def _check(model: Any, optimizer: Any, batch_shape: Any) -> None:
+    if batch_shape is not None and not (
+        isinstance(batch_shape, tuple | list)
+        and len(batch_shape) == 2
+        and all(type(size) is int and size > 0 for size in batch_shape)
+    ):
+        raise PlanError(
+            f"batch_shape={batch_shape!r} must be rows and tokens per row, for example batch_shape=(8, 512)"
+        )
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise PlanError(
+            f"optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}; the order is "
+            "memory_of(model, optimizer)"
+        )
+    check_steps(optimizer, model)

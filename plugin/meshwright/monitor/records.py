@@ -29,6 +29,9 @@ class RunLog:
     Args:
         folder: the folder of the file, which is created.
 
+    Attributes:
+        has_earlier: whether the file held records of an earlier start.
+
     Raises:
         PlanError: if the folder or the file cannot be written.
     """
@@ -39,7 +42,8 @@ class RunLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:
-                if file.tell():
+                self.has_earlier = file.tell() > 0
+                if self.has_earlier:
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":  # the last write was cut off
                         file.write(b"\n")
@@ -110,7 +114,7 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
     except OSError:
         raise PlanError(
             f"{path}: there is no log; write one with to_distributed(..., config=ToDistributedConfig(logging_steps=10, "
-            f"logging_dir={str(path.parent)!r}))"
+            f"logging_dir={str(path.parent if path.suffix else path)!r}))"
         ) from None
     found = RunRecords()
     lists = {"memory": found.memory, "step": found.steps, "estimate": found.estimates, "fault": found.faults}
@@ -125,7 +129,10 @@ def read_records(run: str | os.PathLike[str]) -> RunRecords:
         else:
             lists[record["kind"]].append(record)
     if not found.runs and not found.steps:
-        raise PlanError(f"{path}: none of its {len(lines)} lines is a record of a run")
+        raise PlanError(
+            f"{path}: none of its {len(lines)} lines is a record of a run; give the folder that was passed as "
+            "logging_dir, after the run's first step"
+        )
     return found
 
 

@@ -17,7 +17,8 @@ def line(figures: Figures, *, max_steps: int | None = None) -> str:
 peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
     """
     found = figures
-    words = [f"step {found.step}" + ("" if max_steps is None else f"/{max_steps}")]
+    is_within = max_steps is not None and found.step <= max_steps  # a program may go on
+    words = [f"step {found.step}" + (f"/{max_steps}" if is_within else "")]
     if found.loss is not None:
         words.append(f"loss {found.loss:.4f}")
     if found.norm is not None:
@@ -34,7 +35,7 @@ peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
     words.append(f"peak {memory(found.peak[found.fullest])} (rank {found.fullest})")
     if found.slowest is not None:
         words.append(f"slowest rank {found.slowest} (+{seconds(found.behind)})")
-    if found.left is not None:
+    if found.left is not None and is_within:
         words.append(f"left {clock(found.left)}")
     return "  ".join(words)
 

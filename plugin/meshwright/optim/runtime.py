@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshwright.compiling import without_compilation
 from meshwright.config import ParallelPlan
 from meshwright.context.region import ContextRegion
-from meshwright.errors import AlreadyDistributedError, CheckpointError
+from meshwright.errors import AlreadyDistributedError, CheckpointError, PlanError
 from meshwright.faults.guard import Guard
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.optim.zero_optimizer import ReduceScatter, slice_copies
@@ -285,7 +285,7 @@ def find_runtime(owner: object) -> Runtime | None:
     """Return the runtime of a distributed model, compiled or not, or a sharded optimizer; None for any other object."""
     if isinstance(owner, nn.Module):
         owner = without_compilation(owner)
-    return vars(owner).get(_ATTRIBUTE)
+    return getattr(owner, "__dict__", {}).get(_ATTRIBUTE)
 
 
 def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
@@ -300,6 +300,19 @@ def runtime_of(owner: nn.Module | Optimizer) -> Runtime:
             f"this {type(owner).__name__} is not distributed; pass what to_distributed (or shard_optimizer) returned"
         )
     return runtime
+
+
+def check_steps(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise a PlanError if an optimizer has none of a model's parameters, so that its step would change nothing."""
+    runtime = find_runtime(model)
+    if runtime is not None and find_runtime(optimizer) is runtime:
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise PlanError(
+            f"the {type(optimizer).__name__} has no parameter of this {type(model).__name__}, so its step would not "
+            "train it; pass the optimizer of this model, after to_distributed the one that it returned"
+        )
 
 
 def plan_of(model: nn.Module) -> ParallelPlan:

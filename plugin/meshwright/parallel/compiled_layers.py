@@ -16,6 +16,7 @@ from torch import nn
 from meshwright.compiling import active_backend, pause_compiling
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import BlockHooks
+from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.method_override import MethodOverride
 
 Restore = Callable[[], Any]
@@ -46,6 +47,7 @@ class CompilableLayers:
         Raises:
             PlanError: if the plan's layers cannot be compiled.
         """
+        check_compile_options(options)
         if self.refusal is not None:
             raise PlanError(self.refusal)
         if self.blocks and options.get("fullgraph"):

@@ -27,12 +27,12 @@ def parse_tokens(text: str) -> int:
         (1500000000000, 300000000000, 2000000)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower().replace("_", "").replace(",", ""))
-    tokens = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if tokens < 1:
+    tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 1 <= tokens < math.inf:
         raise PlanError(
             f"--tokens={text!r} must be a number of tokens above zero, for example 300B, 1.5T or 2000000000"
         )
-    return tokens
+    return int(tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,10 @@ def weigh(
     budget = budget if budget is not None else HEADROOM * cluster.device.memory
     for plan in plans:
         if plan.world_size != cluster.gpus:
-            raise PlanError(f"{plan.label} needs {plan.world_size} devices, but --gpus is {cluster.gpus}")
+            raise PlanError(
+                f"{plan.label} needs {plan.world_size} devices, but --gpus is {cluster.gpus}; write --gpus "
+                f"{plan.world_size}, or a plan of {cluster.gpus} devices"
+            )
         check_plan(shape, plan)
     model = StepModel(shape, cluster, profile.coefficients)
     weights = {plan: peak_memory(shape, plan, job) for plan in plans}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.monitor.monitor import Preparation, start_monitor
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
 from meshwright.optim.runtime import Runtime
 from meshwright.tracing.fake_cuda import DEVICE, fake_cuda
@@ -89,6 +90,9 @@ class _LonelyGuard:
     def meet(self, *_: Any) -> None:
         pass
 
+    def post(self, *_: Any) -> None:
+        pass
+
 
 def trace_cuda_step(
     model: nn.Module,
@@ -117,6 +121,7 @@ def trace_cuda_step(
         runtime, optimizer = install(
             model, plan, program.make_optimizer, fake, device=DEVICE, config=program.config, guard=_LonelyGuard()
         )
+        _watch(model, runtime, program.config)
         with fake, mode:
             ids = torch.zeros(program.rows, program.length, dtype=torch.int64, device=DEVICE)
             foresee(model, ids, hidden=program.autocast or next(model.parameters()).dtype)
@@ -134,6 +139,14 @@ def trace_cuda_step(
             on_host=_on_host(model, runtime),
             issued=tuple(mode.issued),
         )
+
+
+def _watch(model: nn.Module, runtime: Runtime, config: ToDistributedConfig) -> None:
+    """Show the status lines of the program, except for what rank 0's thread does."""
+    if config.logging_steps is not None:
+        prepared = Preparation(machine="traced", parameters=0, log=None)
+        monitor = start_monitor(model, runtime, config, prepared, every=config.logging_steps)
+        monitor.reporter.put = lambda *_: None  # type: ignore[method-assign]
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, program: CudaProgram) -> None:
