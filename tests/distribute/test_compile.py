@@ -71,12 +71,12 @@ def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager",
     return numbers, graphs, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
 
 
-def check(pool: Any, plan: str, how: str, **options: Any) -> list[list[str]]:
+def check(pool: Any, plan: str, how: str, *, tolerance: float = TOLERANCE, **options: Any) -> list[list[str]]:
     """Compare a compiled run with an eager one, and return the compiled graphs."""
     plain = pool.run(trained, plan, "nothing", **options)
     compiled = pool.run(trained, plan, how, timeout=300, **options)
     for (expected, no_graphs, _), (found, graphs, warned) in zip(plain, compiled, strict=True):
-        assert found == pytest.approx(expected, rel=TOLERANCE)
+        assert found == pytest.approx(expected, rel=tolerance)
         assert graphs and not no_graphs and not warned
     return compiled[0][1]
 
@@ -110,7 +110,9 @@ def test_a_compiled_model_of_other_plans(plan: str, pool2: Any) -> None:
 
 
 def test_generated_code(pool2: Any) -> None:
-    check(pool2, "tp2+sp", "layers", layers=1, backend="inductor")
+    # Llama's norms compute in float32 whatever the model's dtype, and generated code sums them in another order. That the
+    # graphs are right is held to 1e-10 by the tests above.
+    check(pool2, "tp2+sp", "layers", layers=1, backend="inductor", tolerance=1e-7)
 
 
 def test_dropout_draws_the_masks_of_an_eager_model(pool2: Any) -> None:

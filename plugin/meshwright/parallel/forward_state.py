@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.compiling import active_backend
 from meshwright.faults.guard import Guard
 from meshwright.faults.statement import Statement
 from meshwright.parallel.autograd_graph import scale_gradient
@@ -101,7 +102,10 @@ class ForwardState:
         if torch.is_grad_enabled():
             self.follow()
         has_loss = module is self.model and module.training and labels is not None
-        self._keeps_sharded, self._defers = has_loss and self.has_sharded_loss, has_loss and self.has_head_loss
+        self._keeps_sharded = has_loss and self.has_sharded_loss
+        # A whole model that is being traced gets whole logits: dynamo guards on a tensor's strides, and a stand-in has
+        # none of its own.
+        self._defers = has_loss and self.has_head_loss and active_backend() is None
         self._restore = self.streams.enter_model(_device(args, kwargs), trains=trains)
         if not torch.is_grad_enabled() or self.dp.size == 1:
             return None
