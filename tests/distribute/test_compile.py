@@ -110,8 +110,8 @@ def test_a_compiled_model_of_other_plans(plan: str, pool2: Any) -> None:
 
 
 def test_generated_code(pool2: Any) -> None:
-    # Llama's norms compute in float32 whatever the model's dtype, and generated code sums them in another order. That the
-    # graphs are right is held to 1e-10 by the tests above.
+    # Llama's norms compute in float32 whatever the model's dtype, and generated code sums them in another order. The
+    # tests above hold the graphs themselves to 1e-10.
     check(pool2, "tp2+sp", "layers", layers=1, backend="inductor", tolerance=1e-7)
 
 
