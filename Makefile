@@ -135,9 +135,14 @@ clean:
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf *.egg-info
 
+# The pip that comes with Python may be years old: 23.0 takes more than nine minutes to resolve the CUDA build of torch
+# and downloads it twice, where 26.3 takes one and a half. Without a newer one, the old one works too.
+NEWER_PIP = pip install --quiet --upgrade pip || echo 'pip was not upgraded; resolving torch may take long'
+
 # torch goes first and alone, so that TORCH decides which one it is; the rest finds it installed.
 $(INSTALLED):
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m $(NEWER_PIP)
 	sed '/^torch==/d' constraints.txt > .venv/constraints.txt
 	$(PIP) $(TORCH)
 	$(PIP) --editable '.[hf,deepspeed,dev]'
@@ -147,6 +152,7 @@ $(INSTALLED):
 # Neither the new versions of the three nor those of what they require in other versions.
 $(OLDEST_INSTALLED):
 	test -x $(OLDEST_BIN)/pip || $(PYTHON) -m venv .venv-oldest
+	$(OLDEST_BIN)/python -m $(NEWER_PIP)
 	grep -vE '^(torch|transformers|accelerate|huggingface_hub|hf-xet|tokenizers|httpx2|httpcore2|deepspeed|trl)==' \
 		constraints.txt > .venv-oldest/constraints.txt
 	$(OLDEST_BIN)/python -m pip install --constraint .venv-oldest/constraints.txt $(OLDEST) \
