@@ -155,7 +155,6 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
     ),
     "test_head_loss.py": ("test_heads_on_two_ranks[*other heads]",),
     "test_heads.py": (
-        "test_heads_split_over_data_parallel_ranks[{'dp': 2}]",
         "test_heads_split_over_data_parallel_ranks[*2}]",
         "!test_heads_split_over_data_parallel_ranks[{'dp': 2}]",
         "test_heads_over_tensor_parallel_ranks[{'tp': 2}]",

@@ -40,15 +40,14 @@ def main(
     ] = None,
     plan: Annotated[list[str] | None, typer.Option(help="plan; may be repeated; then no page is written")] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option(help="folder that keeps outputs; a second call goes on from it"),
+        Path | None, typer.Option(help="folder that keeps the outputs, and whose runs are not repeated")
     ] = None,
     output: Annotated[Path, typer.Option(help="page to write")] = PAGE,
 ) -> None:
     """Run scripts that others publish in one process and under four plans, and compare weights and logged numbers.
 
     Each script is copied, its import of the Trainer or the Accelerator is changed, and the copy trains a model of
-    40,000 parameters in float64. Exits with status 1 if a script differs, or is refused after its first pass.
+    about 20,000 parameters. Exits with status 1 if a script differs, or is refused after its first pass.
 
     Examples:
 

@@ -17,8 +17,8 @@ class Edit:
     """One replacement in a script.
 
     Args:
-        old, new: the text, and what replaces it. ``{rows}``, ``{dp}`` and ``{warmup}`` stand for the rows of a
-            data-parallel rank, dp, and a warm-up that is counted in batches of a rank.
+        old, new: the text, and what replaces it. ``{rows}`` stands for the rows of a data-parallel rank, and
+            ``{warmup}`` for a warm-up that is counted in batches of a rank.
         optional: whether the script may lack ``old``, as other versions of it do.
     """
 
@@ -145,10 +145,8 @@ def _trl(kind: str, trainer: str, *more: str, model: str = "llama", remark: str 
     )
 
 
-_QUICK_CONFIG = (
-    Edit(old='"lr": 2e-5, "num_epochs": 3', new='"lr": 1e-2, "num_epochs": 2'),
-    Edit(old='"seed": 42, "batch_size": 16}', new='"seed": 42, "batch_size": {rows}}'),
-)
+_QUICK = Edit(old='"lr": 2e-5, "num_epochs": 3', new='"lr": 1e-2, "num_epochs": 2')
+_ROWS = Edit(old='"seed": 42, "batch_size": 16}', new='"seed": 42, "batch_size": {rows}}')
 _WARMUP = Edit(old="num_warmup_steps=100", new="num_warmup_steps={warmup}")
 
 
@@ -156,7 +154,7 @@ def _feature(
     path: str,
     *arguments: str,
     change: Edit = _ACCELERATOR,
-    settings: tuple[Edit, ...] = (*_QUICK_CONFIG, _WARMUP),
+    settings: tuple[Edit, ...] = (_QUICK, _ROWS, _WARMUP),
     inputs: str = "decoder",
 ) -> Script:
     """An example of accelerate: its ``bert-base-cased`` is a Llama with a classification head, or a BERT."""
@@ -177,7 +175,7 @@ _WITH_LOADERS = Edit(
     new="from accelerate import DataLoaderConfiguration, DistributedType\n"
     "from meshwright_hf.accelerate import Accelerator",
 )
-_LARGE_BATCH = (_QUICK_CONFIG[0], Edit(old='"batch_size": 256}', new='"batch_size": {rows}}'), _WARMUP)
+_LARGE_BATCH = (_QUICK, Edit(old='"batch_size": 256}', new='"batch_size": {rows}}'), _WARMUP)
 
 SCRIPTS: list[Script] = [
     _clm(),
@@ -195,10 +193,7 @@ SCRIPTS: list[Script] = [
         path="examples/by_feature/gradient_accumulation_for_autoregressive_models.py",
         arguments=("--cpu", "--gradient_accumulation_steps", "2", "--per_device_batch_size", "{rows}"),
         changes=(_ACCELERATOR,),
-        settings=(
-            Edit(old='"lr": 2e-5, "num_epochs": 3', new='"lr": 1e-2, "num_epochs": 2'),
-            Edit(old="max_training_samples=500", new="max_training_samples=40"),
-        ),
+        settings=(_QUICK, Edit(old="max_training_samples=500", new="max_training_samples=40")),
     ),
     _feature("by_feature/local_sgd"),
     _feature(

@@ -40,7 +40,7 @@ def run_script(
     torch.set_num_threads(1)
     sys.argv = [script, *arguments]
     sys.path[0:0] = [str(Path(script).parent), str(STAND_INS)]
-    counts = _count_passes_and_steps()
+    counts = _count_passes()
     if source == "accelerate":
         _save_weights_at_the_end(Path(record))
     error: BaseException | None = None
@@ -61,21 +61,16 @@ def run_script(
         (Path(record) / f"record-{rank}.json").write_text(json.dumps(found))
 
 
-def _count_passes_and_steps() -> dict[str, int]:
-    """Count a model's forward passes in training and the optimizer's steps, to tell when an error was raised."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+def _count_passes() -> dict[str, int]:
+    """Count a model's forward passes in training, to tell when an error was raised."""
     from transformers import PreTrainedModel
 
-    counts = {"passes": 0, "steps": 0}
+    counts = {"passes": 0}
 
     def passed(module: nn.Module, _: Any) -> None:
         counts["passes"] += isinstance(module, PreTrainedModel) and module.training
 
-    def stepped(*_: Any) -> None:
-        counts["steps"] += 1
-
     nn.modules.module.register_module_forward_pre_hook(passed)
-    register_optimizer_step_post_hook(stepped)
     return counts
 
 

@@ -25,7 +25,7 @@ from meshwright.config import ParallelPlan
 # the bias of a BERT's keys has no gradient but rounding.
 SMALLEST_FIGURE, SMALLEST_WEIGHT = 0.1, 1e-3
 TIME_LIMIT = 300.0  # seconds
-REFUSALS = ("PlanError", "ValueError", "NotImplementedError", "UnsupportedError")
+REFUSALS = ("PlanError", "ValueError", "NotImplementedError")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,19 @@ def run(script: Script, plan_text: str | None, checkouts: Mapping[Source, Path],
         shutil.rmtree(folder, ignore_errors=True)  # of a call that was stopped
         folder.mkdir(parents=True)
         _start(script, plan, checkouts[script.source] / script.path, inputs / script.inputs, folder, plan_text)
-    records = [_record(folder, rank) for rank in range(plan.world_size)]
+    records = [json.loads((folder / f"record-{rank}.json").read_text()) for rank in range(plan.world_size)]
     said = [f"{record['error']}: {record['message']}" for record in records if "error" in record]
     error = said[0] if said else None
     return Run(
         error=error,
         passes=max(record["passes"] for record in records),
         weights={} if error else _weights(folder),
-        figures=[] if error else _figures(folder),
+        figures=[] if error else read_figures(folder),
     )
 
 
 def _start(script: Script, plan: ParallelPlan, path: Path, inputs: Path, folder: Path, plan_text: str | None) -> None:
-    names = {"dp": plan.dp, "rows": ROWS // plan.dp, "warmup": 2 * plan.dp}
-    names |= {"inputs": inputs, "output": folder / "output"}
+    names = {"rows": ROWS // plan.dp, "warmup": 2 * plan.dp, "inputs": inputs, "output": folder / "output"}
     edits = (*script.settings, *(script.changes if plan_text else ()))
     copy = folder / path.name
     copy.write_text(edited(path.read_text(), edits, names, script.path))
@@ -78,7 +77,7 @@ def _start(script: Script, plan: ParallelPlan, path: Path, inputs: Path, folder:
         (folder / f"output-{rank}.log").write_text(outcome.output)
         if outcome.code is None or outcome.code < 0:
             ended = f"ended by signal {-outcome.code}" if outcome.code else f"did not end within {TIME_LIMIT:.0f} s"
-            record = {"passes": 0, "steps": 0, "error": "Killed", "message": f"rank {rank} {ended}"}
+            record = {"passes": 0, "error": "Killed", "message": f"rank {rank} {ended}"}
             (folder / f"record-{rank}.json").write_text(json.dumps(record))
 
 
@@ -94,7 +93,7 @@ def edited(text: str, edits: tuple[Edit, ...], names: Mapping[str, Any], path: s
                 f"{path} has no {edit.old!r}: take a checkout of the version in the page, or change the edit"
             )
         new = edit.new
-        for name in ("rows", "warmup", "dp"):
+        for name in ("rows", "warmup"):
             new = new.replace(f"{{{name}}}", str(names[name]))
         text = text.replace(edit.old, new)
     return text
@@ -122,24 +121,21 @@ def _difference(found: Any, expected: Any) -> float:
     return float(((found.double() - expected.double()).abs().max() / largest).item())
 
 
-def _record(folder: Path, rank: int) -> dict[str, Any]:
-    return json.loads((folder / f"record-{rank}.json").read_text())
-
-
 def _weights(folder: Path) -> dict[str, Any]:
     """Return what the script saved at its end, else what was taken from its Accelerator."""
-    names = ("output/model.safetensors", "output/adapter_model.safetensors", "weights.safetensors")
+    names = ("output/model.safetensors", "weights.safetensors")
     paths = [folder / name for name in names if (folder / name).exists()]
     if not paths:
         raise ValueError(f"{folder} has no weights: what the script trains is not compared")
     return load_file(paths[0])
 
 
-# Times differ, and the tokens and floating-point operations of a rank are counted as the Trainer counts them.
-_NOT_COMPARED = ("runtime", "per_second", "flos", "step_time")
+# Times and memory differ, of which MeshwrightTrainer logs more, and the floating-point operations of a rank are counted
+# as the Trainer counts them.
+_NOT_COMPARED = ("runtime", "per_second", "flos", "step_time", "per_step", "mfu", "peak_memory", "slowest_rank")
 
 
-def _figures(folder: Path) -> list[float]:
+def read_figures(folder: Path) -> list[float]:
     """Return the logged numbers of a Trainer, or those of the lines in which a script prints an epoch's result."""
     states = sorted((folder / "output").glob("**/trainer_state.json"), key=lambda path: len(path.parts))
     if states:

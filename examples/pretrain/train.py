@@ -85,7 +85,7 @@ def main(data: Path, folder: Path, steps: int, every: int) -> None:
                 validation = evaluate(model, held_out)
                 if is_first:
                     print(f"step {step}: loss {loss.item():.4f}, validation {validation:.4f}", flush=True)
-            if step >= steps:
+            if step == steps:
                 break
 
     model.save_pretrained(folder / "model")  # one-device files, for from_pretrained

@@ -99,13 +99,12 @@ def stepped(plan: str | None, *, is_static: bool) -> list[float]:
     model: Any = build("llama").double()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, _ = mw.to_distributed(model, optimizer, plan=plan)
+    dp = mw.plan_of(model).dp
     batches = []
-    rank = mw.plan_of(model).dp > 1 and dist.get_rank()
     for seed in range(3):
         ids = tokens(4, 12, seed=seed)
-        labels = labels_for(ids)
-        rows = slice(rank * 2, rank * 2 + 2) if mw.plan_of(model).dp > 1 else slice(None)
-        batches.append({"input_ids": ids[rows], "labels": labels[rows]})
+        batch = {"input_ids": ids, "labels": labels_for(ids)}
+        batches.append({name: rows.chunk(dp)[dist.get_rank() % dp] for name, rows in batch.items()})
     losses = []
     if is_static:
         step = mw.to_static(model, batches, optimizer=optimizer, max_norm=0.1, compile_options=EAGERLY_TRACED)

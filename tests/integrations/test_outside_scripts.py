@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 
 from benchmarks.outside_scripts.catalogue import SCRIPTS, Edit
 from benchmarks.outside_scripts.page import Row, Verdict, render
-from benchmarks.outside_scripts.running import Run, compare, edited
+from benchmarks.outside_scripts.running import Run, compare, edited, read_figures
 from benchmarks.outside_scripts.stand_ins.evaluate import load
+from meshwright.monitor.figures import RankFigures, Step, together
 
-NAMES = {"rows": 4, "dp": 2, "warmup": 4}
+NAMES = {"rows": 4, "warmup": 4}
 EQUAL = Run(error=None, passes=4, weights={"w": torch.tensor([1.0, -2.0])}, figures=[4.5, 0.01])
 
 
@@ -56,6 +58,16 @@ def test_the_verdict_of_two_runs(change: dict[str, Any], kind: str) -> None:
     verdict = compare(dataclasses.replace(EQUAL, **change), EQUAL, 1e-9)
     assert verdict.kind == kind
     assert verdict.holds == (kind in ("equal", "refused"))
+
+
+def test_what_only_a_plan_logs_is_not_compared(tmp_path: Path) -> None:
+    ranks = {rank: RankFigures(seconds=2.0, steps=4, tokens=8, flops=1.0, waited=rank, peak=5.0) for rank in range(2)}
+    logs = together(Step(step=4), ranks, row_copies=1, peak_flops=1e12).as_logs()
+    assert {"mfu", "slowest_rank"} <= logs.keys()
+    (tmp_path / "output").mkdir()
+    state = {"log_history": [{"loss": 4.5, "step": 1, "train_runtime": 3.0, **logs}]}
+    (tmp_path / "output" / "trainer_state.json").write_text(json.dumps(state))
+    assert read_figures(tmp_path) == [4.5, 1.0]
 
 
 def test_the_page_counts_what_differs() -> None:

@@ -310,7 +310,6 @@ class MyDecoder(LlamaForCausalLM):
         super().__init__(LlamaConfig(**config, **heads))
 """
 
-
 FILES: dict[str, Callable[[Path], Any]] = {
     "Llama-3-8B": partial(_folder_with_config, config=LLAMA_3_8B),
     "Llama-3-70B": partial(_folder_with_config, config=LLAMA_3_70B),
