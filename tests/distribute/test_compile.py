@@ -158,9 +158,11 @@ def test_compiling_a_copy_leaves_the_original_eager(pool2: Any) -> None:
 
 
 def refused(plan: str, **options: Any) -> None:
-    mw.to_distributed(
-        build("llama"), config=mw.ToDistributedConfig(plan=plan, compile="layers", compile_options=options)
-    )
+    model = build("llama")
+    try:
+        mw.to_distributed(model, config=mw.ToDistributedConfig(plan=plan, compile="layers", compile_options=options))
+    finally:
+        assert not any(module._forward_pre_hooks for module in model.modules()), "the model has changed"
 
 
 def test_what_cannot_be_compiled_is_an_error(pool2: Any) -> None:

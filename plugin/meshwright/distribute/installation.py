@@ -21,7 +21,7 @@ from meshwright.context.context_forward import ContextForward, check_parted, ref
 from meshwright.context.record import ContextRecord, record_context
 from meshwright.context.region import ContextRegion
 from meshwright.distribute.check_arguments import explained
-from meshwright.distribute.check_compile import why_not_compiled
+from meshwright.distribute.check_compile import layers_of, why_not_compiled
 from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
 from meshwright.errors import PlanError
@@ -34,7 +34,7 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.step_watch import watch_steps
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.collectives import agree
-from meshwright.parallel.compiled_layers import CompilableLayers, outermost_layers
+from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
@@ -261,7 +261,7 @@ class Installation:
             layers.compile(**(self.config.compile_options or {}))
 
     def _compilable_layers(self) -> CompilableLayers:
-        found = list(outermost_layers(self.decoder)) if self.structure is None else self.structure.layers
+        found = layers_of(self.decoder, self.structure)
         refusal = why_not_compiled(found, self.plan, self.config.engine)
         is_whole = self.structure is None and (refusal is None or not found)
         return CompilableLayers(found, refusal=refusal, is_model_traceable=is_whole)
