@@ -23,7 +23,8 @@ from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model
 from meshwright.distribute.check_compile import check_compile, layers_of
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
-from meshwright.distribute.installation import Installation, context_of, cut_of, structure_of
+from meshwright.distribute.cuts import context_of, cut_of, structure_of
+from meshwright.distribute.installation import Installation
 from meshwright.errors import PlanError
 from meshwright.faults.equal_errors import print_equal_errors_once
 from meshwright.faults.guard import start_guard
