@@ -12,17 +12,16 @@ import time
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.config import ParallelPlan
-from meshwright.construct.initial_weights import NewTensors
+from meshwright.construct.initial_weights import InitialWeights
 from meshwright.distribute.installation import Installation
 from meshwright.faults import interpose
-from meshwright.faults.collective_log import Trace
-from meshwright.faults.guard import Guard
-from meshwright.parallel.tensor_parallel import make_shards
+from meshwright.faults.collective_log import Trace, describe
 from meshwright.plan_text import parse_plan
 from meshwright.tracing.fake_world import fake_world
 
@@ -33,11 +32,11 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
 class Recording:
     """Records each collective as the guard does, without other ranks to meet."""
 
-    is_current, step = True, 0
-    collective: Any = Guard.collective
-
     def __init__(self) -> None:
         self.trace = Trace()
+
+    def collective(self, group: Any, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.trace.add(tuple(dist.get_process_group_ranks(group)), describe(operation, args, kwargs))
 
 
 def narrow_model(layers: int) -> Any:
@@ -55,12 +54,8 @@ def narrow_model(layers: int) -> Any:
 
 def distribute(model: nn.Module, plan: ParallelPlan) -> None:
     """Make a model that of rank 0 of the plan, with real shards."""
-
-    def make(model: nn.Module, layouts: Any, tp: Any, device: Any, keep: Any = lambda _, x: x) -> NewTensors:
-        return NewTensors(make_shards(model, layouts, tp, device, lambda *_: None, keep), [])
-
     installation = Installation.on_fake_rank(model, plan)
-    installation.make_weights(make).attach(model)
+    installation.make_weights(InitialWeights.find(model, None).make).attach(model)
     installation.install(torch.optim.AdamW(model.parameters()), seed=0)
 
 

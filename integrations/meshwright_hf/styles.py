@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.tensor_parallel import ColwiseParallel, TensorParallelLayer
 
 from meshwright.parallel.collectives import Axis, share
-from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
+from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
 from meshwright.parallel.tensor_guards import ShardedLogits
 
 
@@ -115,10 +115,8 @@ def _cross_entropy(
         )
     axis = logits.axis
     share_of_words = -(-logits.vocab_size // axis.size)
-    first = min(axis.rank * share_of_words, logits.vocab_size)
-    words = min(share_of_words, logits.vocab_size - first)
-    local = logits.as_subclass(Tensor)
-    total = VocabParallelCrossEntropy.apply(local, target, first, words, ignore_index, axis)
+    words = Words.of_columns(share_of_words, vocab_size=logits.vocab_size, ignored=ignore_index, axis=axis)
+    total = VocabParallelCrossEntropy.apply(logits.as_subclass(Tensor), target, words)
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 

@@ -136,10 +136,33 @@ def test_a_copy_compiles_its_own_layers(pool2: Any) -> None:
         assert first == again != other
 
 
+def compiled_after_copying() -> Any:
+    model: Any = mw.to_distributed(build("llama", num_hidden_layers=1).double(), plan="tp2+sp")[0]
+    graphs: list[Any] = []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    step = mw.to_static(copy.deepcopy(model), compile_options={"backend": record})
+    batch = {"input_ids": tokens(2, 8), "labels": labels_for(tokens(2, 8))}
+    with torch.no_grad():
+        eager, num_graphs = model.eval()(**batch).loss.item(), len(graphs)
+    return eager, step(batch).item(), num_graphs, len(graphs)
+
+
+def test_compiling_a_copy_leaves_the_original_eager(pool2: Any) -> None:
+    for eager, compiled, graphs_of_original, graphs in pool2.run(compiled_after_copying):
+        assert compiled == pytest.approx(eager, rel=TOLERANCE)
+        assert graphs > graphs_of_original == 0
+
+
 def refused(plan: str, **options: Any) -> None:
-    mw.to_distributed(
-        build("llama"), config=mw.ToDistributedConfig(plan=plan, compile="layers", compile_options=options)
-    )
+    model = build("llama")
+    try:
+        mw.to_distributed(model, config=mw.ToDistributedConfig(plan=plan, compile="layers", compile_options=options))
+    finally:
+        assert not any(module._forward_pre_hooks for module in model.modules()), "the model has changed"
 
 
 def test_what_cannot_be_compiled_is_an_error(pool2: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.calibration.decoder_layer import DecoderLayer, norm, rotate
 from meshwright.calibration.timing import Probe, Run, seconds_of
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
+from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
 
 _ROWS = (128, 512, 2048, 8192)
 _WEIGHTS = (
@@ -139,10 +139,11 @@ def _rotary(new: New, rows: int, width: int) -> Run:
 def _loss(new: New, rows: int, width: int) -> Run:
     logits = new(rows, width).float()
     targets = torch.arange(rows, device=logits.device) % width
+    words = Words(first=0, count=width, ignored=-100, axis=Axis("tp"))
 
     def run() -> None:
         leaf = logits.requires_grad_()
-        loss = VocabParallelCrossEntropy.apply(leaf.clone(), targets, 0, width, -100, Axis("tp"))
+        loss = VocabParallelCrossEntropy.apply(leaf.clone(), targets, words)
         torch.autograd.grad(loss, leaf)
 
     return run

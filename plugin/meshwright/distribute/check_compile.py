@@ -6,8 +6,26 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from meshwright.config import ParallelPlan
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.errors import PlanError
+from meshwright.parallel.compile_options import check_compile_options
+from meshwright.parallel.compiled_layers import outermost_layers
+from meshwright.parallel.structure import DecoderStructure
 from meshwright.pipeline.schedule import SPLIT_BACKWARD
+
+
+def layers_of(decoder: nn.Module, structure: DecoderStructure | None) -> list[nn.Module]:
+    """Return the layers of a decoder, which ``compile="layers"`` compiles one by one."""
+    return list(outermost_layers(decoder) if structure is None else structure.layers)
+
+
+def check_compile(layers: Sequence[nn.Module], plan: ParallelPlan, config: ToDistributedConfig) -> None:
+    """Raise a PlanError if a config asks for compiled layers that a model cannot have under a plan."""
+    if config.compile is None:
+        return
+    check_compile_options(config.compile_options or {}, has_collectives=plan.tp > 1)
+    if (refusal := why_not_compiled(layers, plan, config.engine)) is not None:
+        raise PlanError(refusal)
 
 
 def why_not_compiled(layers: Sequence[nn.Module], plan: ParallelPlan, engine: str | None = None) -> str | None:

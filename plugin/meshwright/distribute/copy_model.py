@@ -51,8 +51,8 @@ class _Copier:
         if new.comparison is not None:
             new.comparison.look_at(model)
         new.streams = copy.deepcopy(self.runtime.streams, memo)
-        of_model = (self.runtime.loss, self.runtime.uneven, self.runtime.hooked)
-        new.loss, new.uneven, new.hooked = copy.deepcopy(of_model, memo)
+        for name in ("loss", "uneven", "hooked", "layers", "region"):
+            setattr(new, name, copy.deepcopy(getattr(self.runtime, name), memo))
         new.weights = copy.deepcopy(self.runtime.weights, memo)
         if new.weights is not None:
             new.weights.find_places()

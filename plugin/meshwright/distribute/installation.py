@@ -1,4 +1,4 @@
-"""The decisions about one model, and the steps that carry them out."""
+"""Carries out what was decided about one model: its weights, its hooks, its gradients and its loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from meshwright.compiling import leave_out_of_graphs
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.construct.initial_weights import NewTensors
 from meshwright.context.attention import ContextAttention, attach_attention, context_axes
-from meshwright.context.check_method import check_method
 from meshwright.context.context_forward import ContextForward, check_parted, refuse_generating_parts
-from meshwright.context.record import ContextRecord, record_context
+from meshwright.context.record import ContextRecord
 from meshwright.context.region import ContextRegion
-from meshwright.distribute.check_arguments import explained
-from meshwright.distribute.check_compile import why_not_compiled
+from meshwright.distribute.check_compile import layers_of, why_not_compiled
 from meshwright.distribute.check_launch import build_axes
 from meshwright.distribute.copy_model import make_copyable
-from meshwright.errors import PlanError
+from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.faults.group_timeouts import set_timeouts
 from meshwright.faults.together import succeed_together
 from meshwright.optim.attach_gradients import install_gradient_sync, leave_gradients_to_engine
@@ -34,7 +32,7 @@ from meshwright.optim.state_dicts import guard_model
 from meshwright.optim.step_watch import watch_steps
 from meshwright.optim.zero3_layers import ShardedWeights
 from meshwright.parallel.collectives import agree
-from meshwright.parallel.compiled_layers import CompilableLayers, outermost_layers
+from meshwright.parallel.compiled_layers import CompilableLayers
 from meshwright.parallel.deferred_logits import Deferral, DeferringHead
 from meshwright.parallel.document_masks import keep_documents_apart
 from meshwright.parallel.dropout_streams import DropoutStreams, dropout_seed
@@ -46,7 +44,7 @@ from meshwright.parallel.recompute import recompute_layers
 from meshwright.parallel.replica_comparison import ReplicaComparison
 from meshwright.parallel.row_layout import is_held
 from meshwright.parallel.split_forward import SplitForward
-from meshwright.parallel.structure import DecoderStructure, ParameterLayout, describe
+from meshwright.parallel.structure import DecoderStructure, ParameterLayout
 from meshwright.parallel.tensor_guards import refuse_wrapping
 from meshwright.parallel.tensor_parallel import (
     SequenceRegion,
@@ -57,29 +55,11 @@ from meshwright.parallel.tensor_parallel import (
 )
 from meshwright.parallel.uneven_batches import UnevenBatches
 from meshwright.parallel.user_hooks import HookedModules
-from meshwright.pipeline.cut import Cut, cut_decoder, with_stages
+from meshwright.pipeline.cut import Cut, with_stages
 from meshwright.pipeline.pipeline_forward import Pipeline, PipelineForward
 from meshwright.pipeline.refusals import refuse_copying, refuse_generating
 from meshwright.pipeline.stage_outputs import StageOutputs
-from meshwright.roles import plan_for
 from meshwright.roles.adapters import refuse_merging, refuse_resizing, refuse_unloading, without_wrappers
-
-
-def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure | None:
-    """Return how a plan cuts a decoder; None for a plan with data parallelism alone, which cuts nothing.
-
-    Raises:
-        PlanError: if the plan cannot cut the decoder.
-    """
-    if plan.tp == plan.pp == plan.cp == 1:
-        return None
-    try:
-        roles = config.sharding_plan or plan_for(decoder)
-        return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-    except PlanError as error:
-        if (shown := explained(error, decoder)) is error:
-            raise
-        raise shown from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +241,7 @@ class Installation:
             layers.compile(**(self.config.compile_options or {}))
 
     def _compilable_layers(self) -> CompilableLayers:
-        found = list(outermost_layers(self.decoder)) if self.structure is None else self.structure.layers
+        found = layers_of(self.decoder, self.structure)
         refusal = why_not_compiled(found, self.plan, self.config.engine)
         is_whole = self.structure is None and (refusal is None or not found)
         return CompilableLayers(found, refusal=refusal, is_model_traceable=is_whole)
@@ -409,32 +389,6 @@ class Installation:
         """Return the modules that programs may call directly: transformers' base model, and the owner of the layers."""
         inner = [getattr(self.decoder, "base_model", None), None if self.structure is None else self.structure.model]
         return [module for module in inner if isinstance(module, nn.Module)]
-
-
-def cut_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan, rank: int) -> Cut | None:
-    """Return how the plan's pipeline cuts a decoder, for this rank of pp; None without a pipeline.
-
-    Raises:
-        PlanError: if the decoder cannot be cut into the plan's stages.
-    """
-    if plan.pp == 1:
-        return None
-    assert structure is not None
-    return cut_decoder(decoder, structure, plan, rank=rank)
-
-
-def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan) -> ContextRecord | None:
-    """Return what context parallelism needs to know of a decoder; None without context parallelism.
-
-    Raises:
-        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run it.
-    """
-    if plan.cp == 1:
-        return None
-    assert structure is not None
-    record = record_context(decoder, structure)
-    check_method(record, plan)
-    return record
 
 
 def split_batches(decoder: Any, runtime: Runtime, plan: ParallelPlan) -> None:

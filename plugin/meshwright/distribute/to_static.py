@@ -19,6 +19,7 @@ from meshwright.config_fields import check_number
 from meshwright.errors import PlanError
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.optim.clip_grad_norm import clip_grad_norm_
+from meshwright.optim.grad_norm import scale_by_norm
 from meshwright.optim.runtime import check_steps, find_runtime
 from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.output_loss import loss_of
@@ -230,10 +231,7 @@ def _clip(model: nn.Module, max_norm: float) -> None:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     squares = [_on_every_rank(gradient.square().sum()) for gradient in gradients]
     norm = torch.stack([square.to(squares[0]) for square in squares]).sum().sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor.to(local))
+    scale_by_norm([x.to_local() if isinstance(x, DTensor) else x for x in gradients], norm, max_norm)
 
 
 def _on_every_rank(loss: Tensor) -> Tensor:
@@ -257,13 +255,11 @@ def _check(model: Any, loader: Any, loss: Any, optimizer: Any) -> None:
     if optimizer is None:
         return
     runtime = find_runtime(model)
-    if runtime is None or runtime.plan is None:
-        check_steps(optimizer, model)
-        return
-    runtime.check_own("to_static", "write the loop of its own engine")
-    if not runtime.has_optimizer:
-        raise PlanError(
-            "the model was distributed without an optimizer, so nothing synchronises its gradients; write model, "
-            "optimizer, loader = to_distributed(model, optimizer, loader), and pass these to to_static"
-        )
+    if runtime is not None and runtime.plan is not None:
+        runtime.check_own("to_static", "write the loop of its own engine")
+        if not runtime.has_optimizer:
+            raise PlanError(
+                "the model was distributed without an optimizer, so nothing synchronises its gradients; write model, "
+                "optimizer, loader = to_distributed(model, optimizer, loader), and pass these to to_static"
+            )
     check_steps(optimizer, model)

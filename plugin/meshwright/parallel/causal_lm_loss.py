@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.parallel.added_losses import check_nothing_added
 from meshwright.parallel.collectives import Axis
-from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words
+from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy, Words, at_least_float32
 from meshwright.parallel.deferred_logits import Deferred, deferred_of, without_stand_in
 from meshwright.parallel.mean_over_ranks import IGNORE_INDEX, GlobalMean, valid_labels
 from meshwright.parallel.sequence_parts import Parted, SequenceParts
@@ -82,8 +82,7 @@ class CausalLMLoss:
         """Return the loss of logits that the head has not computed."""
         columns = deferred.columns
         vocab_size = self.vocab_size or columns
-        require_words(targets_N, vocab_size, "label", ignored=ignore_index)
-        words = self._words(columns, vocab_size, ignore_index)
+        words = self._words(targets_N, columns, vocab_size, ignore_index)
         if deferred.product == torch.float16:  # which cannot represent gradients before a GradScaler scales them
             return self.mean.of(deferred.loss(targets_N, words, None).reshape(1), count, num_items)
         divisors = self.mean.known_divisors(count, num_items)
@@ -91,22 +90,20 @@ class CausalLMLoss:
         loss_sum = deferred.loss(targets_N, words, factor)
         return self.mean.of_weighted(loss_sum.reshape(1), divisors, has_items=num_items is not None)
 
-    def _words(self, columns: int, vocab_size: int, ignore_index: int) -> Words:
-        first = min(self.tp.rank * columns, vocab_size)
-        return Words(first=first, count=min(columns, vocab_size - first), ignored=ignore_index, axis=self.tp)
+    def _words(self, targets_N: Tensor, columns: int, vocab_size: int, ignore_index: int) -> Words:
+        """Return the words of this rank's columns, once all targets are words of the vocabulary."""
+        require_words(targets_N, vocab_size, "label", ignored=ignore_index)
+        return Words.of_columns(columns, vocab_size=vocab_size, ignored=ignore_index, axis=self.tp)
 
     def _sum(self, logits: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
         if isinstance(logits, ShardedLogits):
             logits = logits.as_subclass(Tensor)
-        words = logits.shape[-1]
-        if words >= self.vocab_size:  # not sharded; a traced step's fake tensors are never ShardedLogits
-            logits_NV = at_least_float32(logits.reshape(-1, words))
-            return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum")
-        require_words(targets_N, self.vocab_size, "label", ignored=ignore_index)
-        own = self._words(words, self.vocab_size, ignore_index)
-        result: Tensor = VocabParallelCrossEntropy.apply(
-            at_least_float32(logits.reshape(-1, words)), targets_N, own.first, own.count, ignore_index, self.tp
-        )
+        columns = logits.shape[-1]
+        logits = at_least_float32(logits.reshape(-1, columns))
+        if columns >= self.vocab_size:  # not sharded; a traced step's fake tensors are never ShardedLogits
+            return F.cross_entropy(logits, targets_N, ignore_index=ignore_index, reduction="sum")
+        words = self._words(targets_N, columns, self.vocab_size, ignore_index)
+        result: Tensor = VocabParallelCrossEntropy.apply(logits, targets_N, words)
         return result
 
 
@@ -125,8 +122,3 @@ def next_words(batch: Mapping[str, Any], parts: SequenceParts | None = None) -> 
     targets, ignore_index = batch.get("shift_labels"), batch.get("ignore_index", IGNORE_INDEX)
     targets = shift(batch["labels"], ignore_index) if targets is None else targets
     return valid_labels(targets if parts is None else parts.take(targets, 1, fill=ignore_index), ignore_index)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Cast half-precision logits to float32, since half precision is too coarse for a softmax over a vocabulary."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.cross_entropy import Words, exponentials_, gradient_, refuse_second_order
+from meshwright.parallel.cross_entropy import Words, at_least_float32, exponentials_, gradient_, refuse_second_order
 from meshwright.parallel.logit_steps import Step, run, run_backward
 from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
 
@@ -102,7 +102,7 @@ def _forward(
         else:
             torch.addmm(own_bias, hidden, own_weight.t(), out=scores)
         final, kept = run(loss.steps, scores)
-        wide = final.float() if final.dtype in (torch.float16, torch.bfloat16) else final
+        wide = at_least_float32(final)
         losses_N, softmax = exponentials_(wide, targets_N[rows], loss.words)
         losses.append(losses_N.sum())
         if any(needs):

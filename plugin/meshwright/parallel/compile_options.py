@@ -12,8 +12,13 @@ from meshwright.config_fields import nearest
 from meshwright.errors import PlanError
 
 
-def check_compile_options(options: Any) -> None:
-    """Raise a PlanError unless the value is a dict of arguments of ``torch.compile``, with a backend that exists."""
+def check_compile_options(options: Any, *, has_collectives: bool = False) -> None:
+    """Raise a PlanError unless the value is a dict of arguments of ``torch.compile``, with a backend that exists.
+
+    Args:
+        options: the value.
+        has_collectives: whether the code to compile has collectives, at which a graph ends.
+    """
     if not isinstance(options, Mapping):
         raise PlanError(f"compile_options={options!r} must be a dict, for example {{'backend': 'inductor'}}")
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
@@ -30,4 +35,9 @@ def check_compile_options(options: Any) -> None:
         raise PlanError(
             f"compile_options={{'backend': {backend!r}}} is not a backend of torch.compile; "
             f"{f'write {near!r}' if near else 'remove it'}. Usual backends are {usual}"
+        )
+    if has_collectives and options.get("fullgraph"):
+        raise PlanError(
+            "torch.compile(fullgraph=True): under tensor parallelism a graph ends at each collective; leave "
+            "fullgraph out"
         )

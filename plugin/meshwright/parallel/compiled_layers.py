@@ -47,14 +47,9 @@ class CompilableLayers:
         Raises:
             PlanError: if the plan's layers cannot be compiled.
         """
-        check_compile_options(options)
+        check_compile_options(options, has_collectives=bool(self.blocks))
         if self.refusal is not None:
             raise PlanError(self.refusal)
-        if self.blocks and options.get("fullgraph"):
-            raise PlanError(
-                "torch.compile(fullgraph=True): under tensor parallelism a graph ends at each collective; leave "
-                "fullgraph out"
-            )
         if self._is_compiled:
             return
         self._is_compiled = True

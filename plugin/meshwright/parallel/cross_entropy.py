@@ -38,6 +38,12 @@ class Words:
     ignored: int
     axis: Axis
 
+    @classmethod
+    def of_columns(cls, columns: int, *, vocab_size: int, ignored: int, axis: Axis) -> Words:
+        """Return the words that a rank's columns score, if every rank of the axis has this number of columns."""
+        first = min(axis.rank * columns, vocab_size)
+        return cls(first=first, count=min(columns, vocab_size - first), ignored=ignored, axis=axis)
+
 
 @dataclass(frozen=True)
 class Softmax:
@@ -103,35 +109,23 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     Args (of ``apply``):
         logits_NW: the logits of this rank's words, float32 or float64; overwritten.
-        targets_N: the target words by their index in the full vocabulary, or ``ignore_index``.
-        first_word: the index of this rank's first word.
-        num_words: the number of the W columns that are words; the other columns are padding.
-        ignore_index: the target of tokens that do not count.
-        axis: the TP axis.
+        targets_N: the target words by their index in the full vocabulary, or the ignored index.
+        words: the part of the vocabulary that this rank scores.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits_NW: Tensor,
-        targets_N: Tensor,
-        first_word: int,
-        num_words: int,
-        ignore_index: int,
-        axis: Axis,
-    ) -> Tensor:
+    def forward(ctx: Any, logits_NW: Tensor, targets_N: Tensor, words: Words) -> Tensor:
         exp_NW = logits_NW.detach()
-        words = Words(first=first_word, count=num_words, ignored=ignore_index, axis=axis)
         loss_N, softmax = exponentials_(exp_NW, targets_N, words)
         ctx.save_for_backward(exp_NW, softmax.scale_N, softmax.column_N, softmax.is_ours_N)
         return loss_N.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_order()
         # In place, so a second backward through the same graph fails autograd's version check.
         grad_NW, *softmax = ctx.saved_tensors
-        return gradient_(grad_NW, Softmax(*softmax), grad), None, None, None, None, None
+        return gradient_(grad_NW, Softmax(*softmax), grad), None, None
 
 
 def refuse_second_order() -> None:
@@ -141,6 +135,11 @@ def refuse_second_order() -> None:
             "create_graph=True: the gradients of outputs.loss are computed without a graph of outputs.logits, so that "
             "a penalty on them would lose its gradient. Pass ToDistributedConfig(gather_logits=True)"
         )
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Cast half-precision logits to float32, since half precision is too coarse for a softmax over a vocabulary."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _row_blocks(x_NW: Tensor) -> list[slice]:

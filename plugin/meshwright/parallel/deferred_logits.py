@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import UnreadableTensorError
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss, HeadLoss
@@ -79,13 +80,11 @@ class DeferringHead(MethodOverride):
         """Return the stand-in for the logits of hidden states."""
         kind = hidden.device.type
         casts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
-        dtype = torch.get_autocast_dtype(kind) if casts else hidden.dtype
         return Deferred(
             head=self,
             hidden=hidden,
             casts=casts,
-            product=dtype,
-            dtype=dtype,
+            product=torch.get_autocast_dtype(kind) if casts else hidden.dtype,
             made_at=self.moment(hidden),
             sample=self.sample(),
         ).stand_in()
@@ -130,7 +129,6 @@ class Deferred:
         hidden: the head's input.
         casts: whether the head was called under autocast.
         product: the dtype of the head's matrix multiplication.
-        dtype: the dtype of the logits.
         made_at: the moment at which the head was called; see ``DeferringHead.moment``.
         sample: some of the weights at that moment.
         steps: what the model has done to the logits since.
@@ -141,7 +139,6 @@ class Deferred:
     hidden: Tensor
     casts: bool
     product: torch.dtype
-    dtype: torch.dtype
     made_at: tuple[int, ...]
     sample: Tensor
     steps: tuple[Step, ...] = ()
@@ -152,6 +149,11 @@ class Deferred:
     def is_computed(self) -> bool:
         """Whether something has read the logits, and may have changed them."""
         return self._values is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return next((step.target for step in reversed(self.steps) if isinstance(step, Cast)), self.product)
 
     @property
     def columns(self) -> int:
@@ -170,7 +172,7 @@ class Deferred:
 
     def after(self, step: Step) -> Tensor:
         """Return the stand-in for the logits after one more step."""
-        return dataclasses.replace(self, dtype=step.dtype(self.dtype), steps=(*self.steps, step)).stand_in()
+        return dataclasses.replace(self, steps=(*self.steps, step)).stand_in()
 
     def values(self) -> Tensor:
         """Return the differentiable logits, computed now unless they are already."""
@@ -284,7 +286,8 @@ class _StandIn(Tensor):
                 is_same = isinstance(step, Cast) and step.target == deferred.dtype
                 return first if is_same else deferred.after(step)
         cls._check(func, args)
-        return func(*_computed(args), **_computed(kwargs))
+        args, kwargs = tree_map_only(_StandIn, without_stand_in, (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def _check(cls, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -303,21 +306,6 @@ class DeferredLogits(_StandIn):
                 "in training with labels outputs.loss is computed without outputs.logits, so its gradient does not "
                 f"reach them. To see the gradient of the logits, {_GATHER}"
             )
-
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        deferred = deferred_of(self)
-        return "DeferredLogits()" if deferred is None else deferred.values().__repr__(**options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        deferred = deferred_of(self)
-        assert deferred is not None
-        return deferred.values().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        deferred = deferred_of(self)
-        assert deferred is not None
-        result: Tensor = deferred.values().__deepcopy__(memo)
-        return result
 
 
 class DeferredShards(_StandIn, ShardedLogits):
@@ -344,14 +332,6 @@ def _class_of(kind: type, of_values: type) -> type:
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
-
-
-def _computed(x: Any) -> Any:
-    if isinstance(x, tuple | list):
-        return type(x)(map(_computed, x)) if type(x) in (tuple, list) else x
-    if isinstance(x, dict):
-        return {name: _computed(value) for name, value in x.items()}
-    return without_stand_in(x) if isinstance(x, Tensor) else x
 
 
 class _Unseen(torch.autograd.Function):

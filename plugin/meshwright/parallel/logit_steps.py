@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Step(Protocol):
-    """An elementwise operation on logits, which may overwrite its input."""
+    """An elementwise operation on logits, which may overwrite its input. Only a Cast changes the dtype."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the result, and a tensor that backward needs."""
@@ -21,9 +21,6 @@ class Step(Protocol):
 
     def plain(self, x: Tensor) -> Tensor:
         """Return the differentiable result, and leave the input unchanged, which something else may read."""
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the result."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,6 @@ class Scale:
     def plain(self, x: Tensor) -> Tensor:
         return x / self.number if self.divides else x * self.number
 
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
 
 @dataclass(frozen=True)
 class Tanh:
@@ -60,9 +54,6 @@ class Tanh:
 
     def plain(self, x: Tensor) -> Tensor:
         return x.tanh()
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
 
 
 @dataclass(frozen=True)
@@ -80,9 +71,6 @@ class Cast:
 
     def plain(self, x: Tensor) -> Tensor:
         return x.to(self.target)
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.target
 
 
 def step_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Step | None:
@@ -119,13 +107,9 @@ def run(steps: Sequence[Step], x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
 
 def run_backward(steps: Sequence[Step], grad: Tensor, kept: list[Tensor | None]) -> Tensor:
     """Return the gradient of the logits before the steps, given that of their result, which is overwritten."""
-    for step, saved in _reversed(steps, kept):
+    for step, saved in zip(reversed(steps), reversed(kept), strict=True):
         grad = step.backward(grad, saved)
     return grad
-
-
-def _reversed(steps: Sequence[Step], kept: list[Tensor | None]) -> Iterator[tuple[Step, Tensor | None]]:
-    return zip(reversed(steps), reversed(kept), strict=True)
 
 
 def _is_number(x: Any) -> bool:

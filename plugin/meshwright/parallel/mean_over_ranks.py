@@ -93,7 +93,7 @@ class GlobalMean:
         """
         ranks = all_gather(sums.detach().double()[None], self.dp)
         self.used_items = has_items
-        return self._replaced(sums, ranks, divisors.to(sums.dtype), torch.ones_like(sums, requires_grad=False))
+        return self._replaced(sums, ranks, divisors.to(sums.dtype), torch.ones_like(sums))
 
     def of(self, sums: Tensor, counts: Tensor, num_items: Tensor | float | None = None) -> Tensor:
         """Return the mean over the global batch; for several sums, the average of their means.

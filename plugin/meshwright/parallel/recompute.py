@@ -69,12 +69,7 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers with a flag of their own, in order; the decoder's own flag is that of no layer."""
     flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
-    holders = {
-        id(module)
-        for module in flagged
-        if any(hasattr(inner, _FLAG) for inner in module.modules() if inner is not module)
-    }
-    return [module for module in flagged if id(module) not in holders]
+    return [m for m in flagged if not any(hasattr(inner, _FLAG) for inner in m.modules() if inner is not m)]
 
 
 def _switch(model: nn.Module) -> Any:

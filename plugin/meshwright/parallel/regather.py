@@ -57,10 +57,10 @@ class RegatheredProjections:
     def __init__(self, projections: list[nn.Module]):
         self._current: GatheredInput | None = None
         self._is_pushed = self._spans_block = False
-        self._hooked = projections
+        self._handles = []
         for projection in projections:
-            projection.register_forward_pre_hook(self._push)
-            projection.register_forward_hook(self._pop, always_call=True)
+            self._handles.append(projection.register_forward_pre_hook(self._push))
+            self._handles.append(projection.register_forward_hook(self._pop, always_call=True))
 
     def span_block(self) -> None:
         """Swap what the whole block saves, from :meth:`open` to :meth:`close`, without hooks on the projections.
@@ -68,11 +68,8 @@ class RegatheredProjections:
         A compiled block saves its input once, for all projections.
         """
         self._spans_block = True
-        for projection in self._hooked:
-            for hooks in (projection._forward_pre_hooks, projection._forward_hooks):
-                for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                    del hooks[key]
-                    projection._forward_hooks_always_called.pop(key, None)
+        for handle in self._handles:
+            handle.remove()
 
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
         if torch.is_grad_enabled() and not saved.is_checkpointing():  # checkpointing drops the gathered input anyway

@@ -1,0 +1,57 @@
+"""How a plan cuts one decoder: its weights over tp, its layers over pp, its tokens over cp."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.config import ParallelPlan, ToDistributedConfig
+from meshwright.context.check_method import check_method
+from meshwright.context.record import ContextRecord, record_context
+from meshwright.distribute.check_arguments import explained
+from meshwright.errors import PlanError
+from meshwright.parallel.structure import DecoderStructure, describe
+from meshwright.pipeline.cut import Cut, cut_decoder
+from meshwright.roles import plan_for
+
+
+def structure_of(decoder: nn.Module, plan: ParallelPlan, config: ToDistributedConfig) -> DecoderStructure | None:
+    """Return how a plan cuts a decoder; None for a plan with data parallelism alone, which cuts nothing.
+
+    Raises:
+        PlanError: if the plan cannot cut the decoder.
+    """
+    if plan.tp == plan.pp == plan.cp == 1:
+        return None
+    try:
+        roles = config.sharding_plan or plan_for(decoder)
+        return describe(decoder, roles, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    except PlanError as error:
+        if (shown := explained(error, decoder)) is error:
+            raise
+        raise shown from error
+
+
+def cut_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan, rank: int) -> Cut | None:
+    """Return how the plan's pipeline cuts a decoder, for this rank of pp; None without a pipeline.
+
+    Raises:
+        PlanError: if the decoder cannot be cut into the plan's stages.
+    """
+    if plan.pp == 1:
+        return None
+    assert structure is not None
+    return cut_decoder(decoder, structure, plan, rank=rank)
+
+
+def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: ParallelPlan) -> ContextRecord | None:
+    """Return what context parallelism needs to know of a decoder; None without context parallelism.
+
+    Raises:
+        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run it.
+    """
+    if plan.cp == 1:
+        return None
+    assert structure is not None
+    record = record_context(decoder, structure)
+    check_method(record, plan)
+    return record
