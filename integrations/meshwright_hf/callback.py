@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +16,7 @@ from transformers import TrainerCallback
 from meshwright.choose.picked_plan import device_at_hand, plan_card
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import world_size
+from meshwright.monitor.memory import peak_memory
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.planner.shapes import describe
 from meshwright_hf.replicas import check_replicas
@@ -80,16 +79,16 @@ class MeshwrightCallback(TrainerCallback):
         """Count tokens from here on, and log the plan card."""
         assert model is not None
         device = device_of(model)
+        if self.shows_plan and state.is_world_process_zero:
+            self._log_plan(args, model, train_dataloader, device)
+        if self.trainer_shards:
+            return
         try:
             self._flops = describe(model.config).flops
         except (PlanError, AttributeError) as error:
             logger.info("no MFU: %s", error)
         # The peak FLOPs of a CPU are not known.
         self._peak = None if device.type == "cpu" else device_at_hand(device).flops
-        if self.shows_plan and state.is_world_process_zero:
-            self._log_plan(args, model, train_dataloader, device)
-        if self.trainer_shards:
-            return
         self._count_tokens_of(args, model)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -151,7 +150,7 @@ class MeshwrightCallback(TrainerCallback):
     def _telemetry(self, model: nn.Module, elapsed: float) -> dict[str, float]:
         """Return the throughput and memory figures of all ranks, which all log at the same step."""
         device = device_of(model)
-        own = torch.tensor([self._tokens, self._length, _peak_memory(device)], dtype=torch.float64, device=device)
+        own = torch.tensor([self._tokens, self._length, peak_memory(device)], dtype=torch.float64, device=device)
         ranks = own[None]
         if dist.is_initialized() and dist.get_world_size() > 1:
             parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -170,11 +169,3 @@ class MeshwrightCallback(TrainerCallback):
 
 
 _PLAN = "MESHWRIGHT_PLAN"
-
-
-def _peak_memory(device: torch.device) -> float:
-    """Return this rank's peak memory in bytes: of its GPU, or of the process on CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

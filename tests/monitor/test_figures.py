@@ -92,6 +92,7 @@ def test_a_duration(seconds: float, text: str) -> None:
         ("dp2 zero3", 4, "dp2 zero3 mb4x1"),
         ("dp1 pp2 mb1", 4, "dp1 pp2 zero0 mb1x4"),
         ("dp1 cp2(ring)", 1, "dp1 cp2(ring) zero0 mb1x1"),
+        ("dp2 recompute=full(1)", 4, "dp2 zero0 mb4x1 recompute=full(1)"),
     ],
 )
 def test_a_plan_as_the_planner_writes_it(plan: str, rows: int, label: str) -> None:

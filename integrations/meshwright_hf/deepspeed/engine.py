@@ -25,7 +25,8 @@ from meshwright.distribute.check_launch import check_launch
 from meshwright.distribute.to_distributed import to_distributed
 from meshwright.errors import AlreadyDistributedError, PlanError
 from meshwright.faults.interpose import own_collectives
-from meshwright.mesh.process_group import backend_for, start_process_group, world_size
+from meshwright.mesh.local_device import local_rank
+from meshwright.mesh.process_group import backend_for, device_for, start_process_group, world_size
 from meshwright.optim.elementwise import check_elementwise
 from meshwright.optim.runtime import Runtime, Watch, find_runtime, runtime_of
 from meshwright.parallel.structure import describe
@@ -152,9 +153,8 @@ def _given_config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 
 def device_of_engine() -> torch.device:
-    """Return the device to which DeepSpeed moves the model."""
-    kind = get_accelerator().device_name()
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    """Return the device to which DeepSpeed moves the model; a CUDA device becomes the current one."""
+    return device_for(torch.device(get_accelerator().device_name()))
 
 
 def _check_model(model: Any) -> None:
@@ -204,8 +204,9 @@ def _join(device: torch.device, timeout_s: float) -> None:
     start_process_group(device, timeout_s)
     if not dist.is_initialized():
         dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
         atexit.register(_leave)
+    # DeepSpeed reads it, and srun does not set it.
+    os.environ.setdefault("LOCAL_RANK", str(local_rank(dist.get_rank(), dist.get_world_size())))
     if device.type == "cpu":
         # This shared-memory collective is for inference, and DeepSpeed would compile it for a minute at its start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

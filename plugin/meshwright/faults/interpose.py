@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -87,14 +87,14 @@ def waited() -> float:
     return _state.waited
 
 
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
+class waiting:
     """Count the time inside this context as waiting for other ranks."""
-    begun = time.perf_counter()
-    try:
-        yield
-    finally:
-        _state.waited += time.perf_counter() - begun
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        _state.waited += time.perf_counter() - self._begun
 
 
 def observe(observer: Observer | None) -> None:
@@ -134,11 +134,8 @@ def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        begun = time.perf_counter()
-        try:
+        with waiting():
             return explained(*args, **kwargs)
-        finally:
-            _state.waited += time.perf_counter() - begun
 
     return call
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
+from meshwright.faults.hub_connection import line
+
 CONNECT_TIMEOUT = 30.0  # seconds; rank 0 listens before it publishes its address
 RETRY = 0.2  # seconds until the next try, if strangers have filled the hub
 
@@ -65,31 +67,31 @@ class Link:
             ranks: the ranks whom the question concerns. The hub gets them once, and their number in each question.
         """
         with self._lock:
-            lines = b""
+            text = b""
             if ranks is not None:
                 if ranks not in self._groups:
                     self._groups[ranks] = len(self._groups)
-                    lines = _line({"kind": "group", "number": self._groups[ranks], "ranks": ranks})
+                    text = line({"kind": "group", "number": self._groups[ranks], "ranks": ranks})
                 message = {**message, "group": self._groups[ranks]}
             try:
                 self._ask.settimeout(patience)
-                self._ask.sendall(lines + _line(message))
-                line = self._answers.readline()
+                self._ask.sendall(text + line(message))
+                answer = self._answers.readline()
             except OSError:
                 # A late answer must not be read as the next question's answer.
                 self._ask.close()
                 return None
-        return json.loads(line) if line.endswith(b"\n") else None
+        return json.loads(answer) if answer.endswith(b"\n") else None
 
     def announce(self, message: dict[str, Any]) -> None:
         """Send a message that needs no answer, in order with the questions."""
         with self._lock, contextlib.suppress(OSError):
-            self._ask.sendall(_line(message))
+            self._ask.sendall(line(message))
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message on the watch connection."""
         with self._telling, contextlib.suppress(OSError):
-            self._watch.sendall(_line(message))
+            self._watch.sendall(line(message))
 
     def close(self) -> None:
         """Close both connections."""
@@ -107,8 +109,8 @@ class Link:
         self._watch.settimeout(self._timeout)
         reason, silent = "its process ended abruptly (killed, crashed, or os._exit)", []
         try:
-            while line := self._notices.readline():
-                notice = json.loads(line)
+            while text := self._notices.readline():
+                notice = json.loads(text)
                 if "failed" in notice:
                     self._on_notice(notice["failed"], notice["silent"], from_hub=True)
                     return
@@ -136,7 +138,7 @@ def _connect(address: tuple[str, int], hello: dict[str, Any]) -> tuple[socket.so
         lines = connection.makefile("rb")
         greeting = b""
         with contextlib.suppress(ConnectionError):
-            connection.sendall(_line(hello))
+            connection.sendall(line(hello))
             greeting = lines.readline()
         if greeting.endswith(b"\n"):
             return connection, lines, json.loads(greeting)
@@ -144,7 +146,3 @@ def _connect(address: tuple[str, int], hello: dict[str, Any]) -> tuple[socket.so
         if time.monotonic() > deadline:
             return connection, lines, {"name": "rank 0", "process": None}  # whose end the first question finds
         time.sleep(RETRY)
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"

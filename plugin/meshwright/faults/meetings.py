@@ -103,9 +103,9 @@ class Meetings:
 
     def asked_before(self, time: float) -> Iterator[tuple[int, Meeting]]:
         """Yield the ranks that have waited since before ``time``, with their meetings."""
-        for meeting in list(self._meetings.values()):
+        for meeting in self._meetings.values():
             # The first to come has waited longest, so most meetings need one look.
-            for rank, question in list(meeting.questions.items()):
+            for rank, question in meeting.questions.items():
                 if question.since >= time:
                     break
                 yield rank, meeting

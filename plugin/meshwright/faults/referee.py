@@ -107,7 +107,7 @@ class Referee:
             pair = self._meetings.group((rank, source))
             self._meetings.come(rank, f"receive from {source}", pair, Question(what, "", now))
         posts = self._match(source, rank, slot)
-        if not posts and waits and self._is_gone(source):
+        if not posts and waits and source in self._gone:
             return self._refuse([rank], self._how_gone([source]))
         return posts
 
@@ -121,7 +121,7 @@ class Referee:
 
     def lose(self, rank: int) -> list[Post]:
         """Record that a rank's connection closed; if it has not left or failed, its process was killed or crashed."""
-        if rank not in self._members or self._is_gone(rank):
+        if rank not in self._members or rank in self._gone:
             return []
         status = self._members[rank].status
         how = f"its process ended abruptly (killed, crashed, or os._exit), last seen: {status}"
@@ -212,9 +212,6 @@ class Referee:
             self.first_cause = self.first_cause or f"a send and its receive differ:{lines}"
             posts += self._notice(r for r in said if r != to or not waits)
         return posts
-
-    def _is_gone(self, rank: int) -> bool:
-        return rank in self._gone
 
     def _who_did_not_come(self, meeting: Meeting, now: float) -> str:
         lines = "\n".join(f"  {self._describe(rank, now)}" for rank in meeting.absent())

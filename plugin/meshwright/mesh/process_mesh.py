@@ -215,18 +215,21 @@ class ProcessMesh:
             _device_meshes.clear()  # a mesh of the whole world holds that world's group and would keep it alive
         known = _device_meshes.setdefault(world, {})
         if (self, device_type) not in known:
-            ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
-            is_plain = ascending and backend_of_new_groups() is None
+            is_plain = self._ascends() and backend_of_new_groups() is None
             known[self, device_type] = self._create(device_type) if is_plain else self._create_in_order(device_type)
             atexit.register(_let_groups_end, ref(known[self, device_type]))
         return known[self, device_type]
+
+    def _ascends(self) -> bool:
+        """Return whether the ranks ascend along each axis."""
+        return all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
 
     def _create(self, device_type: str) -> DeviceMesh:
         return DeviceMesh(device_type, self.array, mesh_dim_names=self._dim_names)
 
     def _create_in_order(self, device_type: str) -> DeviceMesh:
         """Create a device mesh whose groups keep the mesh's order; DeviceMesh itself sorts the ranks of a group."""
-        ascending = all(bool((self.array.diff(dim=axis) > 0).all()) for axis in range(self.ndim))
+        ascending = self._ascends()
         keep_order: dict[str, Any] = {} if ascending else {"sort_ranks": False}
         if not ascending and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
             raise ValueError(

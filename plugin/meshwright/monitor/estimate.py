@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.mesh.process_group import node_count
 from meshwright.optim.runtime import device_of, find_runtime
+from meshwright.planner import own_plan
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster, HardwareProfile
@@ -141,20 +142,6 @@ def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:
         'dp2 tp2 zero1 mb1x4'
     """
     count = max(1, plan.count_micro_batches(rows))
-    return Candidate(
-        replicate=1 if plan.zero_stage else plan.dp,
-        shard=plan.dp if plan.zero_stage else 1,
-        tp=plan.tp,
-        sequence_parallel=plan.sequence_parallel,
-        cp=plan.cp,
-        context=plan.context,
-        ulysses=plan.ulysses,
-        pp=plan.pp,
-        schedule=plan.schedule,
-        chunks=plan.stages_per_rank,
-        stages=plan.stages,
-        micro_batch=max(1, -(-rows // count)),
-        accumulation=count * passes,
-        zero_stage=plan.zero_stage,
-        recompute=plan.recompute,
-    )
+    micro = max(1, -(-rows // count))  # the micro-batches of a batch that they do not divide differ
+    job = Job(seq_len=1, global_batch=plan.dp * micro * count * passes)
+    return own_plan.candidate_of({**asdict(plan), "micro_batch_size": micro}, job)

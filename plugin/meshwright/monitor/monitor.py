@@ -92,13 +92,13 @@ class Monitor:
         self._number = next(_MONITORS)
         self._sent: tuple[int, Pending | None] | None = None  # the last line, and the steps before it
         self._max_steps = config.max_steps
-        self._prepared, self._runtime, self._config = prepared, runtime, config
+        self._prepared, self._runtime = prepared, runtime
         self._device = device_of(model)
         self._model_name = type(without_wrappers(model)[1]).__name__
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._first_step = 0  # of the run, before the program's first one
         self._estimate: Estimate | None = None
-        self._has_compared = self._has_measured = False
+        self._has_compared = False
         machine = prepared.machine
         self.steps = StepObserver(
             model,
@@ -270,12 +270,11 @@ class Monitor:
         )
 
     def _show(self, pending: Pending, figures: Figures) -> None:
-        self.latest = figures
+        is_first, self.latest = self.latest is None, figures
         log = self._prepared.log
         if log is not None:
             log.write("step", {**dataclasses.asdict(figures), "time": time.time()})
-        if not self._has_measured:
-            self._has_measured = True
+        if is_first:
             self._show_memory(figures)
         if self.prints and self.every is not None:
             _print(line(figures, max_steps=pending.max_steps))

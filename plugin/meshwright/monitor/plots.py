@@ -93,7 +93,8 @@ def line_plot(
     steps = [x for _, points in drawn for x, _ in points]
     first, final = min(steps), max(steps)
     place = _Place(width, low, high, first, final if final > first else first + 1)
-    _axes(svg, place, unit)
+    _draw_values(svg, place, unit)
+    _draw_steps(svg, place)
     for value, label in marks.levels:
         svg.line(_LEFT, place.y(value), width, place.y(value), "mark")
         svg.text(width - 2, place.y(value) - 4, label, "mark-label", anchor="end")
@@ -123,29 +124,19 @@ class _Place:
         return _TOP + _HEIGHT * (1 - (value - self.low) / (self.high - self.low))
 
 
-def _axes(svg: Svg, place: _Place, unit: Callable[[float], str]) -> None:
-    for value in _round_values(place.low, place.high):
+def _draw_values(svg: Svg, place: _Place, unit: Callable[[float], str]) -> None:
+    for value in ticks(place.low, place.high, 5):
         svg.line(_LEFT, place.y(value), place.width, place.y(value), "grid")
         svg.text(_LEFT - 6, place.y(value) + 4, unit(value), "axis", anchor="end")
+
+
+def _draw_steps(svg: Svg, place: _Place) -> None:
     for step in ticks(place.first, place.final, 6 if place.width > 400 else 3):
         if step == int(step):
             label = f"{int(step):,}"
             half = text_width(label, 11.5) / 2
             x = min(max(place.x(step), half), place.width - half)
             svg.text(x, _TOP + _HEIGHT + 18, label, "axis", anchor="middle")
-
-
-def _round_values(low: float, high: float) -> list[float]:
-    """Return about five round values inside a range of any size.
-
-    Example:
-        >>> _round_values(0.0, 0.0042)
-        [0.0, 0.001, 0.002, 0.003, 0.004]
-    """
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [round(index * step, 12) for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def parts_plot(
@@ -167,9 +158,7 @@ def parts_plot(
         svg.text(0, 24, "no values", "muted")
         return svg
     place = _Place(width, 0.0, most * 1.05, 0, len(bars))
-    for value in _round_values(0.0, most * 1.05):
-        svg.line(_LEFT, place.y(value), width, place.y(value), "grid")
-        svg.text(_LEFT - 6, place.y(value) + 4, unit(value), "axis", anchor="end")
+    _draw_values(svg, place, unit)
     for index, (step, parts) in enumerate(bars):
         x, end = place.x(index), place.x(index + 1)
         below = 0.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.errors import PlanError
@@ -20,7 +19,7 @@ from meshwright.monitor.records import RunRecords, read_records
 from meshwright.monitor.words import clock, memory
 from meshwright.planner.formatting import seconds
 from meshwright.planner.page.draw import Svg
-from meshwright.planner.page.style import style
+from meshwright.planner.page.render import render, write_whole
 
 _HALF, _NARROW = 538, 336  # widths of pictures in pixels: half a page, and a phone
 _GIB = 2**30
@@ -62,11 +61,9 @@ def report(run: str | os.PathLike[str]) -> str:
         PlanError: if there is no log, or it has no record.
     """
     found = read_records(run)
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    ).get_template("report.html.j2")
-    return template.render(
-        style=Markup(style() + _STYLE),
+    return render(
+        Path(__file__).with_name("report.html.j2"),
+        own_style=_STYLE,
         header=_header(found),
         plots=_plots(found),
         stragglers=_stragglers(found),
@@ -77,18 +74,14 @@ def report(run: str | os.PathLike[str]) -> str:
 
 
 def write_report(run: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Write a run's page, so that a reader of the file never sees a part of it.
+    """Write a run's page atomically.
 
     Raises:
         PlanError: as ``report``; or if the file cannot be written.
     """
     content, path = report(run), Path(path)
     try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
+        write_whole(content, path, option="--output")
     except OSError as error:
         raise PlanError(f"--output {path} cannot be written ({error.strerror}); choose another file") from None
 
@@ -112,9 +105,8 @@ def _header(found: RunRecords) -> dict[str, Any]:
     run = found.runs[-1] if found.runs else {}
     last = found.steps[-1] if found.steps else {}
     steps = f"{last.get('step', 0):,}" + (f" of {run['max_steps']:,}" if run.get("max_steps") else "")
-    speeds = sorted(value for _, value in _points(found, "tokens_per_second")[1:])
-    speed = speeds[len(speeds) // 2] if speeds else _number(last.get("tokens_per_second"))
-    mfus = sorted(value for _, value in _points(found, "mfu")[1:])
+    speeds, mfus = ([y for _, y in _points(found, name)[1:]] for name in ("tokens_per_second", "mfu"))
+    speed = statistics.median_high(speeds) if speeds else _number(last.get("tokens_per_second"))
     peaks = _peaks(last)
     loss, left = _number(last.get("loss")), _number(last.get("left"))
     ranks, millions = run.get("ranks") or 1, (run.get("parameters") or 0) / 1e6
@@ -123,7 +115,7 @@ def _header(found: RunRecords) -> dict[str, Any]:
         ("Loss", "unknown" if loss is None else f"{loss:.4f}", "of the last line"),
         ("Tokens/s", "unknown" if speed is None else f"{speed:,.0f}", ""
          if speed is None else f"median; {speed / ranks:,.0f} per device"),
-        ("MFU", f"{mfus[len(mfus) // 2]:.1%}" if mfus else "unknown", "median; model FLOPs / peak FLOPs"),
+        ("MFU", f"{statistics.median_high(mfus):.1%}" if mfus else "unknown", "median; model FLOPs / peak FLOPs"),
         ("Memory", memory(max(peaks.values())) if peaks else "unknown",
          f"rank {max(peaks, key=lambda rank: peaks[rank])}, the fullest" if peaks else ""),
     ]  # fmt: skip
@@ -141,6 +133,12 @@ def _peaks(step: Mapping[str, Any]) -> dict[int, float]:
     peaks = step.get("peak")
     items = peaks.items() if isinstance(peaks, Mapping) else ()
     return {int(rank): value for rank, text in items if (value := _number(text)) is not None}
+
+
+def _estimated_memory(record: Mapping[str, Any]) -> float | None:
+    """Return the estimated bytes of the fullest rank; None without an estimate."""
+    stages = record.get("estimated_memory") or []
+    return max((sum(filter(None, map(_number, parts.values()))) for parts in stages), default=None)
 
 
 def _plots(found: RunRecords) -> list[Plot]:
@@ -188,9 +186,8 @@ def _memory(found: RunRecords, run: Mapping[str, Any]) -> Plot:
         Series(name=f"rank {rank}", points=by_rank[rank], kind="front" if rank == order[0] else "series")
         for rank in reversed(shown)
     ]
-    stages = run.get("estimated_memory") or []
-    totals = [sum(filter(None, map(_number, parts.values()))) for parts in stages]
-    levels = [(max(totals) / _GIB, f"estimated {memory(max(totals))}")] if totals else []
+    estimated = _estimated_memory(run)
+    levels = [] if estimated is None else [(estimated / _GIB, f"estimated {memory(estimated)}")]
     is_host = run.get("memory_is") == "resident"
     words = "The largest memory of each rank so far: " + (
         "resident memory of the process, which includes its libraries." if is_host else "what torch had allocated."
@@ -242,10 +239,8 @@ def _estimates(found: RunRecords) -> list[tuple[str, str, str]]:
         rows.append(
             ("time per step", f"{seconds(time)} \u00b1{band:.0%}", f"{seconds(measured)} ({measured / time:.2f}\u00d7)")
         )
-    totals = [sum(filter(None, map(_number, parts.values()))) for parts in last.get("estimated_memory") or []]
-    peak = _number(last.get("measured_peak"))
-    if totals and peak:
-        most = max(totals)
+    most, peak = _estimated_memory(last), _number(last.get("measured_peak"))
+    if most and peak:
         rows.append(("memory of the fullest rank", memory(most), f"{memory(peak)} ({peak / most:.2f}\u00d7)"))
     return rows + [("hint", str(hint), "") for hint in last.get("hints") or []]
 

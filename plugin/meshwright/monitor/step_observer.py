@@ -6,6 +6,7 @@ norm are kept in the steps of a line only.
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -56,7 +57,8 @@ class StepObserver:
         self.passes_per_step = 1
         self.on_batch: Callable[[], None] = lambda: None  # called before the first forward pass in training
         self.on_due: Callable[[Tensor | None, Tensor | None, Any], None] = lambda loss, norm, lr: None
-        self._runtime, self._device, self._flops, self._is_due = runtime, device, flops, is_due
+        self._runtime, self._device, self._is_due = runtime, device, is_due
+        self._flops = None if flops is None else functools.lru_cache(maxsize=256)(flops)
         self._modules = {id(x): weakref.ref(x) for x in (model, decoder)}
         self._running: nn.Module | None = None
         self._lead: weakref.ref[Optimizer] | None = None
@@ -65,7 +67,6 @@ class StepObserver:
         self._norm: Tensor | None = None
         self._keeps = self._is_sampled = is_due(1)
         self._parts: CudaParts | HostParts = CudaParts() if device.type == "cuda" else HostParts()
-        self._flops_of: dict[int, float] = {}
         self._after_first = 0.0  # when the first step ended
         self.begin_interval()
         for module in {id(x): x for x in (model, decoder)}.values():
@@ -163,9 +164,7 @@ class StepObserver:
             rows, length = shape
             self._tokens += rows * length
             if self._flops is not None:
-                if length not in self._flops_of:
-                    self._flops_of = {**dict(list(self._flops_of.items())[-255:]), length: self._flops(length)}
-                self._done += rows * length * self._flops_of[length]
+                self._done += rows * length * self._flops(length)
         self.passes += 1
         self._parts.begin("forward", is_sampled=self._is_sampled)
 

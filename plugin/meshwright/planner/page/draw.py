@@ -5,11 +5,11 @@ Each part of the time or memory (matmul, weights, ...) has one colour in all dia
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
-_GIB = 2**30
 _CHARACTER = 0.56  # mean width of a character, relative to the font size
 
 # (light, dark) colour of each part: hues of Okabe and Ito and of Tol, which also differ in lightness. Compute is blue,
@@ -45,33 +45,25 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def span(first: int, last: int) -> str:
-    """Return a range of numbers as text.
-
-    Example:
-        >>> span(0, 7), span(3, 3)
-        ('0\u20137', '3')
-    """
-    return str(first) if first == last else f"{first}\u2013{last}"
-
-
 def text_width(words: str, size: float) -> float:
     """Return the approximate width of a text."""
     return _CHARACTER * size * len(words)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about ``count`` round numbers from ``low`` to ``high``.
+    """Return about ``count`` round numbers from ``low`` to ``high``, which may be of any size.
 
     Example:
         >>> ticks(0, 80, 4)
         [0.0, 20.0, 40.0, 60.0, 80.0]
+        >>> ticks(0, 0.0042, 5)
+        [0.0, 0.001, 0.002, 0.003, 0.004]
     """
     rough = (high - low) / count
-    power = 10.0 ** (len(str(int(rough))) - 1 if rough >= 1 else -len(f"{1 / rough:.0f}"))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20, 50, 100) if power * factor >= rough * 0.99)
-    first = -int(-low // step)
-    return [round(index * step, 9) for index in range(first, int(high / step * (1 + 1e-9)) + 1)]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.99)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
 
 
 class Box(NamedTuple):
@@ -100,12 +92,11 @@ class Svg:
     description: str
     parts: list[str] = field(default_factory=list)
 
-    def rect(self, box: Box, kind: str, *, title: str = "", radius: float = 0) -> None:
+    def rect(self, box: Box, kind: str, *, title: str = "") -> None:
         """Add a rectangle of the CSS class ``kind``."""
         x, y, width, height = box
         size = f'x="{number(x)}" y="{number(y)}" width="{number(max(0, width))}" height="{number(height)}"'
-        corner = f' rx="{number(radius)}"' if radius else ""
-        self._add(f'<rect {size}{corner} class="{kind}"', "rect", title)
+        self._add(f'<rect {size} class="{kind}"', "rect", title)
 
     def part(self, box: Box, name: str, *, title: str = "") -> None:
         """Add a rectangle in a part's colour, hatched if the part is not useful work."""
@@ -130,15 +121,6 @@ class Svg:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         """Add a line."""
         self.path(f"M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}", kind)
-
-    def open(self, kind: str, **data: object) -> None:
-        """Begin a group."""
-        values = "".join(f' data-{key}="{escape(str(value))}"' for key, value in data.items())
-        self.parts.append(f'<g class="{kind}"{values}>')
-
-    def close(self) -> None:
-        """End the innermost group."""
-        self.parts.append("</g>")
 
     def _add(self, start: str, tag: str, title: str) -> None:
         self.parts.append(f"{start}><title>{escape(title)}</title></{tag}>" if title else f"{start}/>")

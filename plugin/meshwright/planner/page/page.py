@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.errors import PlanError
@@ -19,8 +16,8 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.page.data import as_script, page_data, planned
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
+from meshwright.planner.page.render import render, write_whole
 from meshwright.planner.page.settings import ranges
-from meshwright.planner.page.style import style
 from meshwright.planner.page.words import describe_plan, launch_command, plan_command
 from meshwright.planner.search import Search
 
@@ -57,11 +54,8 @@ def page(
     commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name))}
     rows = _changes(found, changed)
     data |= {"commands": commands, "changes": rows}
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    ).get_template("page.html.j2")
-    return template.render(
-        style=Markup(style()),
+    return render(
+        Path(__file__).with_name("page.html.j2"),
         script=Markup(_script()),
         data=Markup(as_script(data)),
         header=_header(found),
@@ -98,18 +92,7 @@ def write_page(
     if path.is_dir():
         raise PlanError(f"--html {path} is a directory; choose a file in it")
     content = page(found, changed=changed, model=model, progress=progress)
-    try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise PlanError(f"--html {path}: cannot write to {path.parent} ({error.strerror})") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.chmod(draft, 0o644)
-        os.replace(draft, path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    write_whole(content, path, option="--html")
 
 
 def _header(found: Search) -> dict[str, Any]:
