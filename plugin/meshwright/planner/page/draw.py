@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
-_GIB = 2**30
 _CHARACTER = 0.56  # mean width of a character, relative to the font size
 
 # (light, dark) colour of each part: hues of Okabe and Ito and of Tol, which also differ in lightness. Compute is blue,
@@ -43,16 +42,6 @@ HATCHED = frozenset({"recompute", "bubble", "other", "slack"})
 def number(value: float) -> str:
     """Return a coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def span(first: int, last: int) -> str:
-    """Return a range of numbers as text.
-
-    Example:
-        >>> span(0, 7), span(3, 3)
-        ('0\u20137', '3')
-    """
-    return str(first) if first == last else f"{first}\u2013{last}"
 
 
 def text_width(words: str, size: float) -> float:
@@ -130,15 +119,6 @@ class Svg:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         """Add a line."""
         self.path(f"M{number(x1)} {number(y1)}L{number(x2)} {number(y2)}", kind)
-
-    def open(self, kind: str, **data: object) -> None:
-        """Begin a group."""
-        values = "".join(f' data-{key}="{escape(str(value))}"' for key, value in data.items())
-        self.parts.append(f'<g class="{kind}"{values}>')
-
-    def close(self) -> None:
-        """End the innermost group."""
-        self.parts.append("</g>")
 
     def _add(self, start: str, tag: str, title: str) -> None:
         self.parts.append(f"{start}><title>{escape(title)}</title></{tag}>" if title else f"{start}/>")
