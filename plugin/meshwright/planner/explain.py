@@ -114,7 +114,7 @@ def _remedies(found: Search) -> Iterator[str]:
             yield f"--seq-len {shorter}"
             break
     short = found.smallest[1].total - found.budget
-    yield f"devices with {gib(found.cluster.device.memory + short / 0.9)} of memory"
+    yield f"devices with {gib(found.cluster.device.memory * (1 + short / found.budget))} of memory"
 
 
 def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:
