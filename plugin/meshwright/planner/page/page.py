@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import tempfile
@@ -192,11 +191,10 @@ def _reasons(found: Search) -> dict[str, Any]:
 
 def _changes(found: Search, changed: Sequence[explain.Change]) -> list[tuple[str, str, str]]:
     rows = []
-    best = dataclasses.replace(found.choices[0].plan, accumulation=1)
     for change in changed:
         plan, speed = "no plan fits", "none"
         if change.plan is not None:
-            same = dataclasses.replace(change.plan, accumulation=1) == best
-            plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}{_TIMES}"
+            plan = "the same" if change.is_same(found.choices[0].plan) else change.plan.label
+            speed = f"{change.speed:.2f}{_TIMES}"
         rows.append((change.what, plan, speed))
     return rows or [("nothing", "no changes were tried", "")]
