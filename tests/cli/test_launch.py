@@ -26,7 +26,7 @@ from harness.launchers import run_command
 from meshwright.choose.given_plan import given_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, REPLAN_VARIABLE, plan_line, read_plan
 from meshwright.cli import app
-from meshwright.cli.launch import Context, Schedule
+from meshwright.cli.options import Context, Schedule
 from meshwright.context.methods import METHODS
 from meshwright.mesh.process_group import node_count
 from meshwright.pipeline.schedule import SCHEDULES

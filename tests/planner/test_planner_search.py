@@ -116,6 +116,13 @@ def test_remedy_of_more_devices_holds() -> None:
     assert find(EIGHT, gpus=int(more), gpu="a100-80", seq=2048, batch=64).choices
 
 
+def test_remedy_of_more_memory_holds_for_the_share_that_a_plan_may_fill() -> None:
+    found = find(EIGHT, gpus=1, batch=64, budget=device("h100-sxm").memory / 2)
+    gibs = float(str(explain.no_fit(found)).split("devices with ")[1].split()[0]) + 0.1  # the text has one decimal
+    assert not found.choices and find(EIGHT, gpus=1, batch=64, budget=gibs * 2**30 / 2).choices
+    assert not find(EIGHT, gpus=1, batch=64, budget=(gibs - 0.2) * 2**30 / 2).choices
+
+
 def test_no_legal_plan_is_an_error_with_reasons() -> None:
     with pytest.raises(PlanError, match=r"no legal plan.*3 sequences"):
         find(dataclasses.replace(EIGHT, heads=31, kv_heads=31), gpus=512, batch=3)

@@ -5,11 +5,23 @@ from __future__ import annotations
 import importlib
 import sys
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Context, Recompute, Schedule
+from meshwright.cli.options import (
+    ContextMethod,
+    CpSize,
+    PipelineSchedule,
+    PpSize,
+    RecomputedLayers,
+    RecomputeKind,
+    SequenceParallel,
+    TpSize,
+    UlyssesSize,
+    ZeroStage,
+    given_sizes,
+)
 
 
 class MixedPrecision(StrEnum):
@@ -35,46 +47,19 @@ def launch(
         int | None,
         typer.Option(help="Data-parallel size (default: --num_processes / --tp, or 1 without --num_processes)."),
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).")] = None,
-    cp: Annotated[
-        int | None, typer.Option(help="Context-parallel size: ranks that share each sequence (default: 1).")
-    ] = None,
-    context: Annotated[
-        Context | None,
-        typer.Option(help="With --cp, method by which attention reaches the whole sequence (default: gather)."),
-    ] = None,
-    ulysses: Annotated[
-        int | None, typer.Option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
-    ] = None,
-    pp: Annotated[
-        int | None, typer.Option(help="Pipeline-parallel size: ranks that share the layers (default: 1).")
-    ] = None,
-    schedule: Annotated[
-        Schedule | None, typer.Option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
-    ] = None,
-    sequence_parallel: Annotated[
-        bool | None,
-        typer.Option(
-            "--sequence-parallel/--no-sequence-parallel",
-            help="With --tp, also shard the activations between blocks over tp (default: no).",
-        ),
-    ] = None,
-    zero_stage: Annotated[
-        int | None,
-        typer.Option(
-            help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0)."
-        ),
-    ] = None,
+    tp: TpSize = None,
+    cp: CpSize = None,
+    context: ContextMethod = None,
+    ulysses: UlyssesSize = None,
+    pp: PpSize = None,
+    schedule: PipelineSchedule = None,
+    sequence_parallel: SequenceParallel = None,
+    zero_stage: ZeroStage = None,
     micro_batch_size: Annotated[
         int | None, typer.Option(help="Rows per rank and micro-batch (default: all rows of the rank's batch).")
     ] = None,
-    recompute: Annotated[
-        Recompute | None, typer.Option(help="What backward recomputes: no layers, or whole layers (default: none).")
-    ] = None,
-    recomputed_layers: Annotated[
-        int | None,
-        typer.Option(help="With --recompute full, number of layers of each rank to recompute (default: all of them)."),
-    ] = None,
+    recompute: RecomputeKind = None,
+    recomputed_layers: RecomputedLayers = None,
     num_processes: Annotated[
         int | None,
         typer.Option(
@@ -160,14 +145,11 @@ def launch(
       meshwright launch --cpu --num_processes 2 -m my_package.train
       meshwright launch --plan plan.yaml --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """
-    sizes: dict[str, Any] = {
-        "dp": dp, "tp": tp, "cp": cp, "context": context and context.value, "ulysses": ulysses,
-        "pp": pp, "schedule": schedule and schedule.value,
-        "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
-        "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
-        "recomputed_layers": recomputed_layers,
-    }  # fmt: skip
-    sizes = {name: value for name, value in sizes.items() if value is not None}
+    sizes = given_sizes(
+        dp=dp, tp=tp, cp=cp, context=context, ulysses=ulysses, pp=pp, schedule=schedule,
+        sequence_parallel=sequence_parallel, zero_stage=zero_stage, micro_batch_size=micro_batch_size,
+        recompute=recompute, recomputed_layers=recomputed_layers,
+    )  # fmt: skip
     try:
         # Imported by name, since the core works without accelerate and must not import it.
         launch_job = importlib.import_module("meshwright_hf.launch_job")

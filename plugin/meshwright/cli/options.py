@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,3 +41,67 @@ class Context(StrEnum):
     ulysses = "ulysses"
     ring = "ring"
     hybrid = "hybrid"
+
+
+OWN_PLAN = "A plan of your own, which is estimated instead of searching"  # the group of these options in plan's help
+
+TpSize = Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).", rich_help_panel=OWN_PLAN)]
+CpSize = Annotated[
+    int | None,
+    typer.Option(help="Context-parallel size: ranks that share each sequence (default: 1).", rich_help_panel=OWN_PLAN),
+]
+ContextMethod = Annotated[
+    Context | None,
+    typer.Option(
+        help="With --cp, method by which attention reaches the whole sequence (default: gather).",
+        rich_help_panel=OWN_PLAN,
+    ),
+]
+UlyssesSize = Annotated[
+    int | None,
+    typer.Option(
+        help="With --context hybrid, number of neighbouring ranks that exchange heads.", rich_help_panel=OWN_PLAN
+    ),
+]
+PpSize = Annotated[
+    int | None,
+    typer.Option(help="Pipeline-parallel size: ranks that share the layers (default: 1).", rich_help_panel=OWN_PLAN),
+]
+PipelineSchedule = Annotated[
+    Schedule | None,
+    typer.Option(help="With --pp, the order of forwards and backwards (default: 1f1b).", rich_help_panel=OWN_PLAN),
+]
+SequenceParallel = Annotated[
+    bool | None,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="With --tp, also shard the activations between blocks over tp (default: no).",
+        rich_help_panel=OWN_PLAN,
+    ),
+]
+ZeroStage = Annotated[
+    int | None,
+    typer.Option(
+        help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0).",
+        rich_help_panel=OWN_PLAN,
+    ),
+]
+RecomputeKind = Annotated[
+    Recompute | None,
+    typer.Option(
+        help="What backward recomputes: no layers, or whole layers (default: none).", rich_help_panel=OWN_PLAN
+    ),
+]
+RecomputedLayers = Annotated[
+    int | None,
+    typer.Option(
+        help="With --recompute full, number of layers of each rank to recompute (default: all of them).",
+        rich_help_panel=OWN_PLAN,
+    ),
+]
+
+
+def given_sizes(**sizes: Any) -> dict[str, Any]:
+    """Return the fields of ``ParallelPlan`` that were given, with enums as their values."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    return {name: value.value if isinstance(value, StrEnum) else value for name, value in given.items()}

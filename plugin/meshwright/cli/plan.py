@@ -9,12 +9,24 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.cli.options import Context, Recompute, Schedule
+from meshwright.cli.options import (
+    OWN_PLAN,
+    ContextMethod,
+    CpSize,
+    PipelineSchedule,
+    PpSize,
+    RecomputedLayers,
+    RecomputeKind,
+    SequenceParallel,
+    TpSize,
+    UlyssesSize,
+    ZeroStage,
+    given_sizes,
+)
 from meshwright.cli.validate import LeaveOut, validate_estimator
 
 _JOB = "What is trained, and where"
 _RUN = "The whole run: days, GPU-hours and cost"
-_OWN = "A plan of your own, which is estimated instead of searching"
 _OUTPUT = "Output"
 _ACCURACY = "Accuracy of the estimates"
 
@@ -125,58 +137,29 @@ def plan(
             metavar="PLAN",
             help='Plan in words, for example "dp8 tp2+sp zero1 mb1x4", or a file that --save wrote. Give --plan twice '
             "to compare two plans.",
-            rich_help_panel=_OWN,
+            rich_help_panel=OWN_PLAN,
         ),
     ] = None,
     dp: Annotated[
         int | None,
-        typer.Option(help="Data-parallel size (default: --gpus / the other sizes).", rich_help_panel=_OWN),
+        typer.Option(help="Data-parallel size (default: --gpus / the other sizes).", rich_help_panel=OWN_PLAN),
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).", rich_help_panel=_OWN)] = None,
-    cp: Annotated[int | None, typer.Option(help="Context-parallel size (default: 1).", rich_help_panel=_OWN)] = None,
-    context: Annotated[
-        Context | None,
-        typer.Option(
-            help="With --cp, method by which attention reaches the whole sequence (default: gather).",
-            rich_help_panel=_OWN,
-        ),
-    ] = None,
-    ulysses: Annotated[
-        int | None,
-        typer.Option(help="With --context hybrid, number of ranks that exchange heads.", rich_help_panel=_OWN),
-    ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline-parallel size (default: 1).", rich_help_panel=_OWN)] = None,
-    schedule: Annotated[
-        Schedule | None, typer.Option(help="With --pp, the schedule (default: 1f1b).", rich_help_panel=_OWN)
-    ] = None,
-    sequence_parallel: Annotated[
-        bool | None,
-        typer.Option(
-            "--sequence-parallel/--no-sequence-parallel",
-            help="With --tp, also shard the activations between blocks (default: no).",
-            rich_help_panel=_OWN,
-        ),
-    ] = None,
-    zero_stage: Annotated[int | None, typer.Option(help="ZeRO stage (default: 0).", rich_help_panel=_OWN)] = None,
+    tp: TpSize = None,
+    cp: CpSize = None,
+    context: ContextMethod = None,
+    ulysses: UlyssesSize = None,
+    pp: PpSize = None,
+    schedule: PipelineSchedule = None,
+    sequence_parallel: SequenceParallel = None,
+    zero_stage: ZeroStage = None,
     micro_batch_size: Annotated[
         int | None,
         typer.Option(
-            help="Sequences per rank and micro-batch (default: all sequences of the rank).", rich_help_panel=_OWN
+            help="Sequences per rank and micro-batch (default: all sequences of the rank).", rich_help_panel=OWN_PLAN
         ),
     ] = None,
-    recompute: Annotated[
-        Recompute | None,
-        typer.Option(
-            help="What backward recomputes: no layers, or whole layers (default: none).", rich_help_panel=_OWN
-        ),
-    ] = None,
-    recomputed_layers: Annotated[
-        int | None,
-        typer.Option(
-            help="With --recompute full, number of layers of each rank to recompute (default: all).",
-            rich_help_panel=_OWN,
-        ),
-    ] = None,
+    recompute: RecomputeKind = None,
+    recomputed_layers: RecomputedLayers = None,
     top: Annotated[int, typer.Option(help="Number of plans to show.", rich_help_panel=_OUTPUT)] = 5,
     allow_future: Annotated[
         bool,
@@ -281,13 +264,11 @@ def plan(
 
     The exit code is 0; 1 if a plan of your own does not fit; and 2 if an argument is wrong or no plan fits.
     """
-    sizes = {
-        "dp": dp, "tp": tp, "cp": cp, "context": context and context.value, "ulysses": ulysses, "pp": pp,
-        "schedule": schedule and schedule.value, "sequence_parallel": sequence_parallel, "zero_stage": zero_stage,
-        "micro_batch_size": micro_batch_size, "recompute": recompute and recompute.value,
-        "recomputed_layers": recomputed_layers,
-    }  # fmt: skip
-    sizes = {name: value for name, value in sizes.items() if value is not None}
+    sizes = given_sizes(
+        dp=dp, tp=tp, cp=cp, context=context, ulysses=ulysses, pp=pp, schedule=schedule,
+        sequence_parallel=sequence_parallel, zero_stage=zero_stage, micro_batch_size=micro_batch_size,
+        recompute=recompute, recomputed_layers=recomputed_layers,
+    )  # fmt: skip
     try:
         if validate is not None:
             validate_estimator(validate, calibrate_rows, seed, leave_out, profile, json)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.planner.candidate import Candidate, Job
     from meshwright.planner.explain import Change
     from meshwright.planner.search import Search
+    from meshwright.planner.sweep import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ def answer_own(question: Question, outputs: Outputs, plans: Callable[[Job], list
 def answer_sweep(question: Question, outputs: Outputs, name: str, values: Sequence[Any]) -> None:
     """Print a table with the best plan for each value of a setting."""
     from meshwright.planner.notes import batch_warning
-    from meshwright.planner.sweep import row_of, sweep_dict, sweep_text
+    from meshwright.planner.sweep import row_of, sweep_dict
 
     outputs.refuse(f"--{name.replace('_', '-')} with several values")
 
@@ -149,14 +150,12 @@ def answer_sweep(question: Question, outputs: Outputs, name: str, values: Sequen
         return question.search(question.space(**{name: value}), top=1)
 
     rows = [row_of(value, partial(find, value), question.budget) for value in values]
-    if not any(row.speed for row in rows):
+    if not any(row.best for row in rows):
         raise PlanError(f"no plan for any value: {rows[0].reason}")
     if outputs.json:
         typer.echo(json_format.dumps(sweep_dict(name, rows), indent=2))
         return
-    heading = ", ".join(_fixed(question, name))
-    typer.echo(f"{question.shape.name}: {question.shape.parameters / 1e9:.2f} B parameters, {heading}\n")
-    typer.echo(sweep_text(name.replace("_", "-"), rows))
+    typer.echo(_table(question, name, rows))
     for row in rows:
         if row.found is not None and (warning := batch_warning(row.found.job)):
             typer.echo(f"\nWarning: {warning}.")
@@ -165,7 +164,7 @@ def answer_sweep(question: Question, outputs: Outputs, name: str, values: Sequen
 
 def answer_days(question: Question, outputs: Outputs, days: float) -> None:
     """Print the smallest cluster that trains on the tokens in a number of days, and the sizes below it."""
-    from meshwright.planner.sweep import is_met, smallest_cluster, sweep_dict, sweep_text
+    from meshwright.planner.sweep import is_met, smallest_cluster, sweep_dict
 
     outputs.refuse("--days")
     if question.budget is None:
@@ -188,21 +187,23 @@ def answer_days(question: Question, outputs: Outputs, days: float) -> None:
         return
     last = rows[-1].bill
     assert last is not None
-    heading = ", ".join(_fixed(question, "gpus"))
-    typer.echo(f"{question.shape.name}: {question.shape.parameters / 1e9:.2f} B parameters, {heading}\n")
-    typer.echo(sweep_text("gpus", [row for row in rows if row.speed]))
+    typer.echo(_table(question, "gpus", [row for row in rows if row.best]))
     typer.echo(
         f"\nSmallest cluster for {days:g} days: {rows[-1].value:,} x {space.cluster.device.name}, {last.days:.1f} days."
         " Sizes without a legal plan are left out."
     )
 
 
-def _fixed(question: Question, swept: str) -> list[str]:
-    """Return the settings that a table does not compare, as words."""
-    cluster, settings = question.space().cluster, question.settings
+def _table(question: Question, swept: str, rows: Sequence[Row]) -> str:
+    """Return a table over a setting, below a line with the model and the other settings."""
+    from meshwright.planner.sweep import sweep_text
+
+    shape, cluster, settings = question.shape, question.space().cluster, question.settings
     words = [cluster.device.name if swept == "gpus" else f"{cluster.gpus} x {cluster.device.name}"]
     words += [f"{settings.global_batch} sequences per step"] * (swept != "global_batch")
-    return words + [f"{settings.seq_len} tokens per sequence"] * (swept != "seq_len")
+    words += [f"{settings.seq_len} tokens per sequence"] * (swept != "seq_len")
+    heading = f"{shape.name}: {shape.parameters / 1e9:.2f} B parameters, {', '.join(words)}"
+    return f"{heading}\n\n{sweep_text(swept.replace('_', '-'), rows)}"
 
 
 def _check_runs(plan: Candidate, outputs: Outputs) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, rank_layers
@@ -91,17 +91,17 @@ class BestFirst:
         """Return each axis value with which no plan fits, and its plan that needs the least memory."""
         fit = {name for plan, memory in self.weights.items() if memory.total <= self.budget for name in _axes(plan)}
         found: dict[str, tuple[Candidate, Memory]] = {}
-        by_axis: dict[str, list[tuple[_Slot, _Zero]]] = {}
+        by_axis: dict[str, list[Candidate]] = {}
         for slot in self.slots:
             for zero in self.space.zero(slot[0]):
-                for name in _axes(self._even(slot, zero)[0]):
-                    by_axis.setdefault(name, []).append((slot, zero))
-        for name, values in by_axis.items():
+                leanest = self._even(slot, zero)[-1]
+                for name in _axes(leanest):
+                    by_axis.setdefault(name, []).append(leanest)
+        for name, plans in by_axis.items():
             if name in fit:
                 continue
             # Small micro-batches and high ZeRO stages first, since one plan that fits settles the value.
-            for slot, zero in sorted(values, key=lambda value: (value[0][1], -value[1][0])):
-                plan = self._even(slot, zero)[-1]
+            for plan in sorted(plans, key=lambda plan: (plan.micro_batch, -plan.zero_stage)):
                 memory = self.weigh(plan)
                 if memory.total <= self.budget:
                     fit.update(_axes(plan))
@@ -142,10 +142,9 @@ class BestFirst:
         if plan.recompute != "full" or not self.space.recomputes_some or not self._fits(plan):
             return plan
         low, high, best = 0, max(rank_layers(plan, self.space.shape.layers)), plan
-        fields = vars(plan)
         while high - low > 1:
             middle = (low + high) // 2
-            trial = Candidate(**{**fields, "recomputed": middle})
+            trial = replace(plan, recomputed=middle)
             if self._fits(trial):
                 high, best = middle, trial
             else:

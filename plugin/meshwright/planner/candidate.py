@@ -219,6 +219,6 @@ def count_recomputed(candidate: Candidate, held: int) -> int:
 
 
 def recomputed_share(candidate: Candidate, layers: int) -> float:
-    """Return the share of a rank's layers that backward recomputes in full."""
+    """Return the share of a rank's layers for which backward repeats what ``candidate.recompute`` says."""
     held = max(rank_layers(candidate, layers))
-    return count_recomputed(candidate, held) / held
+    return count_recomputed(candidate, held) / held if candidate.recompute == "full" else 1.0

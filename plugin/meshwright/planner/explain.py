@@ -38,6 +38,10 @@ class Change:
     plan: Candidate | None
     speed: float
 
+    def is_same(self, best: Candidate) -> bool:
+        """Return whether the plan is ``best``, apart from the number of micro-batches."""
+        return self.plan is not None and dataclasses.replace(self.plan, accumulation=best.accumulation) == best
+
 
 def ties(found: Search) -> int:
     """Return how many choices, counting the first, have times too close to the first's to rank."""
@@ -113,8 +117,7 @@ def _remedies(found: Search) -> Iterator[str]:
         if best(cluster, dataclasses.replace(job, seq_len=shorter)):
             yield f"--seq-len {shorter}"
             break
-    short = found.smallest[1].total - found.budget
-    yield f"devices with {gib(found.cluster.device.memory + short / 0.9)} of memory"
+    yield f"devices with {gib(found.smallest[1].total * found.cluster.device.memory / found.budget)} of memory"
 
 
 def _more_devices(cluster: Cluster, job: Job) -> Iterator[int]:
@@ -302,14 +305,8 @@ def grid(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
 def _change_line(best: Choice, change: Change) -> str:
     if change.plan is None:
         return f"  {change.what}: no plan fits"
-    same = _layout(change.plan) == _layout(best.plan)
-    return (
-        f"  {change.what}: {'the same plan' if same else change.plan.label}, {change.speed:.2f}x the tokens per second"
-    )
-
-
-def _layout(plan: Candidate) -> Candidate:
-    return dataclasses.replace(plan, accumulation=1)
+    plan = "the same plan" if change.is_same(best.plan) else change.plan.label
+    return f"  {change.what}: {plan}, {change.speed:.2f}x the tokens per second"
 
 
 def shares(parts: dict[str, float], total: float, unit: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.context.methods import local_tokens
 from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_rank
@@ -75,6 +76,7 @@ def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
     return _saved(shape, plan, job).kept
 
 
+@lru_cache(maxsize=8)  # the stages of a plan save alike
 def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     """Return the bytes that forward saves for one micro-batch."""
     return saved_activations(shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes)

@@ -11,7 +11,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.context_cost import methods
 from meshwright.planner.hardware import HardwareProfile
 from meshwright.planner.memory import peak_memory
-from meshwright.planner.search import HEADROOM, Search, choice_of
+from meshwright.planner.search import HEADROOM, Search, choice_of, outcome
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
@@ -122,20 +122,7 @@ def weigh(
         check_plan(shape, plan)
     model = StepModel(shape, cluster, profile.coefficients)
     weights = {plan: peak_memory(shape, plan, job) for plan in plans}
-    return Search(
-        shape=shape,
-        cluster=cluster,
-        job=job,
-        profile=profile,
-        allow_future=space.allow_future,
-        no_stages=space.no_stages,
-        choices=tuple(choice_of(space, plan, model.step(plan, job), weights[plan]) for plan in plans),
-        pruned={},
-        considered=len(weights),
-        weighed=len(weights),
-        fitting=sum(memory.total <= budget for memory in weights.values()),
-        simulated=len(weights),
-        budget=budget,
-        smallest=min(weights.items(), key=lambda item: item[1].total),
-        binding={},
+    choices = [choice_of(space, plan, model.step(plan, job), weights[plan]) for plan in plans]
+    return outcome(
+        space, profile, budget, choices, weights, binding={}, considered=len(weights), simulated=len(weights)
     )

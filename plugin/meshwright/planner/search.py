@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
@@ -110,29 +111,42 @@ def search(
             f"no legal plan for {shape.name} on {cluster.gpus} devices with a global batch of {job.global_batch}: "
             f"{reasons}. Change --global-batch to a multiple of the number of devices, or change --gpus"
         )
-    choices = tuple(choice_of(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(top))
-    return Search(
-        shape=shape,
-        cluster=cluster,
-        job=job,
-        profile=profile,
-        allow_future=space.allow_future,
-        no_stages=space.no_stages,
-        choices=choices,
-        binding=walk.binding(),
-        pruned=space.pruned,
-        considered=walk.count(),
-        weighed=len(walk.weights),
-        fitting=sum(memory.total <= budget for memory in walk.weights.values()),
+    choices = [choice_of(space, plan, time, walk.weigh(plan)) for plan, time in walk.fastest(top)]
+    binding = walk.binding()  # weighs more plans
+    return outcome(
+        space, profile, budget, choices, walk.weights, binding=binding, considered=walk.count(),
         simulated=walk.simulated,
-        budget=budget,
-        smallest=min(walk.weights.items(), key=lambda item: item[1].total),
-    )
+    )  # fmt: skip
 
 
-def choice_of(space: Space, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
-    """Return a plan with its estimates and the speed that follows from them."""
-    cluster, job = space.cluster, space.job
-    peak = space.shape.flops(job.seq_len) * job.tokens / (cluster.device.flops * cluster.gpus)
+def outcome(
+    space: Space,
+    profile: HardwareProfile,
+    budget: float,
+    choices: Iterable[Choice],
+    weights: Mapping[Candidate, Memory],
+    *,
+    binding: dict[str, tuple[Candidate, Memory]],
+    considered: int,
+    simulated: int,
+) -> Search:
+    """Return the outcome of a search whose weighed plans have the memory ``weights``; the rest is as in ``Search``."""
+    return Search(
+        shape=space.shape, cluster=space.cluster, job=space.job, profile=profile, allow_future=space.allow_future,
+        no_stages=space.no_stages, choices=tuple(choices), pruned=space.pruned, considered=considered,
+        weighed=len(weights), fitting=sum(memory.total <= budget for memory in weights.values()), simulated=simulated,
+        budget=budget, smallest=min(weights.items(), key=lambda item: item[1].total), binding=binding,
+    )  # fmt: skip
+
+
+def choice_of(of: Space | Search, plan: Candidate, time: StepTime, memory: Memory) -> Choice:
+    """Return a plan with its estimates and the speed that follows from them.
+
+    Args:
+        of: the space or the search with the model, the cluster and the job.
+        plan, time, memory: the plan and its estimates.
+    """
+    cluster, job = of.cluster, of.job
+    peak = of.shape.flops(job.seq_len) * job.tokens / (cluster.device.flops * cluster.gpus)
     speed = job.tokens / time.total / cluster.gpus
     return Choice(plan=plan, time=time, memory=memory, mfu=peak / time.total, tokens_per_second=speed)

@@ -14,7 +14,7 @@ from meshwright.planner.cost import Bill, Budget, bill_dict, bill_of, days_text
 from meshwright.planner.explain import grid
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
-from meshwright.planner.search import Search
+from meshwright.planner.search import Choice, Search
 
 _STEPS = 8  # sizes of the cluster to try for each doubling
 _DOUBLINGS = 6  # doublings to try, from the size at which devices would have to run at their peak
@@ -37,9 +37,14 @@ class Row:
     bill: Bill | None = None
 
     @property
+    def best(self) -> Choice | None:
+        """The best plan; None without one."""
+        return self.found.choices[0] if self.found and self.found.choices else None
+
+    @property
     def speed(self) -> float:
         """Tokens per second per device; 0 without a plan."""
-        return self.found.choices[0].tokens_per_second if self.found and self.reason is None else 0.0
+        return self.best.tokens_per_second if self.best else 0.0
 
 
 def row_of(value: Any, find: Callable[[], Search], budget: Budget | None) -> Row:
@@ -80,10 +85,9 @@ def sweep_text(name: str, rows: Sequence[Row]) -> str:
     base = next((row.speed for row in rows if row.speed), 0.0)
     cells = [tuple(head)]
     for row in rows:
-        if row.found is None or row.reason is not None:
+        if (best := row.best) is None:
             cells.append((_number(row.value), "-", *[""] * (len(head) - 2)))
             continue
-        best = row.found.choices[0]
         line = [
             _number(row.value), best.plan.label, seconds(best.time.total), f"{best.tokens_per_second:,.0f}",
             f"{row.speed / base:.0%}", f"{best.mfu:.1%}", gib(best.memory.total),
@@ -101,8 +105,7 @@ def sweep_dict(name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for row in rows:
         entry: dict[str, Any] = {name: row.value, "reason": row.reason}
-        if row.found is not None and row.reason is None:
-            best = row.found.choices[0]
+        if (best := row.best) is not None:
             entry |= {
                 "plan": best.plan.label,
                 "step_seconds": best.time.total,

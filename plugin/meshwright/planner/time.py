@@ -195,8 +195,7 @@ class StepModel:
     def stages(self, plan: Candidate, job: Job) -> tuple[list[float], list[float], Work, Work]:
         """Return the seconds of each virtual stage's forward and backward, and the ``Work`` of a layer and the head."""
         layer, head = self.layer(plan, job), self.head(plan, job)
-        share = recomputed_share(plan, self.shape.layers)
-        skipped = layer.recompute * (1 - share) if plan.recompute == "full" else 0.0
+        skipped = layer.recompute * (1 - recomputed_share(plan, self.shape.layers))
         counts = stage_layers(plan, self.shape.layers)
         forward = [count * layer.forward for count in counts]
         backward = [count * (layer.backward - skipped) for count in counts]
@@ -241,7 +240,6 @@ class StepModel:
         piped = pipeline_time(self.pipeline(plan, job), m) if plan.pp > 1 else busy
         held = m * rank_layers(plan, self.shape.layers)[slowest]
         tail = m if slowest == _last_rank(plan) else 0
-        share = recomputed_share(plan, self.shape.layers) if plan.recompute == "full" else 1.0
         data = self.data(plan, job, forward[slowest], backward[slowest])
         optimizer = self.optimizer(plan, job)
         total = piped + data + optimizer + k.step
@@ -250,7 +248,7 @@ class StepModel:
             matmul=held * layer.matmul + tail * head.matmul,
             attention=held * layer.attention,
             elementwise=held * layer.elementwise + tail * head.elementwise,
-            recompute=held * layer.recompute * share,
+            recompute=held * layer.recompute * recomputed_share(plan, self.shape.layers),
             tensor=held * layer.tensor,
             context=held * layer.context,
             data=data,

@@ -14,7 +14,7 @@ from meshwright.planner.memory import Memory
 from meshwright.planner.page.draw import AXES, HATCHED
 from meshwright.planner.page.front import Point, drawn_points
 from meshwright.planner.page.listing import Listed
-from meshwright.planner.page.settings import Outcome, Ranges, Settings, StageWork, ranges
+from meshwright.planner.page.settings import Outcome, Settings, StageWork
 from meshwright.planner.page.words import describe_ranks, describe_rows
 from meshwright.planner.search import Search
 
@@ -38,7 +38,7 @@ class _Table:
 
 
 def page_data(
-    found: Search,
+    settings: Settings,
     plans: Sequence[Listed],
     points: Sequence[Point],
     front: Sequence[Point],
@@ -48,24 +48,21 @@ def page_data(
     """Return the data of the page, whose numbers are MiB and milliseconds.
 
     Args:
-        found: the outcome of a search.
+        settings: the outcome of a search, and the sliders.
         plans: the plans of the table.
         points, front: result of ``pareto``.
         progress: is called with the number of settings that were computed, and of all of them.
     """
-    sliders = ranges(found)
-    settings = Settings(found=found, ranges=sliders)
+    found, sliders = settings.found, settings.ranges
     tables = {name: _Table() for name in ("words", "ranks", "rows", "labels", "memories", "works", "reasons")}
-    total, done = len(plans) * len(list(sliders.indices())), 0
-
-    def count() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
+    total, done = len(plans) * sliders.count, 0
     rows = []
     for listed in plans:
-        outcomes = [_point(outcome, tables) for outcome in settings.outcomes(listed.plan, progress=count)]
+        outcomes = []
+        for outcome in settings.outcomes(listed.plan):
+            outcomes.append(_point(outcome, tables))
+            done += 1
+            progress(done, total)
         rows.append({**_plan(found, listed), "points": outcomes})
     cluster, job, profile = found.cluster, found.job, found.profile
     return {
@@ -76,7 +73,7 @@ def page_data(
         "band": profile.band,
         "tie": explain.TIE,
         "sliders": {"batch": sliders.batches, "length": sliders.lengths, "gpus": sliders.gpus, "micro": sliders.micro},
-        "planned": planned(found, sliders),
+        "planned": planned(settings),
         "flopsPerToken": [found.shape.flops(length) for length in sliders.lengths],
         "memoryParts": [name for name in Memory.__dataclass_fields__ if name != "stage"],
         "timeParts": list(found.choices[0].time.parts),
@@ -89,8 +86,9 @@ def page_data(
     }
 
 
-def planned(found: Search, sliders: Ranges) -> list[int]:
+def planned(settings: Settings) -> list[int]:
     """Return the setting of the planned job, as an index on each slider."""
+    found, sliders = settings.found, settings.ranges
     return [
         sliders.batches.index(found.job.global_batch),
         sliders.lengths.index(found.job.seq_len),

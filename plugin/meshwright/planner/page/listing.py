@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.explain import ties
-from meshwright.planner.memory import Memory, peak_memory
+from meshwright.planner.memory import peak_memory
 from meshwright.planner.page.front import Point
-from meshwright.planner.search import Search
+from meshwright.planner.search import Choice, Search, choice_of
 from meshwright.planner.time import StepModel
 
 _PLANS = 16  # largest number of plans on the page, apart from more choices
@@ -19,18 +18,13 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class Listed(Choice):
     """A plan of the page's table.
 
     Args:
-        plan: the plan.
-        time, memory: its estimates.
         why: the reason for which it is listed.
     """
 
-    plan: Candidate
-    time: StepTime
-    memory: Memory
     why: str
 
 
@@ -55,11 +49,13 @@ def listed_plans(found: Search, points: Sequence[Point], front: Sequence[Point])
     room = max(0, _PLANS - len(reasons))
     for point in _spread([point for point in front if point.plan not in reasons], room):
         reasons[point.plan] = "leanest" if point is front[0] else "lean"
-    known = {choice.plan: (choice.time, choice.memory) for choice in found.choices}
+    known = {choice.plan: choice for choice in found.choices}
     plans = []
     for plan, why in reasons.items():
-        time, memory = known.get(plan) or (model.step(plan, found.job), peak_memory(found.shape, plan, found.job))
-        plans.append(Listed(plan=plan, time=time, memory=memory, why=why))
+        choice = known.get(plan) or choice_of(
+            found, plan, model.step(plan, found.job), peak_memory(found.shape, plan, found.job)
+        )
+        plans.append(Listed(**vars(choice), why=why))
     # The search's order of equal times is kept.
     return sorted(plans, key=lambda listed: listed.time.total)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from meshwright.planner.page.data import as_script, page_data, planned
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
 from meshwright.planner.page.render import render, write_whole
-from meshwright.planner.page.settings import ranges
+from meshwright.planner.page.settings import Settings, ranges
 from meshwright.planner.page.words import describe_plan, launch_command, plan_command
 from meshwright.planner.search import Search
 
@@ -50,7 +49,8 @@ def page(
     changed = explain.changes(found) if changed is None else changed
     points, front = pareto(found)
     plans = listed_plans(found, points, front)
-    data = page_data(found, plans, points, front, progress=progress)
+    settings = Settings(found=found, ranges=ranges(found))
+    data = page_data(settings, plans, points, front, progress=progress)
     commands = {"plan": plan_command(found, shlex.quote(model or found.shape.name))}
     rows = _changes(found, changed)
     data |= {"commands": commands, "changes": rows}
@@ -60,10 +60,10 @@ def page(
         data=Markup(as_script(data)),
         header=_header(found),
         plans=_rows(found, plans),
-        sliders=_sliders(found),
+        sliders=_sliders(settings),
         reasons=_reasons(found),
         changes=rows,
-        settings=f"{len(list(ranges(found).indices())):,}",
+        settings=f"{settings.ranges.count:,}",
         footer=f"{explain.error_band(found)} {found.considered:,} legal plans, {found.weighed:,} weighed, "
         f"{found.simulated:,} simulated.",
     )
@@ -135,16 +135,15 @@ def _script() -> str:
 
 def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, Any]]:
     """Return the rows of the table of plans."""
-    fastest, tokens = plans[0].time.total, found.job.tokens / found.cluster.gpus
-    peak = found.shape.flops(found.job.seq_len) * tokens / found.cluster.device.flops
+    fastest = plans[0].time.total
     return [
         {
             "label": listed.plan.label,
             "why": listed.why + ("" if listed.plan.runs_today else ", not in this version yet"),
             "step": seconds(listed.time.total),
             "slower": "" if not index else f"+{listed.time.total / fastest - 1:.0%}",
-            "speed": f"{tokens / listed.time.total:,.0f}",
-            "mfu": f"{peak / listed.time.total:.1%}",
+            "speed": f"{listed.tokens_per_second:,.0f}",
+            "mfu": f"{listed.mfu:.1%}",
             "memory": gib(listed.memory.total),
             "room": gib(found.budget - listed.memory.total),
         }
@@ -152,10 +151,9 @@ def _rows(found: Search, plans: Sequence[Listed]) -> list[dict[str, Any]]:
     ]
 
 
-def _sliders(found: Search) -> list[dict[str, Any]]:
+def _sliders(settings: Settings) -> list[dict[str, Any]]:
     """Return the sliders: their names, and the index of the planned job on them."""
-    values = ranges(found)
-    start = planned(found, values)
+    found, values, start = settings.found, settings.ranges, planned(settings)
     return [
         {"name": name, "label": label, "most": len(of) - 1, "start": index, "text": text}
         for name, label, of, index, text in (
@@ -176,11 +174,10 @@ def _reasons(found: Search) -> dict[str, Any]:
 
 def _changes(found: Search, changed: Sequence[explain.Change]) -> list[tuple[str, str, str]]:
     rows = []
-    best = dataclasses.replace(found.choices[0].plan, accumulation=1)
     for change in changed:
         plan, speed = "no plan fits", "none"
         if change.plan is not None:
-            same = dataclasses.replace(change.plan, accumulation=1) == best
-            plan, speed = "the same" if same else change.plan.label, f"{change.speed:.2f}{_TIMES}"
+            plan = "the same" if change.is_same(found.choices[0].plan) else change.plan.label
+            speed = f"{change.speed:.2f}{_TIMES}"
         rows.append((change.what, plan, speed))
     return rows or [("nothing", "no changes were tried", "")]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.errors import PlanError
@@ -40,6 +41,11 @@ class Ranges:
     lengths: tuple[int, ...]
     gpus: tuple[int, ...]
     micro: tuple[float, ...] = _MICRO_FACTORS
+
+    @property
+    def count(self) -> int:
+        """The number of settings."""
+        return math.prod(len(values) for values in vars(self).values())
 
     def indices(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the index of each setting on each slider; that of the micro-batch changes fastest."""
@@ -124,19 +130,13 @@ class Settings:
     _models: dict[int, StepModel] = field(default_factory=dict)
     _weights: dict[tuple[Candidate, int], tuple[tuple[int, int, Memory], ...]] = field(default_factory=dict)
 
-    def outcomes(self, plan: Candidate, *, progress: Callable[[], None] = lambda: None) -> Iterator[Outcome | str]:
-        """Yield the plan at each setting, or the reason why it cannot run there, in the order of ``Ranges.indices``.
-
-        Args:
-            plan: a plan of the search.
-            progress: is called after each setting.
-        """
+    def outcomes(self, plan: Candidate) -> Iterator[Outcome | str]:
+        """Yield a plan at each setting, or the reason why it cannot run there, in the order of ``Ranges.indices``."""
         for setting in self.ranges.indices():
             try:
                 yield self.outcome(plan, setting)
             except PlanError as error:
                 yield str(error)
-            progress()
 
     def outcome(self, plan: Candidate, setting: tuple[int, int, int, int]) -> Outcome:
         """Return a plan at one setting.
@@ -221,7 +221,7 @@ def merged(stages: Sequence[Memory]) -> list[tuple[int, int, Memory]]:
 def stage_work(model: StepModel, plan: Candidate, job: Job) -> StageWork:
     """Return what the timeline of a plan shows."""
     layer, head = model.layer(plan, job), model.head(plan, job)
-    share = recomputed_share(plan, model.shape.layers) if plan.recompute == "full" else 1.0
+    share = recomputed_share(plan, model.shape.layers)
     backward = layer.backward - (1 - share) * layer.recompute
     forwards, backwards, _, _ = model.stages(plan, job)
     slowest = max(range(len(forwards)), key=lambda stage: forwards[stage] + backwards[stage])
