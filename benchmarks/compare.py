@@ -1,4 +1,4 @@
-"""The program that torchrun starts in every benchmark process; it runs one contest and measures one kind of figure."""
+"""The program that torchrun starts to measure a figure other than time: memory, collectives or the guard's share."""
 
 from __future__ import annotations
 
@@ -16,21 +16,12 @@ from benchmarks import report
 from benchmarks.contenders import CONTESTS, ONE_PROCESS, Entry
 from benchmarks.environment import environment
 from benchmarks.memory import saved_bytes
-from benchmarks.summary import Summary, summarise
-from benchmarks.timing import built_and_checked, time_in_turn
 from benchmarks.traffic import Traffic, traffic_per_layer
 from benchmarks.watching import guard_shares
 from benchmarks.workload import Workload
 
-FIGURES = ("time", "memory", "collectives", "guard")
+FIGURES = ("memory", "collectives", "guard")
 WARM_UP_STEPS = 3
-Seconds = dict[str, list[float]]  # contender -> one value per round
-
-
-def compare_time(entries: Sequence[Entry], workload: Workload, rounds: int) -> tuple[Summary, Seconds]:
-    """Measure step times; return their summary, and the seconds of every round on this rank."""
-    seconds = time_in_turn(built_and_checked(entries, workload, WARM_UP_STEPS), rounds)
-    return summarise(seconds, processes=dist.get_world_size()), seconds
 
 
 def compare_memory(entries: Sequence[Entry], workload: Workload) -> dict[str, int]:
@@ -69,11 +60,6 @@ def measure_and_print(figure: str, contest: str, names: Sequence[str], rounds: i
     speaks = dist.get_rank() == 0
     about = {"contest": contest, "figure": figure, "workload": asdict(workload), **environment()}
     record = {**about, "absent": absent}
-    if figure == "time":
-        summary, seconds = compare_time(entries, workload, rounds)
-        if speaks:
-            report.print_time(contest, summary, absent)
-        return {**record, "summary": asdict(summary), "seconds": seconds}
     if figure == "memory":
         saved = compare_memory(entries, workload)
         if speaks:
@@ -96,16 +82,15 @@ def main() -> None:
     parser.add_argument("--contest", choices=CONTESTS, required=True)
     parser.add_argument("--figure", choices=FIGURES, required=True)
     parser.add_argument("--only", action="append", default=[], help="a contender's name; may be given several times")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     record = measure_and_print(options.figure, options.contest, options.only, options.rounds)
     if dist.get_rank() == 0:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from benchmarks.workload import Workload
 
+MAX_NORM = 1e9  # changes no gradient, but every library computes the norm and multiplies the gradients
+
 
 class Contender:
     """A model, its batch and its optimizer on this rank; the base class is a plain torch loop."""
@@ -32,6 +34,10 @@ class Contender:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def clip(self) -> Tensor | None:
+        """Clip the gradients; return their norm. None if the library clips elsewhere, or not at all."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -42,6 +48,7 @@ class Contender:
             return None
         loss = self.forward()
         self.backward(loss)
+        self.clip()
         self.update()
         return loss.detach()
 
@@ -79,6 +86,11 @@ class Ours(Contender):
         )
         self.batch = next(iter(loader))
 
+    def clip(self) -> Tensor | None:
+        import meshwright as mw
+
+        return mw.clip_grad_norm_(self.model, MAX_NORM)
+
 
 class OursWrapped(Contender):
     """This project's ``DataParallel`` around the model, in a plain loop."""
@@ -91,6 +103,11 @@ class OursWrapped(Contender):
         self.model = mw.DataParallel(workload.model())
         self.optimizer = workload.optimizer(self.model.parameters())
         self.batch = workload.batch(part=dist.get_rank(), parts=dist.get_world_size())
+
+    def clip(self) -> Tensor | None:
+        import meshwright as mw
+
+        return mw.clip_grad_norm_(self.model, MAX_NORM)
 
 
 class StockTensorParallel(Contender):
@@ -109,6 +126,9 @@ class StockTensorParallel(Contender):
         ).train()
         self.optimizer = workload.optimizer(self.model.parameters())
         self.batch = workload.batch()
+
+    def clip(self) -> None:
+        """Do nothing: torch's function raises an error on this model, which mixes tensors and DTensors."""
 
 
 class DataParallel(Contender):
@@ -143,6 +163,7 @@ class DeepSpeed(Contender):
             "train_micro_batch_size_per_gpu": workload.batch_size // parts,
             "zero_optimization": {"stage": 1},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": MAX_NORM,
         }
         if tensor_parallel is not None:
             config["tensor_parallel"] = {"autotp_size": world_size, **tensor_parallel}
@@ -154,17 +175,30 @@ class DeepSpeed(Contender):
     def backward(self, loss: Tensor) -> None:
         self.model.backward(loss)
 
+    def clip(self) -> None:
+        """Do nothing: the engine clips in its step."""
+
     def update(self) -> None:
         self.model.step()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contender by name, which is built (and its library imported) only when it runs."""
+    """A contender by name, which is built (and its library imported) only when it runs.
+
+    Args:
+        name: its name in the tables.
+        build: what builds it on every rank.
+        library: the package that must be installed.
+        clips: whether a step clips the gradients.
+        ranks: the number of its processes.
+    """
 
     name: str
     build: Callable[[Workload], Contender]
     library: str = "torch"
+    clips: bool = True
+    ranks: int = 2
 
     @property
     def installed(self) -> bool:
@@ -172,7 +206,7 @@ class Entry:
 
 
 OURS_TP, OURS_DP, OURS_ZERO = "ours tp2+sp", "ours dp2", "ours dp2+zero1"
-OURS_WRAPPED, TORCH_DDP = "ours DataParallel dp2", "torch DDP dp2"
+OURS_WRAPPED, TORCH_DDP, DEEPSPEED_ZERO = "ours DataParallel dp2", "torch DDP dp2", "deepspeed zero1 dp2"
 STOCK_TP = "stock transformers tp2"
 # DeepSpeed's default gathers the logits of the whole vocabulary. We compare with its better setting.
 AUTOTP, AUTOTP_DEFAULT = "deepspeed autotp tp2 zero1", "the same, full logits"
@@ -181,21 +215,21 @@ ONE_PROCESS = "one process"
 CONTESTS: dict[str, tuple[Entry, ...]] = {
     "tp": (
         Entry(name=OURS_TP, build=partial(Ours, tp=2, sequence_parallel=True), library="meshwright"),
-        Entry(name=STOCK_TP, build=StockTensorParallel, library="transformers"),
+        Entry(name=STOCK_TP, build=StockTensorParallel, library="transformers", clips=False),
         Entry(
             name=AUTOTP,
             build=partial(DeepSpeed, tensor_parallel={"vocab_parallel_lm_head": True}),
             library="deepspeed",
         ),
         Entry(name=AUTOTP_DEFAULT, build=partial(DeepSpeed, tensor_parallel={}), library="deepspeed"),
-        Entry(name=ONE_PROCESS, build=OneProcess),
+        Entry(name=ONE_PROCESS, build=OneProcess, ranks=1),
     ),
     "dp": (
         Entry(name=OURS_DP, build=partial(Ours, dp=2), library="meshwright"),
         Entry(name=OURS_ZERO, build=partial(Ours, dp=2, zero_stage=1), library="meshwright"),
         Entry(name=OURS_WRAPPED, build=OursWrapped, library="meshwright"),
         Entry(name=TORCH_DDP, build=DataParallel),
-        Entry(name="deepspeed zero1 dp2", build=DeepSpeed, library="deepspeed"),
-        Entry(name=ONE_PROCESS, build=OneProcess),
+        Entry(name=DEEPSPEED_ZERO, build=DeepSpeed, library="deepspeed"),
+        Entry(name=ONE_PROCESS, build=OneProcess, ranks=1),
     ),
 }

@@ -13,12 +13,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 
-import meshwright as mw
 from benchmarks import contenders
+from benchmarks.contenders import MAX_NORM
 from benchmarks.workload import Workload
 from meshwright.parallel.causal_lm_loss import shift
-
-MAX_NORM = 1e9  # clips nothing, so that both libraries compute the norm and no gradient changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +58,7 @@ class OneProcess(contenders.OneProcess):
 
     def norm(self) -> float | None:
         """Return the norm of the gradients of a backward pass; None on an idle rank."""
-        if self.idle:
-            return None
-        return float(nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM))
-
-    def update(self) -> None:
-        self.norm()
-        super().update()
+        return None if self.idle else _number(self.clip())
 
 
 class EachAlone(contenders.Contender):
@@ -81,11 +73,7 @@ class Ours(contenders.Ours):
     """This project's ``to_distributed`` under a plan with cp."""
 
     def norm(self) -> float | None:
-        return float(mw.clip_grad_norm_(self.model, MAX_NORM))
-
-    def update(self) -> None:
-        self.norm()
-        super().update()
+        return _number(self.clip())
 
 
 class DeepSpeedUlysses(contenders.Contender):
@@ -155,6 +143,9 @@ class DeepSpeedUlysses(contenders.Contender):
         with _stock_attention(self._attention):
             self.model.backward(loss)
 
+    def clip(self) -> None:
+        """Do nothing: the engine clips in its step."""
+
     def norm(self) -> float | None:
         """Take the step, in which the engine computes the norm."""
         self.model.step()
@@ -162,6 +153,11 @@ class DeepSpeedUlysses(contenders.Contender):
 
     def update(self) -> None:
         self.model.step()
+
+
+def _number(norm: Tensor | None) -> float:
+    assert norm is not None
+    return float(norm)
 
 
 def _functions() -> Any:

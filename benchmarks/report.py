@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from statistics import median
 
@@ -9,32 +10,90 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import AUTOTP, ONE_PROCESS, OURS_TP, OURS_WRAPPED, STOCK_TP, TORCH_DDP
-from benchmarks.summary import Ratio, Summary
+from benchmarks.contenders import (
+    AUTOTP,
+    DEEPSPEED_ZERO,
+    ONE_PROCESS,
+    OURS_DP,
+    OURS_TP,
+    OURS_WRAPPED,
+    OURS_ZERO,
+    STOCK_TP,
+    TORCH_DDP,
+    Entry,
+)
+from benchmarks.rounds import Comparison, Round, Standing
+from benchmarks.summary import FEWEST, Ratio
 from benchmarks.traffic import PHASES, Traffic
 
 MIB = 2**20
-NARROWEST = 120  # minimum width in columns, since a pipe has no width
+NARROWEST = 140  # minimum width in columns, since a pipe has no width
 
-# (base, contender) -> the project's goal for the median of base / contender.
-TIME_GOALS = {(OURS_TP, STOCK_TP): 0.62, (OURS_TP, AUTOTP): 0.80, (OURS_WRAPPED, TORCH_DDP): 1.02}
-EFFICIENCY_GOALS = {OURS_TP: 0.95}
+# (base, contender) -> the project's goal for the upper end of the interval of base / contender, in wall time.
+TIME_GOALS = {
+    (OURS_TP, STOCK_TP): 0.60,
+    (OURS_TP, AUTOTP): 0.78,
+    (OURS_TP, ONE_PROCESS): 0.50,
+    (OURS_DP, TORCH_DDP): 1.00,
+    (OURS_ZERO, DEEPSPEED_ZERO): 0.85,
+    (OURS_WRAPPED, TORCH_DDP): 1.02,
+}
+CLIP_GOAL = 0.01  # of a step, for the upper end of the interval
 MEMORY_GOALS = {OURS_TP: 0.55}
 
 
-def print_time(contest: str, summary: Summary, absent: Sequence[str]) -> None:
-    """Print step times: one row per contender, one ratio column for each of ours."""
-    caption = "median (min-max) over the rounds; ratios are paired within a round; absolute seconds mean little"
-    ratios = [f"{base} / it" for base in summary.ratio]
-    columns = ["median s/step", *ratios, "efficiency: one process / (2 x it)"]
-    table = _table(f"{contest}: step time", caption, columns)
-    for name, seconds in summary.median_seconds.items():
-        ratios = [
-            _with_goal(of_base.get(name), "<=", TIME_GOALS.get((base, name))) for base, of_base in summary.ratio.items()
-        ]
-        efficiency = _with_goal(summary.efficiency.get(name), ">=", EFFICIENCY_GOALS.get(name))
-        table.add_row(name, f"{seconds:.3f}", *ratios, efficiency)
+def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], absent: Sequence[str]) -> None:
+    """Print the steps of each contender, and the ratios of ours to the others."""
+    caption = (
+        "medians of seconds per step; CPU time is that of all ranks; absolute seconds mean little\n"
+        f"clip: share of a step, median (95 % interval); goal for the upper end of ours: <= {CLIP_GOAL:.0%}"
+    )
+    columns = ["wall", "user CPU", "kernel CPU", "waited for a core", "clip / wall", "clip / CPU"]
+    table = _table(f"{contest}: step", caption, columns)
+    for entry in entries:
+        standing = Standing.within(rounds, entry.name)
+        if standing is not None:
+            without_call = "in the update" if entry.clips else "cannot clip"
+            table.add_row(
+                entry.name,
+                *(f"{value:.3f}" for value in (standing.wall, standing.user, standing.kernel)),
+                "unknown" if standing.waited is None else f"{standing.waited:.3f}",
+                without_call if standing.clip is None else _percent(standing.clip),
+                "" if standing.clip_cpu is None else _percent(standing.clip_cpu),
+            )
     _show(table, absent)
+
+    comparisons = compared(rounds, [entry.name for entry in entries])
+    loads = [one.load_average for one in rounds]
+    caption = (
+        "ratios are paired within a round: median (95 % interval of the median); goals are for the upper end\n"
+        f"load average {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores"
+    )
+    table = _table(f"{contest}: ratios", caption, ["rounds", "of wall time", "goal", "of CPU time", "clips"])
+    clips = {entry.name: entry.clips for entry in entries}
+    for found in comparisons:
+        goal = TIME_GOALS.get((found.base, found.other))
+        reached = "" if goal is None else f"<= {goal:.2f}: {'yes' if found.wall.high <= goal else 'no'}"
+        names = f"{found.base} / {found.other}"
+        table.add_row(
+            names,
+            str(found.rounds) + ("" if found.rounds >= FEWEST else " (min-max)"),
+            str(found.wall),
+            reached,
+            str(found.cpu),
+            "both" if clips[found.base] and clips[found.other] else "ours only",
+        )
+    _show(table, [])
+
+
+def compared(rounds: Sequence[Round], names: Sequence[str]) -> list[Comparison]:
+    """Return the comparisons of each of ours with each other contender; of all with one process if none is ours."""
+    ours = [name for name in names if name.startswith("ours")]
+    pairs = [(base, other) for base in ours for other in names if other not in ours]
+    if not ours:
+        pairs = [(ONE_PROCESS, other) for other in names if other != ONE_PROCESS]
+    found = [Comparison.within(rounds, base, other) for base, other in pairs]
+    return [comparison for comparison in found if comparison is not None]
 
 
 def print_memory(contest: str, saved_bytes: dict[str, int], absent: Sequence[str]) -> None:
@@ -83,8 +142,8 @@ def _show(table: Table, absent: Sequence[str]) -> None:
     console.print(table)
 
 
-def _with_goal(ratio: Ratio | None, relation: str, goal: float | None) -> str:
-    return "" if ratio is None else f"{ratio}{_goal(relation, goal)}"
+def _percent(share: Ratio) -> str:
+    return f"{share.median:.2%} ({share.low:.2%}-{share.high:.2%})"
 
 
 def _goal(relation: str, goal: float | None) -> str:

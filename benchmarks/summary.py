@@ -1,62 +1,53 @@
-"""Summarises measured times: medians, and ratios that are paired within a round."""
+"""Summarises measured rounds: medians, and ratios that are paired within a round, with their 95 % intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import median
 
-from benchmarks.contenders import ONE_PROCESS
+FEWEST = 6  # fewer values have no interval with 95 % confidence
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, from the order of the values alone.
+
+    Each value is below the true median with probability 1/2, so a binomial distribution says between which of the
+    ordered values the median lies. This assumes nothing about the distribution of the values, which has a long tail on
+    a busy machine.
+
+    Returns:
+        Two of the values: as many are below the first as above the second, and the confidence is at least 95 %. With
+        fewer than six values there is no such pair, and these are the smallest and the largest.
+
+    Example:
+        >>> interval(range(1, 21))  # of 20 values, the 6th and the 15th
+        (6, 15)
+    """
+    ordered, below, skipped = sorted(values), 0.0, 0
+    while (below := below + comb(len(ordered), skipped) / 2 ** len(ordered)) <= 0.025:
+        skipped += 1
+    return ordered[max(skipped - 1, 0)], ordered[len(ordered) - max(skipped, 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A summary of the quotients of two contenders' times, one per round."""
+    """The median of quotients, one per round, and the 95 % interval of the median."""
 
     median: float
     low: float
     high: float
 
     @classmethod
+    def of(cls, quotients: Sequence[float]) -> Ratio:
+        low, high = interval(quotients)
+        return cls(median=median(quotients), low=low, high=high)
+
+    @classmethod
     def paired(cls, numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-        """Return the ratio of step times that were measured in the same rounds."""
-        quotients = [a / b for a, b in zip(numerators, denominators, strict=True)]
-        return cls(median=median(quotients), low=min(quotients), high=max(quotients))
+        """Return the ratio of values that were measured in the same rounds."""
+        return cls.of([a / b for a, b in zip(numerators, denominators, strict=True)])
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The figures of one contest.
-
-    Attributes:
-        median_seconds: contender -> seconds per step.
-        ratio: base -> contender -> base / contender. The bases are this project's contenders or, if none of them ran,
-            the one-process contender.
-        efficiency: contender -> one process / (processes x contender); empty if the one-process contender did not run.
-    """
-
-    median_seconds: dict[str, float]
-    ratio: dict[str, dict[str, Ratio]]
-    efficiency: dict[str, Ratio]
-
-
-def summarise(seconds: dict[str, list[float]], *, processes: int) -> Summary:
-    """Return a summary of contenders' step times (contender -> seconds, one per round) on ``processes`` processes."""
-    bases = [name for name in seconds if name.startswith("ours")] or [ONE_PROCESS]
-    one = seconds.get(ONE_PROCESS, [])
-    return Summary(
-        median_seconds={name: median(times) for name, times in seconds.items()},
-        ratio={
-            base: {name: Ratio.paired(seconds[base], seconds[name]) for name in seconds if name != base}
-            for base in bases
-            if base in seconds
-        },
-        efficiency={
-            name: Ratio.paired(one, [processes * time for time in times])
-            for name, times in seconds.items()
-            if one and name != ONE_PROCESS
-        },
-    )
