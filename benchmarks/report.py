@@ -43,13 +43,13 @@ MEMORY_GOALS = {OURS_TP: 0.55}
 
 
 def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], absent: Sequence[str]) -> None:
-    """Print the steps of each contender, and the ratios of ours to the others."""
+    """Print the steps of each contender, and the ratios of ours to the others, as Markdown for the docs."""
     caption = (
         "medians of seconds per step; CPU time is that of all ranks; absolute seconds mean little\n"
         f"clip: share of a step, median (95 % interval); goal for the upper end of ours: <= {CLIP_GOAL:.0%}"
     )
     columns = ["wall", "user CPU", "kernel CPU", "waited for a core", "clip / wall", "clip / CPU"]
-    table = _table(f"{contest}: step", caption, columns)
+    table = _table(f"{contest}: step", caption, columns, box.MARKDOWN)
     for entry in entries:
         standing = Standing.within(rounds, entry.name)
         if standing is not None:
@@ -69,11 +69,13 @@ def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], 
         "ratios are paired within a round: median (95 % interval of the median); goals are for the upper end\n"
         f"load average {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores"
     )
-    table = _table(f"{contest}: ratios", caption, ["rounds", "of wall time", "goal", "of CPU time", "clips"])
+    table = _table(
+        f"{contest}: ratios", caption, ["rounds", "of wall time", "goal", "of CPU time", "clips"], box.MARKDOWN
+    )
     clips = {entry.name: entry.clips for entry in entries}
     for found in comparisons:
         goal = TIME_GOALS.get((found.base, found.other))
-        reached = "" if goal is None else f"<= {goal:.2f}: {'yes' if found.wall.high <= goal else 'no'}"
+        reached = "" if goal is None else f"<= {goal:.2f}, {'met' if found.wall.high <= goal else 'missed'}"
         names = f"{found.base} / {found.other}"
         table.add_row(
             names,
@@ -126,8 +128,8 @@ def print_guard(contest: str, shares: dict[str, list[float]]) -> None:
     _show(table, [])
 
 
-def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD)
+def _table(title: str, caption: str, columns: Sequence[str], style: box.Box = box.SIMPLE_HEAD) -> Table:
+    table = Table(title=title, caption=caption, box=style)
     table.add_column("contender", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
