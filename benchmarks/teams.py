@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -63,7 +64,11 @@ class Team:
             process.start()
             theirs.close()
             self._members.append((process, ours))
-        self._answers()
+        try:
+            self._answers()
+        except BaseException:
+            self.close()
+            raise
 
     def step(self) -> list[Turn]:
         """Run one training step; return what each rank measured.
@@ -72,11 +77,12 @@ class Team:
             ContenderFailedError: if a rank raises an error or ends. The processes of this contender are then ended.
         """
         for _, connection in self._members:
-            connection.send("step")
+            with contextlib.suppress(ConnectionError):  # the answer says how the process ended
+                connection.send("step")
         return self._answers()
 
     def close(self) -> None:
-        """Let the processes end, and kill those that do not."""
+        """Let the processes finish what they do and end, and kill those that do not."""
         for _, connection in self._members:
             connection.close()
         for process, _ in self._members:
@@ -101,7 +107,6 @@ class Team:
                 if isinstance(answers[rank], _Failure):
                     for process, _ in self._members:  # the other ranks may wait in a collective
                         process.kill()
-                    self.close()
                     raise ContenderFailedError(f"{self.name}, rank {rank}: {answers[rank].text}")
         return [answers[rank] for rank in range(len(self._members))]
 
@@ -125,7 +130,7 @@ def _serve(orders: Connection, entry: Entry, workload: Workload, variables: dict
         orders.send("built")
         while orders.recv() == "step":
             orders.send(take_turn(contender))
-    except EOFError:
+    except (EOFError, ConnectionError):
         dist.destroy_process_group()
     except BaseException:
         orders.send(_Failure(traceback.format_exc()))
