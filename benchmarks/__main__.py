@@ -70,6 +70,8 @@ def time_contests(contests: Sequence[str], names: Sequence[str], count: int, jso
     workload, records, status = Workload(), [], 0
     for contest in contests:
         entries = [entry for entry in CONTESTS[contest] if not names or entry.name in names]
+        if not entries:
+            continue  # --only names contenders of the other contest
         installed = [entry for entry in entries if entry.installed]
         absent = [entry.name for entry in entries if not entry.installed]
         about = {"contest": contest, "figure": "time", "workload": asdict(workload), **environment(), "absent": absent}
@@ -82,9 +84,7 @@ def time_contests(contests: Sequence[str], names: Sequence[str], count: int, jso
             print(error, file=sys.stderr)
             status = 1
         if status:
-            print(
-                f"ended in round {len(rounds)} of {count}; the figures are those of the steps before", file=sys.stderr
-            )
+            print(f"ended in round {len(rounds)} of {count}; the figures are of the steps before", file=sys.stderr)
         if rounds:
             print_time(contest, rounds, installed, absent)
         comparisons = compared(rounds, [entry.name for entry in installed])

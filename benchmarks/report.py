@@ -64,6 +64,8 @@ def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], 
     _show(table, absent)
 
     comparisons = compared(rounds, [entry.name for entry in entries])
+    if not comparisons:
+        return
     loads = [one.load_average for one in rounds]
     caption = (
         "ratios are paired within a round: median (95 % interval of the median); goals are for the upper end\n"

@@ -197,6 +197,18 @@ def test_an_interrupted_run_reports_what_it_has(
     assert set(FakeTeam.open.values()) == {0}
 
 
+@pytest.mark.usefixtures("fake_teams")
+def test_a_contender_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It is checked and timed, without ratios and without the other contest."""
+    written = tmp_path / "found.json"
+    assert command.time_contests(["tp", "dp"], [OURS_TP], 2, written) == 0
+    assert Counter(FakeTeam.steps) == {ONE_PROCESS: race.WARM_UP_STEPS, OURS_TP: race.WARM_UP_STEPS + 2}
+    (record,) = json.loads(written.read_text())
+    assert (record["contest"], record["comparisons"], len(record["rounds"])) == ("tp", [], 2)
+    printed = capsys.readouterr().out
+    assert "tp: step" in printed and "ratios" not in printed
+
+
 def never(workload: Workload) -> Contender:
     raise ValueError(f"no model of {workload.hidden_size}")
 
