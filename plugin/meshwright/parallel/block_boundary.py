@@ -105,7 +105,7 @@ class BlockHooks:
         return put_back(full)
 
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._columns.close()
+        self._columns.close(has_ended=output is not None)
         if self._projections is not None:
             self._projections.close()
         if not self._is_whole_module:  # an input projection of an MLP that the layer owns

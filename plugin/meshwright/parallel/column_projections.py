@@ -46,7 +46,9 @@ class ColumnProjections:
         """Give the projections their own forward, and leave all gradients to autograd."""
         for module, override in zip(self.modules, self._overrides, strict=True):
             if vars(module).get("forward") is override:
-                module.forward = override.method
+                del module.forward
+                if module.forward != override.method:
+                    module.forward = override.method
         self.modules, self._overrides = [], []
 
     def can_enter(self, x: Tensor) -> bool:
@@ -70,11 +72,15 @@ class ColumnProjections:
         assert self.current is not None
         self.current.memory, self.current.numel = saved.memory(full), full.numel()
 
-    def close(self) -> None:
-        """End the pass."""
+    def close(self, *, has_ended: bool) -> None:
+        """End the pass.
+
+        Args:
+            has_ended: whether the block has returned; otherwise it raised, as recomputation does when it has enough.
+        """
         current, self.current = self.current, None
         # A weight that no projection read gets None from the node, which calls its hooks. Autograd would not call them.
-        if current is not None and current.is_open and current.unread:
+        if current is not None and has_ended and current.unread:
             self.remove()
 
 
@@ -95,10 +101,6 @@ class _Pass:
         self.unread = set(range(len(weights)))
         self.memory: tuple[int, int] | None = None
         self.numel = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self.memory is not None
 
     def holds(self, x: Tensor) -> bool:
         """Return whether ``x`` is the block's input, in any shape."""

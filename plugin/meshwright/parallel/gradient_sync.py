@@ -275,12 +275,17 @@ def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
 
 
 class AllReduce:
-    """The reduction without ZeRO: every data-parallel rank ends with the whole averaged gradient in ``.grad``."""
+    """The reduction without ZeRO: every data-parallel rank ends with the whole averaged gradient in ``.grad``.
+
+    Args:
+        dp: the data-parallel axis.
+        sent: the dtype in which gradients travel; None for their own.
+    """
 
     can_wait = True
 
-    def __init__(self, dp: Axis):
-        self.dp = dp
+    def __init__(self, dp: Axis, sent: torch.dtype | None = None):
+        self.dp, self.sent = dp, sent
         # The gradients that no_sync() left unsynchronised; a reduction replaces the tensors.
         self._unreduced = WeakTensorKeyDictionary()
 
@@ -312,10 +317,11 @@ class AllReduce:
         return flat
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
-        wait = start_all_reduce(flat, self.dp)
+        dtype = flat.dtype
+        wait = start_all_reduce(flat.to(self.sent or dtype), self.dp)
 
         def finish() -> None:
-            reduced = wait()
+            reduced = wait().to(dtype)
             ranks_with_one = reduced[bucket.numel :]
             for index, (parameter, segment) in enumerate(bucket.segments(reduced)):
                 # No rank had a gradient: keep None, so the optimizer skips the parameter as on one device.
