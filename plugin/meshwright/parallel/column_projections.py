@@ -153,10 +153,11 @@ class _EnterProjections(torch.autograd.Function):
         reduced = None if grad is None else _start_reduction(grad, ctx.axis, ctx.is_gathered)
         of_weights: list[Tensor | None] = [None] * len(ctx.dtypes)
         if taken:
-            x = ctx.saved_tensors[0] if regathered is None else regathered()
+            x = (ctx.saved_tensors[0] if regathered is None else regathered()).flatten(0, -2)
             for index, transposed, gradient in taken:
                 rows = gradient.flatten(0, -2)
-                own = weight_gradient(x.flatten(0, -2)[: rows.shape[0]], rows, transposed).to(ctx.dtypes[index])
+                read = x if len(x) == len(rows) else x[: len(rows)]  # without the padding
+                own = weight_gradient(read, rows, transposed).to(ctx.dtypes[index])
                 before = of_weights[index]
                 of_weights[index] = own if before is None else before + own
         return None if reduced is None else reduced(), None, None, None, *of_weights

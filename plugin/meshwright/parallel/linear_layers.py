@@ -20,5 +20,6 @@ def weight_gradient(x: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
         gradient: the gradient of the layer's output, ``[..., out]``.
         transposed: whether the weight is ``[in, out]``.
     """
-    rows, gradients = x.flatten(0, -2), gradient.flatten(0, -2)
+    rows = x if x.ndim == 2 else x.flatten(0, -2)
+    gradients = gradient if gradient.ndim == 2 else gradient.flatten(0, -2)
     return rows.t() @ gradients if transposed else gradients.t() @ rows
