@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from meshwright.config_fields import (
@@ -58,6 +59,9 @@ class ParallelPlan:
         recompute: "none", or "full" to recompute layers in backward.
         recomputed_layers: number of layers on each rank, from its first layer on, that recompute="full" recomputes;
             None for all.
+        reduce_dtype: the dtype in which gradients travel over dp. None keeps every bit: float32 for half-precision
+            weights under ZeRO, otherwise the dtype of the weights. "bfloat16" halves the bytes of float32 gradients,
+            and rounds each rank's gradients to 8 bits of precision; see docs/zero.md.
         dtype: the dtype of the weights for which the planner estimated the plan, for example "bfloat16". A model with
             another dtype is trained with a warning. None if the plan is for any dtype.
 
@@ -85,6 +89,7 @@ class ParallelPlan:
     gradient_accumulation_steps: int = 1
     recompute: Literal["none", "full"] = "none"
     recomputed_layers: int | None = None
+    reduce_dtype: Literal["bfloat16"] | None = None
     dtype: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +110,7 @@ class ParallelPlan:
                 f"recomputes, but recompute={self.recompute!r}; set recompute='full', or leave recomputed_layers out"
             )
         check_type("ParallelPlan", "dtype", self.dtype, str, "a string such as 'bfloat16'")
+        self._check_reduction()
         if self.micro_batch_size is not None and self.gradient_accumulation_steps > 1:
             raise PlanError(
                 f"ParallelPlan.micro_batch_size={self.micro_batch_size} and gradient_accumulation_steps="
@@ -112,6 +118,16 @@ class ParallelPlan:
             )
         self._check_context()
         self._check_pipeline()
+
+    def _check_reduction(self) -> None:
+        if isinstance(self.reduce_dtype, torch.dtype):
+            object.__setattr__(self, "reduce_dtype", str(self.reduce_dtype).removeprefix("torch."))
+        check_choice("ParallelPlan", "reduce_dtype", self.reduce_dtype, (None, "bfloat16"))
+        if self.reduce_dtype is not None and self.dp * self.cp == 1:
+            raise PlanError(
+                f"ParallelPlan.reduce_dtype={self.reduce_dtype!r} is for gradients that travel over dp, but dp=1 and "
+                "cp=1; leave it out"
+            )
 
     def _check_context(self) -> None:
         check_choice("ParallelPlan", "context", self.context, ("gather", "ulysses", "ring", "hybrid"))

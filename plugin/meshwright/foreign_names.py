@@ -34,6 +34,7 @@ _RECOMPUTE = (
     "use_recompute recompute_activations"
 )
 
+_REDUCED = "grad_reduce_dtype communication_data_type reduce_scatter_dtype allreduce_dtype grad_comm_dtype comm_dtype"
 _RECOMPUTED = "recompute_num_layers num_layers_to_recompute"
 
 PLAN_NAMES: dict[str, str] = {
@@ -53,6 +54,7 @@ PLAN_NAMES: dict[str, str] = {
         (_ROWS, "micro_batch_size=N"),
         (_STEPS, "gradient_accumulation_steps=N"),
         (_RECOMPUTE, "recompute='full'"),
+        (_REDUCED, "reduce_dtype='bfloat16'"),
         (_RECOMPUTED, "recompute='full', recomputed_layers=N"),
     )
     for name in theirs.split()

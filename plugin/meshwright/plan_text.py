@@ -11,13 +11,15 @@ from meshwright.errors import PlanError
 
 _FORMS = (
     "dp2, tp2, tp2+sp, cp2, cp2(ring), cp2(ulysses), cp4(hybrid-2), pp2, zero1, mb4 (4 rows per micro-batch), mb4x2 "
-    "(2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full and recompute=full(3) (3 layers of each rank)"
+    "(2 micro-batches of 4 rows), ga2 (2 micro-batches), recompute=full, recompute=full(3) (3 layers of each rank) and "
+    "reduce=bf16"
 )
-_ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute")
+_ABBREVIATIONS = ("dp", "tp", "cp", "pp", "sp", "zero", "mb", "ga", "recompute", "reduce")
 _SIZES = {"dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "zero": "zero_stage", "ga": "gradient_accumulation_steps"}
-_ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size"}
+_ASSIGNED = _SIZES | {"sp": "sequence_parallel", "mb": "micro_batch_size", "reduce": "reduce_dtype"}
 _SIZE = re.compile(r"(dp|tp|cp|pp|zero|mb|ga)(\d+)(?:x(\d+))?(?:\(([\w-]+)\))?((?:\+sp)?)")
 _RECOMPUTE = re.compile(r"recompute=(none|selective|full)(?:\((\d+)\))?")
+_REDUCE = re.compile(r"reduce(?:_dtype)?=(bf16|bfloat16|none)")
 _STAGES = re.compile(r"stages=(\d+(?:x\d+)?(?:-\d+(?:x\d+)?)*)")  # "3x2-2": 3, 3 and 2 layers
 _SEPARATOR = re.compile(r"[\s,]+(?:x\s+)?")
 
@@ -62,6 +64,8 @@ def format_plan(fields: Mapping[str, Any]) -> str:
         'dp1 zero0 recompute=full(3)'
         >>> format_plan({"pp": 4, "schedule": "zb-h1", "micro_batch_size": 1})
         'dp1 pp4(zb-h1) zero0 mb1'
+        >>> format_plan({"dp": 2, "reduce_dtype": "bfloat16"})
+        'dp2 zero0 reduce=bf16'
     """
     words = [f"dp{fields.get('dp', 1)}"]
     if fields.get("tp", 1) > 1 or fields.get("sequence_parallel"):
@@ -78,6 +82,8 @@ def format_plan(fields: Mapping[str, Any]) -> str:
     if fields.get("recompute", "none") != "none":
         layers = fields.get("recomputed_layers")
         words.append(f"recompute={fields['recompute']}" + ("" if layers is None else f"({layers})"))
+    if fields.get("reduce_dtype") is not None:
+        words.append("reduce=bf16")
     return " ".join(words)
 
 
@@ -115,6 +121,8 @@ def _fields_of(word: str, text: str, source: str) -> dict[str, Any]:
     if recompute := _RECOMPUTE.fullmatch(lower):
         kind, layers = recompute.groups()
         return {"recompute": kind} | ({"recomputed_layers": int(layers)} if layers else {})
+    if reduce := _REDUCE.fullmatch(lower):
+        return {"reduce_dtype": None if reduce.group(1) == "none" else "bfloat16"}
     if size := _SIZE.fullmatch(lower):
         fields = _sizes(*size.groups())
         if fields is not None:

@@ -124,6 +124,8 @@ def made(make: Callable[[], mw.ParallelPlan]) -> mw.ParallelPlan | None:
         ("CP8(Hybrid-2)", {"cp": 8, "context": "hybrid", "ulysses": 2}),
         ("cp=4 context=ulysses", {"cp": 4, "context": "ulysses"}),
         ("pp2 cp2(ring) mb1", {"pp": 2, "cp": 2, "context": "ring", "micro_batch_size": 1}),
+        ("dp2 reduce=bf16", {"dp": 2, "reduce_dtype": "bfloat16"}),
+        ("dp2 reduce_dtype=bfloat16", {"dp": 2, "reduce_dtype": "bfloat16"}),
         ("tp2 zero_stage=1 tp2", {"tp": 2, "zero_stage": 1}),
     ],
 )
@@ -151,6 +153,7 @@ def test_other_ways_to_write_it(text: str, fields: dict[str, Any]) -> None:
         ("pp2(zb-h2)", "schedule='zb-h2' must be"),
         ("pp2 zero3", "set zero_stage=1"),
         ("recompute=selective", "recompute='selective' is not available"),
+        ("dp2 reduce=fp16", "reduce_dtype='fp16' must be None or 'bfloat16'"),
         ("tensor_parallel=2", "a plan has no field 'tensor_parallel'; write tp="),
         ("fastest", "fastest: no such plan; write one with meshwright plan --save, or give the plan in words"),
         ("   ", "'   ' has no words; write for example 'dp2 tp2"),
@@ -255,7 +258,7 @@ def test_keyword_and_config() -> None:
 def test_every_field_has_its_words() -> None:
     changed = {
         "dp": 3, "tp": 3, "cp": 3, "pp": 3, "sequence_parallel": True, "zero_stage": 1, "micro_batch_size": 3,
-        "gradient_accumulation_steps": 3, "recompute": "full",
+        "gradient_accumulation_steps": 3, "recompute": "full", "reduce_dtype": "bfloat16",
     }  # fmt: skip
     of_context = {"context": "ring", "ulysses": 3}
     of_pipeline = {"schedule": "zbv", "chunks": 3, "stages": [1, 3, 2]}

@@ -50,6 +50,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2+zero3+micro": {"dp": 2, "zero_stage": 3, "micro_batch_size": 1},
     "dp2xtp4+sp+zero1": {"dp": 2, "tp": 4, "sequence_parallel": True, "zero_stage": 1},
     "tp8": {"tp": 8},  # two ranks to a key head
+    "dp2+reduce": {"dp": 2, "reduce_dtype": "bfloat16"},
+    "dp2xtp2+sp+zero1+reduce": {
+        "dp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "zero_stage": 1,
+        "reduce_dtype": "bfloat16",
+    },
+    "dp2+zero3+reduce": {"dp": 2, "zero_stage": 3, "reduce_dtype": "bfloat16"},
     "dp2xtp2+sp+micro": {"dp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 1},
 }
 CONTEXT: dict[str, dict[str, Any]] = {
@@ -65,11 +74,13 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "cp2(ring)+dp2+zero3+recompute": {"cp": 2, "context": "ring", "dp": 2, "zero_stage": 3, "recompute": "full"},
 }  # fmt: skip
 PLANS |= CONTEXT
-PLAIN = [plan for plan in PLANS if plan not in (*CONTEXT, "tp2+sp+recompute(2)")]
+REDUCED = [plan for plan in PLANS if "+reduce" in plan]
+PLAIN = [plan for plan in PLANS if plan not in (*CONTEXT, *REDUCED, "tp2+sp+recompute(2)")]
 CASES = [(family, plan, torch.float32) for family in FAMILIES for plan in PLAIN if plan != "dp2+zero3+micro"]
 CASES += [(family, plan, torch.bfloat16) for family in ("llama", "gemma2") for plan in PLAIN if "+sp+zero3" not in plan]
 CASES += [("gemma2", "dp2xtp2+sp+zero3", torch.bfloat16), ("olmo2", "dp2+zero3+micro", torch.float32)]
-CASES += [("llama", plan, torch.float32) for plan in CONTEXT]
+CASES += [("llama", plan, torch.float32) for plan in (*CONTEXT, *REDUCED)]
+CASES += [("llama", plan, torch.bfloat16) for plan in REDUCED if "zero" in plan]
 CASES += [(family, "tp2+sp+recompute(2)", torch.bfloat16) for family in ("llama", "olmo2")]
 CASES += [("gemma2", "cp2", torch.float32), ("mistral", "cp8(ulysses)", torch.float32), ("phi3", "cp2", torch.float32)]
 CASES += [("qwen3", "cp2(ring)+tp2+sp+zero1", torch.bfloat16), ("olmo2", "cp4(hybrid-2)+dp2+zero2", torch.float32)]

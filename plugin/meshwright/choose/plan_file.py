@@ -57,6 +57,8 @@ def plan_fields(plan: Candidate) -> dict[str, Any]:
         fields["replicate"] = plan.replicate
     if plan.recomputed is not None:
         fields["recomputed_layers"] = plan.recomputed
+    if plan.reduce_dtype is not None:
+        fields["reduce_dtype"] = plan.reduce_dtype
     return fields
 
 

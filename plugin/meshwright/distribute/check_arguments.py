@@ -67,6 +67,23 @@ def check_model(model: nn.Module) -> None:
             raise AlreadyDistributedError(f"{name} is a DTensor already: the model was sharded by something else")
 
 
+def check_reduction(model: nn.Module, plan: ParallelPlan, engine: str | None) -> None:
+    """Raise a PlanError if nothing would travel in ``plan.reduce_dtype``, or an engine decides that."""
+    if plan.reduce_dtype is None:
+        return
+    if engine is not None:
+        raise PlanError(
+            f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} with {engine}, which reduces the gradients itself; leave "
+            "it out, and set the engine's own option (in DeepSpeed's config, communication_data_type)"
+        )
+    trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    if plan.zero_stage == 0 and trained and all(p.element_size() <= 2 for p in trained):
+        raise PlanError(
+            f"ParallelPlan.reduce_dtype={plan.reduce_dtype!r} saves nothing: with zero_stage=0 the gradients of "
+            f"{str(trained[0].dtype).removeprefix('torch.')} weights travel in 16 bits already; leave it out"
+        )
+
+
 def explained(error: PlanError, model: nn.Module) -> PlanError:
     """Return the error for a model that tp cannot shard; it begins with the kind of model if that is the reason."""
     if is_quantised(model):

@@ -20,7 +20,7 @@ from meshwright.construct.initial_weights import InitialWeights
 from meshwright.data.loader import DistributedLoader, made_together
 from meshwright.data.peers import LoaderMesh, Peers
 from meshwright.distribute.attach_optimizer import complete, plan_to_complete
-from meshwright.distribute.check_arguments import check_arguments, check_model
+from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction
 from meshwright.distribute.check_compile import check_compile, layers_of
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
@@ -120,6 +120,7 @@ def to_distributed(
         check_elementwise(optimizer, is_trusted=config.optimizer_is_elementwise)
     structure = structure_of(decoder, plan, config)
     _check_passes(plan, loss is not None, decoder, config.engine)
+    check_reduction(model, plan, config.engine)
     check_compile(layers_of(decoder, structure), plan, config)
     cut = cut_of(decoder, structure, plan, rank=0)
     context = context_of(decoder, structure, plan)

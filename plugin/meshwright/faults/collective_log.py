@@ -102,7 +102,7 @@ def describe(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
     reduction = getattr(options, "reduceOp", None)
     return _text(
         operation,
-        tuple((x.dtype, x.shape) for x in _tensors(chosen)),
+        tuple([(x.dtype, x.shape) for x in _tensors(chosen)]),
         None if reduction is None else reduction.op.name.lower(),
         getattr(options, "rootRank", None),
     )
@@ -132,7 +132,15 @@ def describe_tensors(tensors: Any) -> str:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [x for item in value for x in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    if not isinstance(value, (list, tuple)):
+        return []
+    found: list[torch.Tensor] = []
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += _tensors(item)
+    return found
 
 
 def _lines(said: dict[str, str]) -> str:

@@ -8,13 +8,12 @@ does not detect that ranks use two groups in opposite orders.)
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -37,6 +36,10 @@ COLLECTIVES = (
     "alltoall_base",
     "barrier",
 )
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Observer(Protocol):
@@ -64,11 +67,23 @@ _state = _State()
 _observer: Observer | None = None
 
 
-class own_collectives(contextlib.ContextDecorator):  # a function to its callers, as contextlib's own classes are
-    """Mark the collectives inside this context as the runtime's own. Each meeting compares a digest of their log.
+class own_collectives:  # a function to its callers, as contextlib's own classes are
+    """Mark the collectives inside this context, or of a decorated function, as the runtime's own.
 
-    A class, since a generator of contextlib costs ten microseconds and this runs at every collective of a layer.
+    Each meeting compares a digest of their log. A class with a decorator of its own, since those of contextlib cost
+    several calls and this runs at every collective of a layer.
     """
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def own(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            _state.depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _state.depth -= 1
+
+        return own
 
     def __enter__(self) -> None:
         _state.depth += 1

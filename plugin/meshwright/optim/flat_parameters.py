@@ -164,7 +164,11 @@ class FlatShard:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a view of the gathered tensor."""
-        return self._full is not None and tensor.dtype == self.dtype and memory(tensor)[0] == memory(self._full)[0]
+        return (
+            self._full is not None
+            and tensor.dtype == self.dtype
+            and tensor.untyped_storage()._cdata == self._full.untyped_storage()._cdata
+        )
 
     def part(self, index: int) -> tuple[Tensor, RowLayout]:
         """Return this rank's elements of a parameter's flattened TP shard, and the shard's row layout over dp."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -45,6 +46,8 @@ class TrainedParameters:
         tp, dp, weights, syncs = runtime.tp, runtime.dp, runtime.weights, runtime.syncs
         self.tp, self.dp, self.optimizer, self.weights = tp, dp, optimizer, weights
         self.bucket_bytes, self._meet = bucket_bytes, runtime.meet_over_dp
+        name = None if runtime.plan is None else runtime.plan.reduce_dtype
+        self._sent: torch.dtype | None = None if name is None else getattr(torch, name)
         stage = 3 if weights is not None else zero_stage if dp.size > 1 else min(zero_stage, 1)
         self.stage = 0 if stage == 1 and optimizer is None else stage
         self.parameters: list[nn.Parameter] = []
@@ -55,7 +58,7 @@ class TrainedParameters:
         self._of_zero: GradientSync | None = None
         self._of_others: GradientSync | None = None
         if self.stage > 0:
-            self.zero = ReduceScatter(dp, can_wait=self.stage == 1)
+            self.zero = ReduceScatter(dp, can_wait=self.stage == 1, sent=self._sent)
             if optimizer is not None:
                 bind_optimizer(optimizer, self.zero)
             # A bucket of stage 3 is a whole layer, so one in flight is enough to hide the communication.
@@ -132,7 +135,7 @@ class TrainedParameters:
         buckets = make_buckets(reduced, max_bytes=self.bucket_bytes, multiple=1, accumulate_in_float32=False)
         if self._of_others is None:
             self._of_others = GradientSync(
-                [], tp=self.tp, reduction=AllReduce(self.dp), meet=self._meet, peers=self.syncs
+                [], tp=self.tp, reduction=AllReduce(self.dp, self._sent), meet=self._meet, peers=self.syncs
             )
             self.syncs.append(self._of_others)
         self._of_others.extend(buckets, unreduced)

@@ -110,6 +110,7 @@ class ReduceScatter:
     Args:
         dp: the data-parallel axis.
         can_wait: whether gradients of passes under ``no_sync`` are kept whole (stage 1).
+        sent: the dtype in which gradients travel; None for that of the flat buckets.
 
     Attributes:
         sharded: all buckets.
@@ -117,7 +118,8 @@ class ReduceScatter:
         num_steps: how many steps have changed the parameters.
     """
 
-    def __init__(self, dp: Axis, *, can_wait: bool):
+    def __init__(self, dp: Axis, *, can_wait: bool, sent: torch.dtype | None = None):
+        self.sent = sent
         self.sharded: list[ShardedBucket] = []
         self.dp, self.can_wait = dp, can_wait
         self.groups: list[list[nn.Parameter]] = []
@@ -176,7 +178,7 @@ class ReduceScatter:
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
-        wait = start_reduce_scatter(flat, self.dp)
+        wait = start_reduce_scatter(flat.to(self.sent or flat.dtype), self.dp, flat.dtype)
         self._forget(p for p in bucket.parameters if not has_gradient(p))  # another rank may have gradients for these
         self._stand_in(bucket)
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.autograd_graph import bypasses
-from meshwright.parallel.collectives import Axis, reduce, share
+from meshwright.parallel.collectives import Axis, gather_rows, reduce, share
+from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.dropout_streams import DropoutStreams, Rates, Restore
 from meshwright.parallel.local_heads import HeadInputs
 from meshwright.parallel.method_override import EagerMethod
@@ -55,6 +56,8 @@ class BlockHooks:
         self._pass: _Pass | None = None
         self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
         self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
+        columns = block.columns if self._is_whole_module else ()
+        self._columns = ColumnProjections(columns, is_gathered=sequence is not None)
         for entry in block.entries:
             # prepend, since an entry may be a projection whose other hooks must see the gathered input.
             entry.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -74,6 +77,7 @@ class BlockHooks:
         """
         if self._projections is not None and self._is_whole_module:
             self._projections.span_block()
+        self._columns.remove()
         self._output.forward = EagerMethod(self._output.forward)
 
     def _enter(
@@ -83,20 +87,25 @@ class BlockHooks:
             args, kwargs = self._head_inputs.take_own(args, kwargs)
         x, put_back = hidden_states(args, kwargs, self._names)
         x = _cast_for_autocast(x)
+        overlaps = self._columns.can_enter(x)
         if self.sequence is None:
             # For the second input projection of an MLP that the layer owns, _restore is set.
             if self._restore is None and self._rates.is_any_on():
                 self._restore = self.streams.enter_shard(x)
-            full = share(x, self.axis)
+            full = self._columns.enter(x, self.axis) if overlaps else share(x, self.axis)
         else:
             assert self._projections is not None
-            full = self.sequence.gather(x)
-            self._projections.open(full, x, self.axis)
+            full = self.sequence.gather(x, self._columns.enter if overlaps else gather_rows)
+            if not overlaps:
+                self._projections.open(full, x, self.axis)
+        if overlaps:
+            self._columns.open(full)
         is_checked_now = self._is_whole_module and not self._is_checked and not torch.compiler.is_compiling()
         self._pass = _Pass(full if is_checked_now else None)
         return put_back(full)
 
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._columns.close(has_ended=output is not None)
         if self._projections is not None:
             self._projections.close()
         if not self._is_whole_module:  # an input projection of an MLP that the layer owns

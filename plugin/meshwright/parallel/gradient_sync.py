@@ -143,14 +143,17 @@ class GradientSync:
         finally:
             self._paused = before
 
-    def arrive(self, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
-        """Called before ``grad`` goes to ``parameter.grad``; multiplies a partial ``grad`` by its number of copies."""
+    def arrive(self, parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
+        """Called before ``grad`` goes to ``parameter.grad``; multiplies a partial ``grad`` by its number of copies.
+
+        ``grad`` is None for the weight of a projection that its block did not use (see column_projections.py).
+        """
         if self._paused:
             return None
         self._check_pass(parameter)
         self.reduction.prepare(parameter)
         copies = self._copies.get(id(parameter))
-        return None if copies is None else grad * copies
+        return None if copies is None or grad is None else grad * copies
 
     def _check_pass(self, parameter: nn.Parameter) -> None:
         """Raise if ``torch.autograd.grad`` runs, whose gradients are never reduced. Check once per pass."""
@@ -259,7 +262,7 @@ def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
     # Weak references, since autograd's hooks would keep the parameter, process groups and their threads alive.
     own, synchroniser = weakref.ref(parameter), weakref.ref(sync)
 
-    def arrive(grad: Tensor) -> Tensor | None:
+    def arrive(grad: Tensor | None) -> Tensor | None:
         target, of = own(), synchroniser()
         return None if target is None or of is None else of.arrive(target, grad)
 
@@ -272,12 +275,17 @@ def _add_hooks(parameter: nn.Parameter, sync: GradientSync) -> None:
 
 
 class AllReduce:
-    """The reduction without ZeRO: every data-parallel rank ends with the whole averaged gradient in ``.grad``."""
+    """The reduction without ZeRO: every data-parallel rank ends with the whole averaged gradient in ``.grad``.
+
+    Args:
+        dp: the data-parallel axis.
+        sent: the dtype in which gradients travel; None for their own.
+    """
 
     can_wait = True
 
-    def __init__(self, dp: Axis):
-        self.dp = dp
+    def __init__(self, dp: Axis, sent: torch.dtype | None = None):
+        self.dp, self.sent = dp, sent
         # The gradients that no_sync() left unsynchronised; a reduction replaces the tensors.
         self._unreduced = WeakTensorKeyDictionary()
 
@@ -309,10 +317,11 @@ class AllReduce:
         return flat
 
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
-        wait = start_all_reduce(flat, self.dp)
+        dtype = flat.dtype
+        wait = start_all_reduce(flat.to(self.sent or dtype), self.dp)
 
         def finish() -> None:
-            reduced = wait()
+            reduced = wait().to(dtype)
             ranks_with_one = reduced[bucket.numel :]
             for index, (parameter, segment) in enumerate(bucket.segments(reduced)):
                 # No rank had a gradient: keep None, so the optimizer skips the parameter as on one device.

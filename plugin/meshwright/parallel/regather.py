@@ -3,6 +3,9 @@
 All projections of a block save the block's input for their weight gradients. Under sequence parallelism
 this input is the whole sequence, and keeping it would cost most of the memory that sharding the activations
 saves. As in Megatron (Korthikanti et al. 2022, section 4.2.2), backward does one more all-gather instead.
+
+This module serves the projections that column_projections.py does not: those with adapters or another forward, and
+compiled blocks.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.parallel import saved_tensors as saved
 from meshwright.parallel.collectives import Axis, all_gather
@@ -57,10 +61,8 @@ class RegatheredProjections:
     def __init__(self, projections: list[nn.Module]):
         self._current: GatheredInput | None = None
         self._is_pushed = self._spans_block = False
-        self._handles = []
-        for projection in projections:
-            self._handles.append(projection.register_forward_pre_hook(self._push))
-            self._handles.append(projection.register_forward_hook(self._pop, always_call=True))
+        self._projections = projections
+        self._handles: list[RemovableHandle] = []
 
     def span_block(self) -> None:
         """Swap what the whole block saves, from :meth:`open` to :meth:`close`, without hooks on the projections.
@@ -70,12 +72,21 @@ class RegatheredProjections:
         self._spans_block = True
         for handle in self._handles:
             handle.remove()
+        self._projections = []
 
     def open(self, full: Tensor, local: Tensor, axis: Axis) -> None:
         if torch.is_grad_enabled() and not saved.is_checkpointing():  # checkpointing drops the gathered input anyway
+            self._hook()
             self._current = GatheredInput(full, local, axis)
             if self._spans_block:
                 self._swap(self._current)
+
+    def _hook(self) -> None:
+        """Add the hooks at the first use, since most blocks never need them (see column_projections.py)."""
+        for projection in self._projections:
+            self._handles.append(projection.register_forward_pre_hook(self._push))
+            self._handles.append(projection.register_forward_hook(self._pop, always_call=True))
+        self._projections = []
 
     def close(self) -> None:
         if self._spans_block:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshwright.parallel.collectives import (
     Axis,
+    Operation,
     gather_rows,
     reduce_scatter_rows,
     split_rows,
@@ -40,14 +41,14 @@ class SequenceSharding:
         self._length = x_BSH.shape[1]
         return self._shape_local(split_rows(self._flatten(x_BSH), self.axis), x_BSH)
 
-    def gather(self, x_BLH: Tensor) -> Tensor:
+    def gather(self, x_BLH: Tensor, gather: Operation = gather_rows) -> Tensor:
         """Return all tokens, ``[B, S, H]``, for sharded projections (backward: reduce-scatter).
 
         If the layer has flattened its tokens to rows, return all rows, including padding.
         """
         if x_BLH.ndim == 2:
-            return gather_rows(x_BLH, self.axis)
-        return self._shape_full(gather_rows(x_BLH.flatten(0, 1), self.axis), x_BLH)
+            return gather(x_BLH, self.axis)
+        return self._shape_full(gather(x_BLH.flatten(0, 1), self.axis), x_BLH)
 
     def unsplit(self, x_BLH: Tensor) -> Tensor:
         """Return all tokens, ``[B, S, H]``, for replicated consumers (backward: keep this rank's tokens)."""

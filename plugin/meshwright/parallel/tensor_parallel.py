@@ -288,8 +288,9 @@ def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: 
     hidden, _ = hidden_states(args, kwargs)
 
     def has_gradient(value: Any) -> bool:
-        values = value if isinstance(value, list | tuple) else (value,)
-        return any(isinstance(x, Tensor) and x.requires_grad and x is not hidden for x in values)
+        if isinstance(value, Tensor):
+            return value.requires_grad and value is not hidden
+        return isinstance(value, list | tuple) and any(has_gradient(x) for x in value if isinstance(x, Tensor))
 
     if any(map(has_gradient, args)) or any(map(has_gradient, kwargs.values())):
         named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
+from meshwright.parallel.linear_layers import is_stock_linear, weight_gradient
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.schedule import Kind, Operation
@@ -67,23 +68,6 @@ class WeightGradients:
         """Compute the gradients that wait for a stage and a micro-batch, and add them to the sums."""
         for weight, read_input, gradient, transposed in self._waiting.pop((stage, micro_batch)):
             sums.add(weight, weight_gradient(read_input(), gradient, transposed))
-
-
-def is_stock_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer (or transformers' Conv1D) with its class's own forward."""
-    return type(module).forward is nn.Linear.forward or is_transposed(module)
-
-
-def weight_gradient(x: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
-    """Return the gradient of a linear weight.
-
-    Args:
-        x: the layer's input, ``[..., in]``.
-        gradient: the gradient of the layer's output, ``[..., out]``.
-        transposed: whether the weight is ``[in, out]``.
-    """
-    rows, gradients = x.flatten(0, -2), gradient.flatten(0, -2)
-    return rows.t() @ gradients if transposed else gradients.t() @ rows
 
 
 class _LinearForward(MethodOverride):

@@ -102,6 +102,7 @@ class Candidate:
         zero_stage: what ZeRO shards: 1 the optimizer state, 2 gradients too, 3 weights too.
         recompute: what backward recomputes: nothing, attention, or ``recomputed`` whole layers of each rank.
         recomputed: number of layers per rank to recompute with recompute="full"; None for all.
+        reduce_dtype: the dtype in which gradients travel over dp; None for the gradients' own.
 
     Example:
         >>> Candidate(replicate=4, tp=2, micro_batch=1, accumulation=8).global_batch
@@ -124,6 +125,7 @@ class Candidate:
     zero_stage: int = 0
     recompute: Recompute = "none"
     recomputed: int | None = None
+    reduce_dtype: str | None = None
 
     @property
     def dp(self) -> int:
@@ -146,6 +148,15 @@ class Candidate:
     def splits_backward(self) -> bool:
         """Whether the gradients of the weights are computed apart from those of the activations."""
         return self.pp > 1 and self.schedule in SPLIT_BACKWARD
+
+    def sent_bytes(self, gradient_bytes: int) -> int:
+        """Return the bytes in which a gradient element of ``gradient_bytes`` travels over dp.
+
+        Example:
+            >>> Candidate(replicate=2, reduce_dtype="bfloat16").sent_bytes(4)
+            2
+        """
+        return gradient_bytes if self.reduce_dtype is None else min(gradient_bytes, 2)
 
     @property
     def runs_today(self) -> bool:
@@ -178,6 +189,8 @@ class Candidate:
         if self.recompute != "none":
             first = "" if self.recomputed is None else f"({self.recomputed})"
             parts.append(f"recompute={self.recompute}{first}")
+        if self.reduce_dtype is not None:
+            parts.append("reduce=bf16")
         return " ".join(parts)
 
 

@@ -131,11 +131,11 @@ def _data(shape: ModelShape, plan: Candidate, b: int, gloo: bool, phases: dict[s
         if plan.zero_stage:
             numel = math.ceil(numel / plan.data_ranks) * plan.data_ranks
             times = plan.accumulation if plan.zero_stage == 2 else 1
-            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * 4)
+            phases["backward"]["dp"].add("all-to-all" if gloo else "reduce-scatter", times, numel * plan.sent_bytes(4))
             phases["optimizer"]["dp"].add("all-gather", 1, numel * b)
         else:
             # One extra number per parameter says whether this rank has a gradient of the parameter.
-            phases["backward"]["dp"].add("all-reduce", 1, (numel + len(bucket)) * b)
+            phases["backward"]["dp"].add("all-reduce", 1, (numel + len(bucket)) * plan.sent_bytes(b))
 
 
 def _gathered_weights(
@@ -156,4 +156,4 @@ def _gathered_weights(
         is_twice = shape.tied and unit[0] == 0
         forward.add("all-gather", micro * (1 + is_twice), numel * b)
         backward.add("all-gather", 0 if is_kept else micro, numel * b)
-        backward.add("all-to-all" if gloo else "reduce-scatter", micro, numel * 4)
+        backward.add("all-to-all" if gloo else "reduce-scatter", micro, numel * plan.sent_bytes(4))

@@ -63,8 +63,9 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     """
     b = element_bytes
     layout = Candidate(
-        shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage
-    )
+        shard=plan.data_ranks, tp=plan.tp, sequence_parallel=plan.sequence_parallel, zero_stage=plan.zero_stage,
+        reduce_dtype=plan.reduce_dtype,
+    )  # fmt: skip
     members = _members(shape, layout)
     elements = sum(member.numel for member in members)
     saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b)
@@ -271,9 +272,12 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
         held += flat
         # The sum over tp holds partial gradients twice: as whole parameters, and joined into one tensor.
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
+        if (sent := sizes[number] * plan.sent_bytes(wide)) != flat:  # a copy travels
+            most = max(most, held + sent)
+            held += sent - flat
         if is_sharded:
             # gloo receives into its own buffer, and frees the tensor that it has sent.
-            most = max(most, held + flat / plan.data_ranks + (flat if cpu else 0))
+            most = max(most, held + flat / plan.data_ranks + (sent if cpu else 0))
             held += flat / plan.data_ranks - raw
         most = max(most, held)
         if number >= in_flight:
@@ -281,8 +285,9 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
 
     def finish(number: int) -> None:
         nonlocal held
-        flat, raw = sizes[number] * (4 if is_sharded else b), sizes[number] * b
-        held -= flat if is_sharded else raw
+        wide = 4 if is_sharded else b
+        flat, raw, sent = sizes[number] * wide, sizes[number] * b, sizes[number] * plan.sent_bytes(wide)
+        held -= sent if is_sharded else raw + sent - flat
 
     for index in range(len(members) - 1, -1, -1):
         held += members[index].numel * b

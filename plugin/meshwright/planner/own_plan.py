@@ -63,6 +63,7 @@ def candidate_of(fields: Mapping[str, Any], job: Job) -> Candidate:
         zero_stage=zero,
         recompute=fields.get("recompute") or "none",
         recomputed=fields.get("recomputed_layers"),
+        reduce_dtype=fields.get("reduce_dtype"),
     )
     if pp > 1:
         try:

@@ -313,7 +313,7 @@ class StepModel:
         if size == 1:
             return []
         elements = self.stage_parameters(plan)
-        gradients, weights = elements * job.gradient_bytes, elements * job.weight_bytes
+        gradients, weights = elements * plan.sent_bytes(job.gradient_bytes), elements * job.weight_bytes
 
         def hidden_by(phase: Literal["forward", "backward"], communication: float, *, is_repeated: bool) -> Overlap:
             exposed = _exposed(communication, forward if phase == "forward" else backward, self.k.overlap)

@@ -83,6 +83,11 @@ def verify(
     tell: Tell = on_progress or (lambda text: None)
     plan = resolve_plan(plan)
     _check(model_factory, steps)
+    if plan.reduce_dtype is not None:
+        raise PlanError(
+            f"verify compares numbers to 1e-10, and ParallelPlan.reduce_dtype={plan.reduce_dtype!r} rounds gradients "
+            "to 8 bits of precision; leave it out, and verify the rest of the plan"
+        )
     if plan.pp > 1 and loss is not None:
         raise PlanError(
             f"verify(loss=...) under ParallelPlan.pp={plan.pp}: the backward pass runs inside the model's forward, so "

@@ -1,0 +1,181 @@
+"""Run the collectives of a block's input beside the matrix multiplications of its backward.
+
+All projections of a block read the same input. Autograd would compute the gradients of a projection's input and of its
+weight in one node, so backward would gather the input again, multiply, and then reduce the input's gradient. As in
+Megatron, the runtime takes the weights' gradients apart. While the input is gathered, autograd computes the gradient of
+the input, which does not depend on the input. While that gradient is reduced, the weights' gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.parallel import saved_tensors as saved
+from meshwright.parallel.collectives import Axis, all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
+from meshwright.parallel.linear_layers import is_stock_linear, weight_gradient
+from meshwright.parallel.method_override import MethodOverride
+from meshwright.roles.projection import is_transposed
+
+
+class ColumnProjections:
+    """The linear projections that read one block's input.
+
+    Between :meth:`enter` and :meth:`close`, the projections run on detached weights, and the autograd node of
+    :meth:`enter` has the gradients of the weights.
+
+    Args:
+        modules: the projections.
+        is_gathered: whether each rank passes its own tokens to the block (sequence parallelism), or all tokens.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, is_gathered: bool):
+        self.is_gathered = is_gathered
+        self.modules = list(modules) if all(map(is_stock_linear, modules)) else []
+        self.current: _Pass | None = None
+        self._overrides = [_ColumnForward(module.forward, module, i, self) for i, module in enumerate(self.modules)]
+        for module, override in zip(self.modules, self._overrides, strict=True):
+            module.forward = override
+
+    def remove(self) -> None:
+        """Give the projections their own forward, and leave all gradients to autograd."""
+        for module, override in zip(self.modules, self._overrides, strict=True):
+            if vars(module).get("forward") is override:
+                del module.forward
+                if module.forward != override.method:
+                    module.forward = override.method
+        self.modules, self._overrides = [], []
+
+    def can_enter(self, x: Tensor) -> bool:
+        """Return whether the next pass can use :meth:`enter`; otherwise autograd computes all gradients."""
+        if not (self.modules and x.requires_grad and torch.is_grad_enabled()):
+            return False
+        return all(
+            vars(module).get("forward") is override and module._parameters.get("weight") is not None
+            for module, override in zip(self.modules, self._overrides, strict=True)
+        )
+
+    def enter(self, x: Tensor, axis: Axis) -> Tensor:
+        """Return the rows that the projections read, from this rank's rows or from all; :meth:`open` must follow."""
+        weights: list[Any] = [module._parameters["weight"] for module in self.modules]
+        self.current = _Pass(weights)
+        full: Tensor = _EnterProjections.apply(x, axis, self.is_gathered, self.current, *weights)
+        return full
+
+    def open(self, full: Tensor) -> None:
+        """Let the projections compute their outputs from ``full``, the result of :meth:`enter` in the block's shape."""
+        assert self.current is not None
+        self.current.memory, self.current.numel = saved.memory(full), full.numel()
+
+    def close(self, *, has_ended: bool) -> None:
+        """End the pass.
+
+        Args:
+            has_ended: whether the block has returned; otherwise it raised, as recomputation does when it has enough.
+        """
+        current, self.current = self.current, None
+        # A weight that no projection read gets None from the node, which calls its hooks. Autograd would not call them.
+        if current is not None and has_ended and current.unread:
+            self.remove()
+
+
+class _Pass:
+    """One forward pass through a block's projections.
+
+    Args:
+        weights: the projections' weights.
+
+    Attributes:
+        node: the autograd node that has the weights' gradients.
+        unread: the indices of the weights that no projection has read.
+    """
+
+    def __init__(self, weights: list[Any]):
+        self.weights = weights
+        self.node: Any = None
+        self.unread = set(range(len(weights)))
+        self.memory: tuple[int, int] | None = None
+        self.numel = 0
+
+    def holds(self, x: Tensor) -> bool:
+        """Return whether ``x`` is the block's input, in any shape."""
+        return x.numel() == self.numel and x.is_contiguous() and saved.memory(x) == self.memory
+
+
+class _ColumnForward(MethodOverride):
+    """The ``forward`` of a projection, whose weight's gradient is computed by the node of the block's input."""
+
+    def __init__(self, method: Callable[..., Any], module: nn.Module, index: int, group: ColumnProjections):
+        super().__init__(method)
+        self.module, self.index, self.group = module, index, group
+        self.is_transposed = is_transposed(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        current = self.group.current
+        parameters = self.module._parameters
+        weight: Any = parameters["weight"]
+        if current is None or not args or weight is not current.weights[self.index] or not current.holds(args[0]):
+            result: Tensor = self.method(*args, **kwargs)
+            return result
+        current.unread.discard(self.index)
+        own = weight.detach()
+        y = F.linear(args[0], own.t() if self.is_transposed else own, parameters["bias"])
+        if weight.requires_grad:
+            y.register_hook(partial(_take, current.node, self.index, self.is_transposed))
+        return y
+
+
+class _EnterProjections(torch.autograd.Function):
+    """Gives a block's projections their input; backward reduces its gradient beside the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, is_gathered: bool, current: _Pass, *weights: Tensor) -> Tensor:
+        full = all_gather(x, axis) if is_gathered else x.view_as(x)
+        # Checkpointing drops what is saved and gathers it in its own forward.
+        ctx.gathers = is_gathered and not saved.is_checkpointing()
+        ctx.save_for_backward(x if ctx.gathers else full)
+        ctx.axis, ctx.is_gathered, ctx.dtypes = axis, is_gathered, [weight.dtype for weight in weights]
+        ctx.task, ctx.taken, ctx.regathered = -1, [], None
+        ctx.set_materialize_grads(False)
+        current.node = ctx
+        return full
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # as other collectives
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        taken, regathered = ctx.taken, ctx.regathered
+        ctx.task, ctx.taken, ctx.regathered = -1, [], None
+        reduced = None if grad is None else _start_reduction(grad, ctx.axis, ctx.is_gathered)
+        of_weights: list[Tensor | None] = [None] * len(ctx.dtypes)
+        if taken:
+            x = (ctx.saved_tensors[0] if regathered is None else regathered()).flatten(0, -2)
+            for index, transposed, gradient in taken:
+                rows = gradient.flatten(0, -2)
+                read = x if len(x) == len(rows) else x[: len(rows)]  # without the padding
+                own = weight_gradient(read, rows, transposed).to(ctx.dtypes[index])
+                before = of_weights[index]
+                of_weights[index] = own if before is None else before + own
+        return None if reduced is None else reduced(), None, None, None, *of_weights
+
+
+def _start_reduction(grad: Tensor, axis: Axis, is_gathered: bool) -> Callable[[], Tensor]:
+    if is_gathered:
+        return start_reduce_scatter(grad, axis)
+    # A copy, since the reduction is in place and autograd may pass the same tensor to another consumer.
+    return start_all_reduce(grad.clone(memory_format=torch.contiguous_format), axis)
+
+
+def _take(node: Any, index: int, transposed: bool, gradient: Tensor) -> None:
+    """Keep the gradient of a projection's output for the block's node; the first of them starts to gather the input."""
+    task = torch._C._current_graph_task_id()
+    if node.task != task:
+        if not torch._C._will_engine_execute_node(node):
+            return
+        node.task, node.taken = task, []
+        node.regathered = start_all_gather(node.saved_tensors[0], node.axis) if node.gathers else None
+    node.taken.append((index, transposed, gradient))
