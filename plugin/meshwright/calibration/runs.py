@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def read_runs(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
                     if left_out is None:
                         raise
                     left_out.append(str(error))
-            return runs
+            return _apart(runs)
     except FileNotFoundError:
         raise PlanError(f"{path}: no such file; give a table in the format of published_runs.csv") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -225,6 +226,20 @@ def _group(row: Mapping[str, str]) -> str:
     return f"{publisher}{framework} {row['gpu']} {_BITS[_precision(row['precision'])]}"
 
 
+def _apart(runs: list[Run]) -> list[Run]:
+    """Return the runs with those of ZeRO-3 in groups of their own, where a publisher compares them with pipelines.
+
+    The two are different programs, even of one publisher, so that one calibration does not fit both.
+    """
+    piped = {run.group for run in runs if run.seconds and run.plan.pp > 1 and run.plan.zero_stage < 3}
+    return [
+        dataclasses.replace(run, group=run.group.replace(" ", "/zero-3 ", 1))
+        if run.plan.zero_stage == 3 and run.group in piped
+        else run
+        for run in runs
+    ]
+
+
 def _precision(text: str) -> Precision:
     """Return the precision of the layers' matmuls, by its name in a table."""
     name = text.split("(")[0].strip().lower()
@@ -232,8 +247,8 @@ def _precision(text: str) -> Precision:
         if re.fullmatch(pattern, name):
             return cast(Precision, precision)
     raise PlanError(
-        f"precision={text!r} is not known; leave the row out, or write one of bf16, fp16, amp_bf16, fp8, float8, mxfp8, "
-        "fp4, nvfp4, mxfp4"
+        f"precision={text!r} is not known; leave the row out, or write one of bf16, fp16, amp_bf16, fp8, float8, "
+        "mxfp8, fp4, nvfp4, mxfp4"
     )
 
 

@@ -246,8 +246,8 @@ def cluster_at_hand(device: torch.device, nodes: int, profile: HardwareProfile |
 def _nearest(name: str, memory: float) -> str:
     """Return a GPU's name in the catalogue; for an unlisted GPU the A100's name, since its ratios are typical."""
     name = name.lower()
-    for part, entry in (("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"), ("4090", "rtx-4090"),
-                        ("mi300x", "mi300x")):  # fmt: skip
+    for part, entry in (("gb300", "gb300"), ("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"),
+                        ("4090", "rtx-4090"), ("mi300x", "mi300x")):  # fmt: skip
         if part in name:
             return entry
     if "h100" in name:

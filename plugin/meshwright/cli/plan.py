@@ -98,8 +98,8 @@ def plan(
         bool,
         typer.Option(
             "--gather-logits",
-            help="Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program that "
-            "reads outputs.logits in training, as label smoothing and TRL's trainers do.",
+            help="Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program "
+            "that reads outputs.logits in training, as label smoothing and TRL's trainers do.",
             rich_help_panel=_JOB,
         ),
     ] = False,
@@ -316,9 +316,13 @@ def plan(
         question = plan_inputs.question(
             model,
             plan_inputs.Settings(
-                **first, gpus_per_node=gpus_per_node, gpu=gpu, precision=precision.value,
-                logits="gathered" if gather_logits else "chunked", profile_path=profile,
-            ),  # fmt: skip
+                **first,
+                gpus_per_node=gpus_per_node,
+                gpu=gpu,
+                precision=precision.value,
+                logits="gathered" if gather_logits else "chunked",
+                profile_path=profile,
+            ),
             memory=memory, top=top, allow_future=allow_future, tokens=tokens, price=price,
         )  # fmt: skip
         if plans is not None:

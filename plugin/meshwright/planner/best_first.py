@@ -104,17 +104,19 @@ class BestFirst:
         for name, plans in by_axis.items():
             if name in fit:
                 continue
-            # Few activations and high ZeRO stages first, since one plan that fits settles the value.
-            for least, plan in sorted(((self._least(plan), plan) for plan in plans), key=_least_first):
-                if name in found and least >= found[name][1].total:
+            plans.sort(key=lambda plan: (plan.micro_batch, -plan.zero_stage))
+            lowest = (float("inf"), 0)  # bytes, and the place in the list, which decides between equal ones
+            # Few activations first, since one plan that fits settles the value.
+            for least, place in sorted((self._least(plan), place) for place, plan in enumerate(plans)):
+                if least > lowest[0]:
                     break
-                memory = self.weigh(plan)
+                plan, memory = plans[place], self.weigh(plans[place])
                 if memory.total <= self.budget:
                     fit.update(_axes(plan))
                     found.pop(name, None)
                     break
-                if name not in found or memory.total < found[name][1].total:
-                    found[name] = (plan, memory)
+                if (memory.total, place) < lowest:
+                    lowest, found[name] = (memory.total, place), (plan, memory)
         return {name: value for name, value in found.items() if name not in fit}
 
     def _least(self, plan: Candidate) -> float:
@@ -163,11 +165,6 @@ class BestFirst:
             else:
                 low = middle
         return best
-
-
-def _least_first(item: tuple[float, Candidate]) -> tuple[float, int, int]:
-    least, plan = item
-    return least, plan.micro_batch, -plan.zero_stage
 
 
 def _axes(plan: Candidate) -> tuple[str, ...]:

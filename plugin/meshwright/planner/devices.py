@@ -89,8 +89,8 @@ CATALOGUE: Mapping[str, Device] = {
         ),
         Device(
             name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, flops_4bit=10000 * _T,
-            bandwidth=8000 * _GB, fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729, sustained_8bit=0.723,
-            source=_NVIDIA + "GB200 NVL72, per device",
+            bandwidth=8000 * _GB, fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729,
+            sustained_8bit=0.723, source=_NVIDIA + "GB200 NVL72, per device",
         ),
         Device(
             name="gb300", memory=279 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, flops_4bit=15000 * _T,

@@ -161,7 +161,11 @@ class _MicroBatch:
 def _forward(micro: _MicroBatch) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
-    at_loss = saved.total(shape.layers, recomputed) - saved.of_head + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits)
+    at_loss = (
+        saved.total(shape.layers, recomputed)
+        - saved.of_head
+        + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits)
+    )
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head

@@ -22,8 +22,8 @@ _TILE = 128  # size of a matmul's tile in each of its three dims
 _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
 _ALIGNED = 8  # without a fused kernel, head widths that are not a multiple of this cannot use the matrix units
 _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the peak rate, but nearly reach their rate
-# Bytes moved per element that is cast: a read, a write, and a transposed write for backward. 4-bit casts read the tensor
-# once more, for its largest value, and write a scale for each 16 elements.
+# Bytes moved per element that is cast: a read, a write, and a transposed write for backward. 4-bit casts read the
+# tensor once more, for its largest value, and write a scale for each 16 elements.
 _CAST_BYTES = {"bf16": 0.0, "fp8": 4.0, "fp4": 5.1}
 _SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
 _ROUNDING = 1 - 1e-9  # so that a bound is below the time to which it is equal but for rounding
