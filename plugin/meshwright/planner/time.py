@@ -14,7 +14,6 @@ from meshwright.planner.candidate import Candidate, Job, Precision, rank_layers,
 from meshwright.planner.context_cost import Exchange, attends_twice, exchanges, score_bytes
 from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster, Coefficients
-from meshwright.planner.head_chunks import head_chunk
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import Pipeline, pipeline_time
 
@@ -181,9 +180,10 @@ class StepModel:
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
         loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
-        if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
-            return self._head_in_chunks(rows, columns, loss)
         matmul = self.matmul(rows, self.shape.hidden, columns)
+        if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
+            # Chunk by chunk, this runtime computes the gradients beside the logits; backward only scales them.
+            return Work(matmul=3 * matmul, elementwise=loss, forward=3 * matmul + loss)
         return Work(
             matmul=3 * matmul,
             elementwise=loss,
@@ -191,17 +191,6 @@ class StepModel:
             backward=2 * matmul + loss / 2,
             weight_grad=matmul,
         )
-
-    def _head_in_chunks(self, rows: float, columns: float, loss: float) -> Work:
-        """Return the work of this runtime's head, which computes its gradients in forward, chunk by chunk."""
-        hidden = self.shape.hidden
-        chunk = head_chunk(max(1, round(rows)), hidden)
-        count = rows / chunk
-        once = self.matmul(chunk, hidden, columns)
-        # Over several chunks, each product that is added to the weight's gradient reads and writes the sum.
-        sums = 8 * columns * hidden / self.memory_rate if count > 1 else 0.0
-        matmul = count * (2 * once + max(once, sums))
-        return Work(matmul=matmul, elementwise=loss, forward=matmul + loss)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
