@@ -126,7 +126,7 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("logits", "plan"), [("gathered", "tp2"), ("sharded", "tp2+sp+recompute"), ("sharded", "one")])
 def test_whole_logits(logits: Any, plan: str, dtype: torch.dtype) -> None:
-    """The bounds of test_estimate_and_trace; with 8,000 words the estimate for chunks misses the peak by far."""
+    """The bounds of test_estimate_and_trace; for gathered logits, the estimate for chunks misses the peak of forward by far."""
     config = config_of("llama")
     config.vocab_size = 8000
     with torch.device("meta"):
@@ -140,8 +140,8 @@ def test_whole_logits(logits: Any, plan: str, dtype: torch.dtype) -> None:
     held = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True, logits=logits)
     assert held.activations == pytest.approx(trace.activations, rel=0.01)
     assert held.peak == pytest.approx(trace.peak, rel=0.05)
-    chunked = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True)
-    if dtype == torch.bfloat16:
+    if logits == "gathered" and dtype == torch.bfloat16:
+        chunked = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True)
         assert chunked.peaks["forward"] < 0.9 * trace.peaks["forward"]
 
 

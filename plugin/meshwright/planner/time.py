@@ -321,7 +321,8 @@ class StepModel:
             exposed = _exposed(communication, forward if phase == "forward" else backward, self.k.overlap)
             return Overlap(phase=phase, is_repeated=is_repeated, seconds=communication, exposed=exposed)
 
-        shard, across = plan.shard * plan.cp, []
+        shard = plan.shard * plan.cp
+        across: list[Overlap] = []
         if plan.zero_stage and plan.replicate > 1:  # each group of ranks that share one state sums its own gradients
             volume = 2 * self.ring(gradients / shard, plan.replicate, plan.tp * shard)
             across.append(hidden_by("backward", volume, is_repeated=False))
