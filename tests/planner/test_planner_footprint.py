@@ -126,7 +126,7 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("logits", "plan"), [("gathered", "tp2"), ("sharded", "tp2+sp+recompute"), ("sharded", "one")])
 def test_whole_logits(logits: Any, plan: str, dtype: torch.dtype) -> None:
-    """The bounds of test_estimate_and_trace; for gathered logits, the estimate for chunks misses the peak of forward by far."""
+    """The bounds of test_estimate_and_trace; the estimate for chunks misses gathered logits by far."""
     config = config_of("llama")
     config.vocab_size = 8000
     with torch.device("meta"):
