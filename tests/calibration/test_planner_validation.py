@@ -168,6 +168,58 @@ def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None
         assert slower < odd_time / even_time < slower + 0.25
 
 
+# -- what a table says ------------------------------------------------------------------------------------------------
+
+
+def write(rows: list[dict[str, str]], folder: Path) -> Path:
+    path = folder / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def sharded_row(**changed: str) -> dict[str, str]:
+    """A row of the excerpt, changed to 16 data-parallel ranks that share their optimizer state."""
+    with EXCERPT.open(newline="") as file:
+        row = next(csv.DictReader(file))
+    sizes = {"n_gpus": "16", "dp": "16", "tp": "1", "pp": "1", "vp": "1", "global_batch": "64", "micro_batch": "1"}
+    return {**row, **sizes, "zero_stage": "1", "gpu": "GB200", "gpus_per_node": "8", **changed}
+
+
+@pytest.mark.parametrize(
+    ("written", "precision", "group"),
+    [
+        ("nvfp4", "fp4", "4-bit"),
+        ("mxfp4", "fp4", "4-bit"),
+        ("mxfp8", "fp8", "8-bit"),
+        ("FP8-CS", "fp8", "8-bit"),
+        ("amp_fp8", "fp8", "8-bit"),
+        ("float8", "fp8", "8-bit"),
+        ("amp_bf16", "bf16", "16-bit"),
+        ("bf16(fp32 grad acc)", "bf16", "16-bit"),
+    ],
+)
+def test_precisions_are_known_by_name(tmp_path: Path, written: str, precision: str, group: str) -> None:
+    [run] = read_runs(write([sharded_row(precision=written)], tmp_path))
+    assert run.job.precision == precision and run.group.endswith(group)
+
+
+@pytest.mark.parametrize(
+    ("notes", "shard"), [("", 16), ("zero1=-1", 16), ("4x100Gb/node zero1=8", 8), ("zero1=64", 16)]
+)
+def test_ranks_that_share_one_optimizer_state(tmp_path: Path, notes: str, shard: int) -> None:
+    [run] = read_runs(write([sharded_row(notes=notes)], tmp_path))
+    assert (run.plan.shard, run.plan.replicate, run.plan.dp) == (shard, 16 // shard, 16)
+
+
+def test_zero_3_that_is_compared_with_pipelines_is_calibrated_on_its_own(tmp_path: Path) -> None:
+    weights, piped = sharded_row(zero_stage="3"), sharded_row(pp="2", dp="8")
+    assert len({run.group for run in read_runs(write([weights, piped], tmp_path))}) == 2
+    assert len({run.group for run in read_runs(write([weights, sharded_row()], tmp_path))}) == 1
+
+
 # -- malformed tables -------------------------------------------------------------------------------------------------
 
 
@@ -184,17 +236,18 @@ def test_heads_of_no_multiple_of_eight_are_slow_without_a_fused_kernel() -> None
         ("recompute", "some", "must be none, selective or full"),
         ("gpu", "abacus", "abacus"),
         ("seq_len", "1.5", "is not a number"),
+        ("precision", "tf32", "precision='tf32' is not known"),
+        ("precision", "nvfp4", "a100-80 has none"),
+        ("notes", "zero1=3", "3 ranks do not divide dp"),
     ],
 )
 def test_a_malformed_row_is_named_by_its_line(tmp_path: Path, column: str, value: str, words: str) -> None:
     with EXCERPT.open(newline="") as file:
         rows = list(csv.DictReader(file))[:3]
+    rows[1].update({"zero_stage": "1", "dp": "16", "n_gpus": "16", "tp": "1", "pp": "1", "global_batch": "64",
+                    "micro_batch": "1"} if column == "notes" else {})  # fmt: skip
     rows[1][column] = value
-    path = tmp_path / "runs.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    path = write(rows, tmp_path)
     with pytest.raises(PlanError, match="line 3") as caught:
         read_runs(path)
     assert words in str(caught.value)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.context import masks
 from meshwright.parallel import gradient_sync as gradients
 from meshwright.planner import context_memory
@@ -131,6 +132,28 @@ def test_estimate_and_trace(family: str, plan: str, dtype: torch.dtype) -> None:
         for phases in [["forward"], ["backward"], ["optimizer"]] if spread.accumulation == 1 else [list(estimated)]:
             assert total(estimated, phases, axis) == total(seen, phases, axis), (phases, axis)
     assert total(seen, list(seen), "cp")[1] > 0 if spread.cp > 1 else "cp" not in seen["forward"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("logits", "plan"), [("gathered", "tp2"), ("sharded", "tp2+sp+recompute"), ("sharded", "one")])
+def test_whole_logits(logits: Any, plan: str, dtype: torch.dtype) -> None:
+    """The bounds of test_estimate_and_trace; the estimate for chunks misses gathered logits by far."""
+    config = config_of("llama")
+    config.vocab_size = 8000
+    with torch.device("meta"):
+        model = FAMILIES["llama"][1](config).to(dtype).train()
+    if logits == "sharded":
+        model.lm_head.register_forward_hook(lambda module, args, output: None)  # reads the logits
+    options = mw.ToDistributedConfig(gather_logits=logits == "gathered")
+    assert logits_in_training(model, options) == logits
+    trace = trace_step(model, mw.ParallelPlan(**PLANS[plan]), rows=ROWS, length=LENGTH, config=options)
+    of = describe(config), candidate(plan)
+    held = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True, logits=logits)
+    assert held.activations == pytest.approx(trace.activations, rel=0.01)
+    assert held.peak == pytest.approx(trace.peak, rel=0.05)
+    if logits == "gathered" and dtype == torch.bfloat16:
+        chunked = footprint(*of, seq_len=LENGTH, element_bytes=dtype.itemsize, cpu=True)
+        assert chunked.peaks["forward"] < 0.9 * trace.peaks["forward"]
 
 
 # The peak in attention: 12,000 tokens over 4 ranks are blocks of 1024 and 476 queries over as many keys as there are.

@@ -73,6 +73,13 @@ def test_405b_on_16384_devices_simulates_few_of_the_plans() -> None:
     assert found.simulated < 20  # 5 of 2,335: the bounds rule out the others
 
 
+def test_batches_that_exceed_a_device_are_not_weighed() -> None:
+    """100,000 sequences of a million tokens divide into 29,096 plans; nearly all hold more than a device per layer."""
+    found = find(gpus=4096, seq=1_000_000, batch=100_000)
+    assert found.choices and found.weighed < found.considered / 3
+    assert {choice.plan.micro_batch for choice in found.choices} == {1}
+
+
 def test_every_pruned_axis_has_a_reason() -> None:
     found = find(dataclasses.replace(EIGHT, heads=24, kv_heads=8, head_dim=128), gpus=64, batch=48)
     reasons = dict(explain.reasons(found))

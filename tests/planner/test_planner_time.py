@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from meshwright.errors import PlanError
 from meshwright.pipeline.schedule import stages_of_rank
 from meshwright.planner import simulate
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.hardware import Cluster, Coefficients, device
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import Pipeline, pipeline_time
+from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
 SHAPE = ModelShape(
@@ -138,6 +140,38 @@ def test_laws() -> None:
     wide = dataclasses.replace(plain, shard=64, accumulation=1)
     assert step(wide, slow_link=10e9).total > step(wide, slow_link=50e9).total
     assert step(wide, slow_link=10e9).data > step(wide, slow_link=50e9).data > 0
+
+
+def test_precisions() -> None:
+    gb200 = StepModel(SHAPE, Cluster(device=device("gb200"), gpus=8), Coefficients())
+    seconds = [gb200.step(PLANS[0], dataclasses.replace(JOB, precision=p)).total for p in ("bf16", "fp8", "fp4")]
+    assert seconds == sorted(seconds, reverse=True)
+    for lacking, precision in (("h100-sxm", "fp4"), ("a100-80", "fp8")):
+        job = dataclasses.replace(JOB, precision=precision)
+        with pytest.raises(PlanError, match=f"{lacking} has none: write --precision bf16"):
+            Space(shape=SHAPE, cluster=Cluster(device=device(lacking), gpus=8), job=job)
+
+
+def test_this_runtime_computes_the_gradients_of_the_head_in_forward() -> None:
+    """The same three products; none of the weight's gradient can be put off."""
+    model = StepModel(SHAPE, Cluster(device=device("h100-sxm"), gpus=8), Coefficients())
+    whole = model.head(PLANS[0], JOB)
+    chunked = model.head(PLANS[0], dataclasses.replace(JOB, own_runtime=True))
+    assert chunked.backward == chunked.weight_grad == 0 < whole.weight_grad
+    assert chunked.forward == pytest.approx(whole.forward + whole.backward)
+    assert chunked.matmul == whole.matmul
+    reads = dataclasses.replace(JOB, own_runtime=True, logits="gathered")
+    assert model.head(PLANS[0], reads) == whole
+
+
+def test_a_group_of_ranks_that_share_one_state_gathers_the_weights_inside_the_node() -> None:
+    """What crosses the nodes is the sum of the gradients of the groups."""
+    plan = Candidate(shard=64, zero_stage=1, accumulation=1)
+    grouped = dataclasses.replace(plan, shard=8, replicate=8)
+    cluster = Cluster(device=device("h100-sxm"), gpus=64, slow_link=6.25e9)
+    model = StepModel(SHAPE, cluster, Coefficients())
+    (_, gather), (_, near, across) = (model.overlaps(p, JOB, 1.0, 1.0) for p in (plan, grouped))
+    assert near.seconds < gather.seconds / 5 and across.seconds > near.seconds
 
 
 def test_twice_the_devices_never_halve_the_time_entirely() -> None:

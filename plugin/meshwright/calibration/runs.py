@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any, cast
 from meshwright.errors import PlanError
 from meshwright.pipeline.partition import even_stages
 from meshwright.pipeline.schedule import check
-from meshwright.planner.candidate import Candidate, Job, Recompute
+from meshwright.planner.candidate import Candidate, Job, Precision, Recompute
+from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster, Device, device
 from meshwright.planner.shapes import ModelShape
 
@@ -23,12 +25,21 @@ COLUMNS = (
 )  # fmt: skip
 
 _DEVICES = (
-    (r"GB200", "gb200"), (r"GB300", "gb200"), (r"B200", "b200"), (r"H200", "h200"), (r"H100.*PCIE", "h100-pcie"),
+    (r"GB200", "gb200"), (r"GB300", "gb300"), (r"B200", "b200"), (r"H200", "h200"), (r"H100.*PCIE", "h100-pcie"),
     (r"H100", "h100-sxm"), (r"A[18]00.*40", "a100-40"), (r"A[18]00", "a100-80"), (r"V100.*16", "v100-16"),
     (r"V100", "v100-32"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"MI300", "mi300x"),
 )  # fmt: skip
 # Frameworks that one publisher's table may contain; each is calibrated separately, since their kernels differ.
 _FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")
+# Dtypes of the layers' matrix multiplications; "amp_" and what follows in parentheses say what is kept in more bits.
+_PRECISIONS = (
+    (r"(amp_)?(bf16|fp16|bfloat16|float16)", "bf16"),
+    (r"(amp_)?(mx)?(fp8|float8)(-(cs|ds|mx|sc))?", "fp8"),
+    (r"(nv|mx)?fp4", "fp4"),
+)  # fmt: skip
+_BITS = {"bf16": "16-bit", "fp8": "8-bit", "fp4": "4-bit"}
+# Notes such as "zero1=8" give the number of ranks that share one optimizer state; -1 is all of them.
+_STATE_RANKS = re.compile(r"\bzero[123]\s*=\s*(-?\d+)", re.IGNORECASE)
 # Notes such as "4x100Gb/node", "800Gbps inter-node" and "1600 Gbps node-node" give the rate of all cards of a node.
 # Notes with "per GPU" give the rate of one device.
 _PER_NODE = re.compile(r"(?:(\d+)\s*x\s*)?(\d+)\s*Gb(?:ps|/s)?\s*(?:/node|inter-node|node-node)", re.IGNORECASE)
@@ -97,7 +108,7 @@ def read_runs(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
                     if left_out is None:
                         raise
                     left_out.append(str(error))
-            return runs
+            return _apart(runs)
     except FileNotFoundError:
         raise PlanError(f"{path}: no such file; give a table in the format of published_runs.csv") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -131,10 +142,14 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
                 f"{path}: line {line}: global_batch={batch} is not a multiple of dp x micro_batch={dp * micro}"
             )
         zero = number("zero_stage", int, 0)
+        shard = _state_ranks(row["notes"], dp) if zero else 1
         recompute = row["recompute"] or "none"
         if recompute not in ("none", "selective", "full"):
             raise PlanError(f"{path}: line {line}: recompute={recompute!r} must be none, selective or full")
         shape = _shape(row, number)
+        cluster = _cluster(row, gpus, number("gpus_per_node", int, 8))
+        precision = _precision(row["precision"])
+        matmul_peak(cluster.device, precision)  # raises for a precision that the device lacks
         chunks = number("vp", int, 1) or 1
         schedule = "interleaved" if chunks > 1 else "1f1b"
         try:
@@ -147,10 +162,10 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             line=line,
             group=_group(row),
             shape=shape,
-            cluster=_cluster(row, gpus, number("gpus_per_node", int, 8)),
+            cluster=cluster,
             plan=Candidate(
-                replicate=1 if zero else dp,
-                shard=dp if zero else 1,
+                replicate=dp // shard,
+                shard=shard,
                 tp=tp,
                 sequence_parallel=bool(number("sp", int, 0)),
                 cp=cp,
@@ -166,7 +181,7 @@ def _run(row: Mapping[str, Any], line: int, path: str | Path) -> Run:
             job=Job(
                 seq_len=number("seq_len", int),
                 global_batch=batch,
-                precision="fp8" if "8" in row["precision"].split("(")[0] else "bf16",
+                precision=precision,
                 # Tables in fp16 and those of Megatron-DeepSpeed predate the wide use of fused attention kernels.
                 fused_attention=not (
                     row["precision"] == "fp16" or "Megatron-DeepSpeed" in words or "bigscience" in words
@@ -208,8 +223,44 @@ def _group(row: Mapping[str, str]) -> str:
     if ":" in publisher:  # a URL without a name
         publisher = "BigScience" if "bigscience" in publisher else publisher.split(":")[-1]
     framework = next((f"/{name}" for name in _FRAMEWORKS if name in words), "")
-    kind = "8-bit" if "8" in row["precision"].split("(")[0] else "16-bit"
-    return f"{publisher}{framework} {row['gpu']} {kind}"
+    return f"{publisher}{framework} {row['gpu']} {_BITS[_precision(row['precision'])]}"
+
+
+def _apart(runs: list[Run]) -> list[Run]:
+    """Return the runs with those of ZeRO-3 in groups of their own, where a publisher compares them with pipelines.
+
+    The two are different programs, even of one publisher, so that one calibration does not fit both.
+    """
+    piped = {run.group for run in runs if run.seconds and run.plan.pp > 1 and run.plan.zero_stage < 3}
+    return [
+        dataclasses.replace(run, group=run.group.replace(" ", "/zero-3 ", 1))
+        if run.plan.zero_stage == 3 and run.group in piped
+        else run
+        for run in runs
+    ]
+
+
+def _precision(text: str) -> Precision:
+    """Return the precision of the layers' matmuls, by its name in a table."""
+    name = text.split("(")[0].strip().lower()
+    for pattern, precision in _PRECISIONS:
+        if re.fullmatch(pattern, name):
+            return cast(Precision, precision)
+    raise PlanError(
+        f"precision={text!r} is not known; leave the row out, or write one of bf16, fp16, amp_bf16, fp8, float8, "
+        "mxfp8, fp4, nvfp4, mxfp4"
+    )
+
+
+def _state_ranks(notes: str, dp: int) -> int:
+    """Return the number of data-parallel ranks that share one optimizer state."""
+    found = _STATE_RANKS.search(notes)
+    ranks = int(found[1]) if found else -1
+    if ranks == -1 or ranks > dp:
+        return dp
+    if ranks < 1 or dp % ranks:
+        raise PlanError(f"notes: {found[0] if found else ''!r}: {ranks} ranks do not divide dp={dp}")
+    return ranks
 
 
 def _cluster(row: Mapping[str, str], gpus: int, per_node: int) -> Cluster:

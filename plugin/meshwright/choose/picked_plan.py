@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshwright.choose.given_plan import with_sequence_parallel
+from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.plan_file import runnable_fields
 from meshwright.choose.stages import against_stages, why_not_cut
 from meshwright.config import ParallelPlan, ToDistributedConfig
@@ -99,7 +100,10 @@ def _search(
     shape = describe_model(model, config)
     profile = HardwareProfile.load(config.hardware_profile) if config.hardware_profile else None
     cluster = cluster_at_hand(device, nodes, profile)
-    job = Job(seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu")
+    job = Job(
+        seq_len=length, global_batch=rows, own_runtime=True, on_cpu=device.type == "cpu",
+        logits=logits_in_training(model, config),
+    )  # fmt: skip
     if next(model.parameters()).element_size() == 4:
         job = job.in_32_bits()
     budget = config.memory_budget
@@ -242,8 +246,8 @@ def cluster_at_hand(device: torch.device, nodes: int, profile: HardwareProfile |
 def _nearest(name: str, memory: float) -> str:
     """Return a GPU's name in the catalogue; for an unlisted GPU the A100's name, since its ratios are typical."""
     name = name.lower()
-    for part, entry in (("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"), ("4090", "rtx-4090"),
-                        ("mi300x", "mi300x")):  # fmt: skip
+    for part, entry in (("gb300", "gb300"), ("gb200", "gb200"), ("b200", "b200"), ("h200", "h200"), ("l40s", "l40s"),
+                        ("4090", "rtx-4090"), ("mi300x", "mi300x")):  # fmt: skip
         if part in name:
             return entry
     if "h100" in name:

@@ -42,6 +42,7 @@ class Precision(StrEnum):
 
     bf16 = "bf16"
     fp8 = "fp8"
+    fp4 = "fp4"
 
 
 def plan(
@@ -93,6 +94,15 @@ def plan(
     precision: Annotated[
         Precision, typer.Option(help="Dtype of the layers' matrix multiplications.", rich_help_panel=_JOB)
     ] = Precision.bf16,
+    gather_logits: Annotated[
+        bool,
+        typer.Option(
+            "--gather-logits",
+            help="Count the memory of whole logits, as with ToDistributedConfig(gather_logits=True): for a program "
+            "that reads outputs.logits in training, as label smoothing and TRL's trainers do.",
+            rich_help_panel=_JOB,
+        ),
+    ] = False,
     interconnect: Annotated[
         str | None,
         typer.Option(
@@ -306,7 +316,12 @@ def plan(
         question = plan_inputs.question(
             model,
             plan_inputs.Settings(
-                **first, gpus_per_node=gpus_per_node, gpu=gpu, precision=precision.value, profile_path=profile
+                **first,
+                gpus_per_node=gpus_per_node,
+                gpu=gpu,
+                precision=precision.value,
+                logits="gathered" if gather_logits else "chunked",
+                profile_path=profile,
             ),
             memory=memory, top=top, allow_future=allow_future, tokens=tokens, price=price,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meshwright.errors import PlanError
 
 if TYPE_CHECKING:
-    from meshwright.planner.candidate import Candidate, Job, Precision
+    from meshwright.planner.candidate import Candidate, Job, Logits, Precision
     from meshwright.planner.cost import Budget
     from meshwright.planner.hardware import Cluster, HardwareProfile
     from meshwright.planner.search import Search
@@ -59,6 +59,7 @@ class Settings:
         seq_len: tokens per sequence.
         global_batch: sequences per step.
         precision: dtype of the matrix multiplications.
+        logits: the logits that are in memory at once, as in ``Job``.
         interconnect: Gb/s from one device to other nodes; None for the device's usual network.
         profile_path: the file of the profile; None without one.
     """
@@ -69,6 +70,7 @@ class Settings:
     seq_len: int
     global_batch: int
     precision: Precision
+    logits: Logits
     interconnect: float | None
     profile_path: Path | None
 
@@ -96,7 +98,7 @@ class Settings:
         on_cpu = cluster.device.shares_host
         job = Job(
             seq_len=self.seq_len, global_batch=self.global_batch, precision=self.precision, own_runtime=True,
-            on_cpu=on_cpu,
+            on_cpu=on_cpu, logits=self.logits,
         )  # fmt: skip
         dtype = measured.dtype if measured and measured.dtype else "float32" if on_cpu else "bfloat16"
         return job.in_32_bits() if dtype == "float32" else job

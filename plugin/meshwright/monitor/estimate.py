@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from meshwright.choose.logits_in_training import logits_in_training
 from meshwright.choose.picked_plan import cluster_at_hand, describe_model
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
@@ -14,7 +15,7 @@ from meshwright.mesh.process_group import node_count
 from meshwright.optim.runtime import device_of, find_runtime
 from meshwright.planner import own_plan
 from meshwright.planner.breakdown import StepTime
-from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.candidate import Candidate, Job, Logits
 from meshwright.planner.hardware import Cluster, HardwareProfile
 from meshwright.planner.memory import Memory, stage_memory
 from meshwright.planner.shapes import ModelShape
@@ -30,12 +31,14 @@ class Machine:
         cluster: the launched devices.
         profile: the efficiencies.
         is_known: whether the devices' peak comes from a data sheet or a measurement; False for a guess for some CPU.
+        logits: the logits that are in memory at once, as in ``Job``.
     """
 
     shape: ModelShape
     cluster: Cluster
     profile: HardwareProfile
     is_known: bool
+    logits: Logits = "chunked"
 
     @classmethod
     def find(cls, model: Any, config: ToDistributedConfig) -> Machine:
@@ -58,6 +61,7 @@ class Machine:
             cluster=cluster_at_hand(device, node_count(), given),
             profile=given or HardwareProfile(name="catalogue"),
             is_known=device.type != "cpu" or (given is not None and given.device is not None),
+            logits=logits_in_training(model, config),
         )
 
     @property
@@ -119,6 +123,7 @@ def estimate(machine: Machine, plan: ParallelPlan, dtype: torch.dtype, batch: tu
         global_batch=max(1, rows * plan.dp * passes),
         own_runtime=True,
         on_cpu=machine.cluster.device.shares_host or machine.cluster.device.name == "cpu",
+        logits=machine.logits,
     )
     job = job.in_32_bits() if dtype.itemsize >= 4 else job
     try:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.context.methods import group_sizes, local_tokens
-from meshwright.planner.candidate import Candidate
+from meshwright.planner.candidate import Candidate, Logits
 from meshwright.planner.context_cost import exchanged_keys
 from meshwright.planner.family_traits import Traits
+from meshwright.planner.head_memory import saved_by_head
 from meshwright.planner.shapes import ModelShape
 
 
@@ -25,8 +26,8 @@ class Saved:
         kept: bytes that one layer saves if backward recomputes the layer.
         shared: bytes of the rotary sines and cosines, which are computed once for all layers.
         arguments: bytes of the positions and masks that are passed to recomputed layers.
-        head: bytes of the last norm, and of the gradients that the head and the loss have computed in forward.
-        of_head: bytes of these gradients alone: of the head's input and weight.
+        head: bytes of the last norm, the head and the loss.
+        of_head: bytes of the head and the loss alone.
     """
 
     layer: float
@@ -52,7 +53,6 @@ class _Sizes:
         query: elements of q.
         keys: elements of k, equal to those of v.
         ffn: elements of the MLP's inner activation.
-        words: elements of the logits.
         heads, key_heads: number of heads of q, and of k.
     """
 
@@ -60,12 +60,13 @@ class _Sizes:
     query: float
     keys: float
     ffn: float
-    words: float
     heads: float
     key_heads: float
 
 
-def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int) -> Saved:
+def saved_activations(
+    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, logits: Logits = "chunked"
+) -> Saved:
     """Return the bytes that forward saves for one micro-batch.
 
     Args:
@@ -73,6 +74,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
         plan: the plan; its dp and its ZeRO stage make no difference.
         seq_len: tokens per sequence, of which a rank of cp holds a part.
         element_bytes: bytes per element of the model's dtype: 2, or 4 for float32.
+        logits: the logits that are in memory at once, as in ``Job``.
 
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -91,7 +93,6 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
         query=shape.query_width / tp,
         keys=shape.local_kv_width(tp),
         ffn=shape.ffn / tp,
-        words=-(-shape.vocab // tp),
         heads=shape.heads / tp,
         key_heads=shape.local_kv_width(tp) / shape.head_dim,
     )
@@ -105,7 +106,7 @@ def saved_activations(shape: ModelShape, plan: Candidate, *, seq_len: int, eleme
     attention = block + n * of_attention + _query_norm(sizes, traits, n, b, tp)
     mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
 
-    of_head = (n + sizes.words) * shape.hidden * b  # the head's input has all positions
+    of_head = saved_by_head(shape, plan, n, b, logits)
     shared = 2.0 * tokens * shape.head_dim * (4 if traits.rotates_in_float32 else b)
     return Saved(
         layer=attention + mlp,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.planner.breakdown import StepTime
 from meshwright.planner.candidate import Candidate, rank_layers
-from meshwright.planner.memory import Memory, peak_memory
+from meshwright.planner.memory import Memory, least_memory, peak_memory
 from meshwright.planner.space import Region, Space
 from meshwright.planner.time import StepModel
 
@@ -68,7 +68,11 @@ class BestFirst:
     def fastest(self, top: int) -> list[tuple[Candidate, StepTime]]:
         """Return the fastest plans that fit with their times, best first."""
         model, job = self.model, self.space.job
-        heap = [_Entry(self._bound(slot), (index, -1, 0)) for index, slot in enumerate(self.slots)]
+        heap = [
+            _Entry(self._bound(slot), (index, -1, 0))
+            for index, slot in enumerate(self.slots)
+            if self._least(self._leanest(slot)) <= self.budget
+        ]
         heapq.heapify(heap)
         best: list[tuple[float, tuple[int, int, int], Candidate, StepTime]] = []
         while heap:
@@ -94,22 +98,29 @@ class BestFirst:
         by_axis: dict[str, list[Candidate]] = {}
         for slot in self.slots:
             for zero in self.space.zero(slot[0]):
-                leanest = self._even(slot, zero)[-1]
+                leanest = self._leanest(slot, zero)
                 for name in _axes(leanest):
                     by_axis.setdefault(name, []).append(leanest)
         for name, plans in by_axis.items():
             if name in fit:
                 continue
-            # Small micro-batches and high ZeRO stages first, since one plan that fits settles the value.
-            for plan in sorted(plans, key=lambda plan: (plan.micro_batch, -plan.zero_stage)):
-                memory = self.weigh(plan)
+            plans.sort(key=lambda plan: (plan.micro_batch, -plan.zero_stage))
+            lowest = (float("inf"), 0)  # bytes, and the place in the list, which decides between equal ones
+            # Few activations first, since one plan that fits settles the value.
+            for least, place in sorted((self._least(plan), place) for place, plan in enumerate(plans)):
+                if least > lowest[0]:
+                    break
+                plan, memory = plans[place], self.weigh(plans[place])
                 if memory.total <= self.budget:
                     fit.update(_axes(plan))
                     found.pop(name, None)
                     break
-                if name not in found or memory.total < found[name][1].total:
-                    found[name] = (plan, memory)
+                if (memory.total, place) < lowest:
+                    lowest, found[name] = (memory.total, place), (plan, memory)
         return {name: value for name, value in found.items() if name not in fit}
+
+    def _least(self, plan: Candidate) -> float:
+        return least_memory(self.space.shape, plan, self.space.job)
 
     def _fits(self, plan: Candidate) -> bool:
         return self.weigh(plan).total <= self.budget
@@ -131,6 +142,10 @@ class BestFirst:
                 if first is not None:
                     others = tuple(plan for plan in slower if plan is not None)
                     yield _Entry(model.bound(first, job), (index, number, 1), first, others)
+
+    def _leanest(self, slot: _Slot, zero: _Zero | None = None) -> Candidate:
+        """Return the plan of a slot, and of a ZeRO stage, with even stages and the most recompute."""
+        return self._even(slot, zero or self.space.zero(slot[0])[0])[-1]
 
     def _even(self, slot: _Slot, zero: _Zero) -> tuple[Candidate, ...]:
         """Return the plans of a slot and a ZeRO stage with even stages, by kind of recompute, the fastest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.errors import PlanError
 from meshwright.pipeline.partition import even_stages
@@ -13,7 +13,8 @@ from meshwright.pipeline.schedule import SPLIT_BACKWARD, stages_of_rank
 from meshwright.plan_text import context_word
 
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "fp4"]
+Logits = Literal["chunked", "sharded", "gathered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Job:
         own_runtime: whether the job runs on this library, whose memory is known tensor by tensor; if not, the job runs
             on a library like Megatron-LM.
         on_cpu: whether the job runs on CPU with gloo.
+        logits: the logits that this library's runtime has in memory at once: those of one chunk of tokens, those of all
+            tokens for a rank's part of the vocabulary, or those of all tokens and words.
 
     Raises:
         PlanError: a size is below one, or the precision is unknown.
@@ -52,14 +55,15 @@ class Job:
     fused_attention: bool = True
     own_runtime: bool = False
     on_cpu: bool = False
+    logits: Logits = "chunked"
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"--{name.replace('_', '-')}={value!r} must be a positive integer")
-        if self.precision not in ("bf16", "fp8"):
-            raise PlanError(f"--precision={self.precision!r} must be 'bf16' or 'fp8'")
+        if self.precision not in get_args(Precision):
+            raise PlanError(f"--precision={self.precision!r} must be 'bf16', 'fp8' or 'fp4'")
 
     def in_32_bits(self) -> Job:
         """Return the same job for a float32 model and Adam, with everything in 32 bits.

@@ -17,13 +17,13 @@ class Device:
         name: the name in the catalogue.
         memory: device memory in bytes.
         flops: floating-point operations per second of dense 16-bit matmuls.
-        flops_8bit: operations per second of dense 8-bit matmuls; None without 8-bit units.
+        flops_8bit, flops_4bit: operations per second of dense 8-bit and 4-bit matmuls; None without such units.
         bandwidth: bytes per second between the device and its memory.
         fast_link: bytes per second that one device sends to others in its fast domain (NVLink, xGMI, PCIe).
         fast_domain: number of devices that the fast link connects.
         slow_link: bytes per second that one device sends to other nodes, in the systems in which it is usually sold.
         sustained: fraction of ``flops`` that the fastest shape of matmul reaches.
-        sustained_8bit: fraction of ``flops_8bit`` that the fastest shape of matmul reaches.
+        sustained_8bit: fraction of ``flops_8bit``, and of ``flops_4bit``, that the fastest shape of matmul reaches.
         shares_host: whether the device is the host's processor, whose cores the processes share. Kernels are not
             asynchronous on it, so the time to launch a kernel adds to the kernel's time.
         source: where these figures come from.
@@ -37,6 +37,7 @@ class Device:
     slow_link: float
     fast_domain: int = 8
     flops_8bit: float | None = None
+    flops_4bit: float | None = None
     sustained: float = 0.80
     sustained_8bit: float = 0.72
     shares_host: bool = False
@@ -82,14 +83,19 @@ CATALOGUE: Mapping[str, Device] = {
             source=_NVIDIA + "H200 SXM; HGX: 8 x 400 Gb/s",
         ),
         Device(
-            name="b200", memory=180 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, bandwidth=7700 * _GB,
-            fast_link=900 * _GB, slow_link=50 * _GB, sustained=0.776, sustained_8bit=0.763,
+            name="b200", memory=180 * _GB, flops=2250 * _T, flops_8bit=4500 * _T, flops_4bit=9000 * _T,
+            bandwidth=7700 * _GB, fast_link=900 * _GB, slow_link=50 * _GB, sustained=0.776, sustained_8bit=0.763,
             source=_NVIDIA + "HGX B200, per device; 8 x 400 Gb/s",
         ),
         Device(
-            name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, bandwidth=8000 * _GB,
-            fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729, sustained_8bit=0.723,
-            source=_NVIDIA + "GB200 NVL72, per device",
+            name="gb200", memory=186 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, flops_4bit=10000 * _T,
+            bandwidth=8000 * _GB, fast_link=900 * _GB, slow_link=50 * _GB, fast_domain=72, sustained=0.729,
+            sustained_8bit=0.723, source=_NVIDIA + "GB200 NVL72, per device",
+        ),
+        Device(
+            name="gb300", memory=279 * _GB, flops=2500 * _T, flops_8bit=5000 * _T, flops_4bit=15000 * _T,
+            bandwidth=8000 * _GB, fast_link=900 * _GB, slow_link=100 * _GB, fast_domain=72, sustained=0.729,
+            sustained_8bit=0.723, source=_NVIDIA + "GB300 NVL72, per device; efficiencies of GB200",
         ),
         Device(
             name="l40s", memory=48 * _GIB, flops=362 * _T, flops_8bit=733 * _T, bandwidth=864 * _GB,
@@ -123,6 +129,31 @@ CATALOGUE: Mapping[str, Device] = {
 _ALIASES = {
     "a100": "a100-80", "h100": "h100-sxm", "v100": "v100-32", "4090": "rtx-4090", "rtx4090": "rtx-4090",
 }  # fmt: skip
+
+
+def matmul_peak(device: Device, precision: str) -> float:
+    """Return the device's operations per second in dense matmuls of a precision.
+
+    Args:
+        device: the device.
+        precision: "bf16", "fp8" or "fp4", as in ``Job``.
+
+    Raises:
+        PlanError: the device has no matmul units of this precision.
+
+    Example:
+        >>> matmul_peak(device("gb200"), "fp4") / 1e15
+        10.0
+    """
+    peak = {"bf16": device.flops, "fp8": device.flops_8bit, "fp4": device.flops_4bit}[precision]
+    if peak is None:
+        field = {"fp8": "flops_8bit", "fp4": "flops_4bit"}[precision]
+        able = ", ".join(name for name, known in CATALOGUE.items() if getattr(known, field) is not None)
+        raise PlanError(
+            f"--precision {precision} needs matrix units of {precision.removeprefix('fp')} bits, and {device.name} has "
+            f"none: write --precision bf16, or --gpu with one of {able}"
+        )
+    return peak
 
 
 def device(name: str) -> Device:

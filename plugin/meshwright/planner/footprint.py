@@ -10,9 +10,9 @@ from functools import lru_cache
 from meshwright.context.methods import local_tokens
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
-from meshwright.planner.candidate import Candidate, count_recomputed
+from meshwright.planner.candidate import Candidate, Logits, count_recomputed
 from meshwright.planner.context_memory import attention_memory
-from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
+from meshwright.planner.head_memory import after_head, head_peak
 from meshwright.planner.shapes import ModelShape
 
 IN_FLIGHT = 4  # parallel.gradient_sync.IN_FLIGHT: number of buckets that are reduced at the same time; 1 under ZeRO-3
@@ -45,7 +45,10 @@ class Footprint:
         return max(self.peaks.values())
 
 
-def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False) -> Footprint:
+def footprint(
+    shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int, cpu: bool = False,
+    logits: Logits = "chunked",
+) -> Footprint:  # fmt: skip
     """Return the memory of the first rank.
 
     Args:
@@ -54,6 +57,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
         seq_len: tokens per sequence.
         element_bytes: bytes per element of the model's dtype.
         cpu: whether the plan runs on CPU, where gloo's reductions and torch's optimizers use other buffers.
+        logits: the logits that are in memory at once, as in ``Job``.
 
     Example:
         >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100)
@@ -68,7 +72,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     )  # fmt: skip
     members = _members(shape, layout)
     elements = sum(member.numel for member in members)
-    saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b)
+    saved = saved_activations(shape, plan, seq_len=seq_len, element_bytes=b, logits=logits)
     is_sharded = plan.zero_stage > 0 and plan.data_ranks > 1
     state = 4 if is_sharded else b
     ranks = plan.data_ranks if is_sharded else 1
@@ -82,7 +86,7 @@ def footprint(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes
     # All micro-batches but the last run backward within the model's call and add their gradients in 32 bits.
     micro = _MicroBatch(
         shape=shape, plan=plan, seq_len=seq_len, element_bytes=b, saved=saved, recomputed=recomputed, gathered=gathered,
-        cpu=cpu,
+        cpu=cpu, logits=logits,
     )  # fmt: skip
     forward, backward = _forward(micro), _backward(micro, members, _gradients(shape, layout, b, cpu))
     accumulated: float = 4 * elements if plan.accumulation > 1 else 0
@@ -127,7 +131,7 @@ class _Gathered:
 
 @dataclass(frozen=True, kw_only=True)
 class _MicroBatch:
-    """One micro-batch on one rank: its sizes, what forward saves and gathers for it, and whether it is on CPU."""
+    """One micro-batch on one rank: its sizes, what forward saves and gathers for it, its logits, and the device."""
 
     shape: ModelShape
     plan: Candidate
@@ -137,6 +141,7 @@ class _MicroBatch:
     recomputed: int
     gathered: _Gathered
     cpu: bool
+    logits: Logits
 
     @property
     def positions(self) -> int:
@@ -157,7 +162,11 @@ class _MicroBatch:
 def _forward(micro: _MicroBatch) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
-    at_loss = saved.total(shape.layers, recomputed) - saved.of_head + head_peak(shape, plan, n, b, cpu=micro.cpu)
+    at_loss = (
+        saved.total(shape.layers, recomputed)
+        - saved.of_head
+        + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits)
+    )
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
     before = saved.total(shape.layers, recomputed) - saved.head
@@ -165,35 +174,6 @@ def _forward(micro: _MicroBatch) -> float:
     in_layer = before + (0 if is_last_kept else saved.layer - saved.kept) + _joined(shape, plan, n, b)
     in_attention = before + saved.attention - (saved.layer if is_last_kept else saved.kept) + micro.attention[0]
     return max(at_loss + gathered.head, max(in_layer, in_attention) + gathered.layers)
-
-
-def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: bool) -> float:
-    """Return the bytes of the head and the loss at their peak, from the head's input on.
-
-    Args:
-        shape: the model.
-        plan: the plan, whose tp cuts the vocabulary.
-        tokens: the tokens of this rank's micro-batch.
-        b: bytes per element of the model's dtype.
-        cpu: whether the plan runs on CPU, where 16-bit products are widened before they are summed.
-
-    Example:
-        >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
-        ...                    vocab=128256)
-        >>> whole = 4 * 8192 * 128256  # 32-bit logits
-        >>> round(head_peak(shape, Candidate(), 8192, 2, cpu=False) / whole, 2)
-        0.78
-    """
-    words, chunk = -(-shape.vocab // plan.tp), head_chunk(tokens, shape.hidden)
-    scores, weight = b * chunk * words, words * shape.hidden * b
-    # The loss overwrites 32-bit logits; a cap keeps its result.
-    in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 else 0)
-    if chunk == tokens:
-        peak = max(in_loss, scores + weight)
-    else:
-        widened = 4 * chunk * (min(SUMMED_WORDS, words) + shape.hidden) if cpu and b < 4 else 0
-        peak = words * shape.hidden * max(4, b) + max(in_loss, scores + widened, weight if b < 4 else 0)
-    return 2 * tokens * shape.hidden * b + peak  # the head's input, and its gradient
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
@@ -218,7 +198,8 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
     before = 4 * sum(member.numel for member in members) if plan.accumulation > 1 and not is_reduced else 0
     left_over = before * b / 4
     at_once = 4 * max(member.numel for member in members) if before and b < 4 else 0
-    peak, arrived = max(total + before + at_once, total + gathered.head + left_over), Counter[int]()
+    at_head = total + gathered.head + left_over + after_head(shape, plan, n, b, micro.logits)
+    peak, arrived = max(total + before + at_once, at_head), Counter[int]()
     for member, arrival, most in gradients:
         layer, rest = member.layer, saved.shared + rows
         if 0 <= layer < shape.layers:

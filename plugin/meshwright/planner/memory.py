@@ -11,7 +11,8 @@ from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_layers, stage_layers
 from meshwright.planner.context_memory import attention_memory
-from meshwright.planner.footprint import IN_FLIGHT, footprint, head_peak
+from meshwright.planner.footprint import IN_FLIGHT, footprint
+from meshwright.planner.head_memory import after_head, head_peak, saved_by_head
 from meshwright.planner.shapes import ModelShape
 
 _CONTEXT = 0.6e9  # bytes of the device's context and kernels
@@ -76,10 +77,38 @@ def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
     return _saved(shape, plan, job).kept
 
 
-@lru_cache(maxsize=8)  # the stages of a plan save alike
+def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
+    """Return a lower bound on ``peak_memory(shape, plan, job).total`` that costs little.
+
+    It counts what one virtual stage saves for one micro-batch, and the layer that backward computes again.
+
+    Example:
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> plan, job = Candidate(pp=4, accumulation=8), Job(seq_len=4096, global_batch=8)
+        >>> 0.1 < least_memory(shape, plan, job) / peak_memory(shape, plan, job).total < 1
+        True
+    """
+    saved = _saved(shape, plan, job)
+    # Of even stages, the first one is among the shortest; of uneven stages, the memory of all is computed.
+    count = max(plan.stages) if plan.stages else stage_layers(plan, shape.layers)[0]
+    if plan.recompute != "full":
+        return count * saved.layer
+    return count * saved.kept + (saved.layer - saved.kept if plan.recomputed is None else 0.0)
+
+
 def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     """Return the bytes that forward saves for one micro-batch."""
-    return saved_activations(shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes)
+    layout = Candidate(
+        tp=plan.tp, sequence_parallel=plan.sequence_parallel, cp=plan.cp, context=plan.context, ulysses=plan.ulysses,
+        micro_batch=plan.micro_batch,
+    )  # fmt: skip
+    return _saved_by_layout(shape, layout, job.seq_len, job.activation_bytes)
+
+
+@lru_cache(maxsize=1024)  # in a search, many plans save alike
+def _saved_by_layout(shape: ModelShape, layout: Candidate, seq_len: int, element_bytes: int) -> Saved:
+    return saved_activations(shape, layout, seq_len=seq_len, element_bytes=element_bytes)
 
 
 def pending_weight_grads(shape: ModelShape, plan: Candidate, job: Job) -> float:
@@ -137,12 +166,14 @@ def _most_held(plan: Candidate) -> tuple[tuple[tuple[tuple[int, int], ...], ...]
     if plan.schedule == "gpipe":
         return ((((m, 0),),),) * p
     # In the steady state no rank holds more than at the end of its warm-up, so a shorter step holds as much.
-    return most_held(plan.schedule, p, plan.chunks, min(m, 3 * p + m % p))
+    return most_held(plan.schedule, p, plan.chunks, min(m, 2 * p))
 
 
 def runtime_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     """Return the peak memory of a rank of this version's runtime, with the process and the allocator."""
-    held = footprint(shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu)
+    held = footprint(
+        shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=job.on_cpu, logits=job.logits
+    )
     phase = max(held.peaks, key=lambda name: held.peaks[name])
     rest = held.peak - held.parameters - held.optimizer
     gradients = min(rest, held.gradients if phase == "optimizer" else held.accumulated)
@@ -190,8 +221,10 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     logits = 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
     if last and job.own_runtime and plan.schedule != "gpipe":
-        tokens = plan.micro_batch * local_tokens(job.seq_len, plan.cp)
-        logits = head_peak(shape, plan, tokens, job.activation_bytes, cpu=job.on_cpu)
+        sizes = shape, plan, plan.micro_batch * local_tokens(job.seq_len, plan.cp), job.activation_bytes
+        logits = head_peak(*sizes, cpu=job.on_cpu, logits=job.logits)
+        if job.logits != "chunked":
+            logits = max(logits, saved_by_head(*sizes, job.logits) + after_head(*sizes, job.logits))
     elif last:
         # The 16-bit logits, a saved 32-bit copy, and two temporary 32-bit tensors in backward.
         logits = (12 + job.activation_bytes) * rows * shape.vocab / t

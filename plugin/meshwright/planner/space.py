@@ -9,6 +9,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.pipeline.schedule import SPLIT_BACKWARD
 from meshwright.planner.candidate import Candidate, Job, Recompute
 from meshwright.planner.context_cost import methods
+from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.shapes import ModelShape
 
@@ -73,6 +74,9 @@ class Space:
     no_context: str | None = None
     recomputes_some: bool = True
     pruned: dict[str, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        matmul_peak(self.cluster.device, self.job.precision)  # raises for a precision that the device lacks
 
     def regions(self) -> Iterator[Region]:
         """Yield the legal layouts of the ranks, in a fixed order."""

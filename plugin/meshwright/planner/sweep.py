@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Job
 from meshwright.planner.cost import Bill, Budget, bill_dict, bill_of, days_text
+from meshwright.planner.devices import matmul_peak
 from meshwright.planner.explain import grid
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
@@ -134,8 +135,7 @@ def smallest_cluster(
     """
     if not days > 0:
         raise PlanError(f"--days={days} must be above zero")
-    peak = cluster.device.flops_8bit if job.precision == "fp8" else None
-    least = budget.tokens * flops / ((peak or cluster.device.flops) * days * 86400)
+    least = budget.tokens * flops / (matmul_peak(cluster.device, job.precision) * days * 86400)
     rows: list[Row] = []
     for gpus in _sizes(least, cluster.gpus_per_node):
         sized = dataclasses.replace(cluster, gpus=gpus)

@@ -10,8 +10,9 @@ from typing import Literal
 from meshwright.pipeline.partition import balanced_stages, even_stages
 from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.breakdown import Overlap, StepTime, Work
-from meshwright.planner.candidate import Candidate, Job, rank_layers, recomputed_share, stage_layers
+from meshwright.planner.candidate import Candidate, Job, Precision, rank_layers, recomputed_share, stage_layers
 from meshwright.planner.context_cost import Exchange, attends_twice, exchanges, score_bytes
+from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import Pipeline, pipeline_time
@@ -20,7 +21,9 @@ _TILE = 128  # size of a matmul's tile in each of its three dims
 _SCORE_BYTES = 13  # bytes moved per attention score in forward: product, softmax and dropout in 16 bits, and the mask
 _ALIGNED = 8  # without a fused kernel, head widths that are not a multiple of this cannot use the matrix units
 _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the peak rate, but nearly reach their rate
-_CAST_BYTES = 4  # bytes moved per element cast to 8 bits: one read, one write, one transposed write for backward
+# Bytes moved per element that is cast: a read, a write, and a transposed write for backward. 4-bit casts read the
+# tensor once more, for its largest value, and write a scale for each 16 elements.
+_CAST_BYTES = {"bf16": 0.0, "fp8": 4.0, "fp4": 5.1}
 _SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
 _ROUNDING = 1 - 1e-9  # so that a bound is below the time to which it is equal but for rounding
 _REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
@@ -56,12 +59,11 @@ class StepModel:
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
-    def matmul(self, rows: float, inner: float, columns: float, *, eight_bit: bool = False) -> float:
+    def matmul(self, rows: float, inner: float, columns: float, *, precision: Precision = "bf16") -> float:
         """Return the seconds of a matmul, with a penalty for small sizes, whose tiles are only partly filled."""
         device, k = self.cluster.device, self.k
-        rate = device.flops * device.sustained * k.matmul
-        if eight_bit and device.flops_8bit:
-            rate = device.flops_8bit * device.sustained_8bit * k.matmul * k.matmul_8bit
+        rate = matmul_peak(device, precision) * k.matmul
+        rate *= device.sustained if precision == "bf16" else device.sustained_8bit * k.matmul_8bit
         tail = 1 + k.saturation * _TILE * (1 / rows + 1 / inner + 1 / columns)
         return 2 * rows * inner * columns / rate * tail
 
@@ -97,13 +99,13 @@ class StepModel:
     def _layer(self, plan: Candidate, job: Job) -> Work:
         shape, k, t = self.shape, self.k, plan.tp
         rows = plan.micro_batch * job.seq_len / plan.cp
-        eight = job.precision == "fp8"
+        precision = job.precision
         h, f, q, kv = shape.hidden, shape.ffn / t, shape.query_width / t, shape.local_kv_width(t)
         matmul = (
-            self.matmul(rows, h, q + 2 * kv, eight_bit=eight)
-            + self.matmul(rows, q, h, eight_bit=eight)
-            + self.matmul(rows, h, f * (2 if shape.gated else 1), eight_bit=eight)
-            + self.matmul(rows, f, h, eight_bit=eight)
+            self.matmul(rows, h, q + 2 * kv, precision=precision)
+            + self.matmul(rows, q, h, precision=precision)
+            + self.matmul(rows, h, f * (2 if shape.gated else 1), precision=precision)
+            + self.matmul(rows, f, h, precision=precision)
         )
         # Without a fused kernel, causal attention computes all scores and moves them through memory several times.
         seen = shape.attended(job.seq_len) if job.fused_attention else job.seq_len
@@ -117,11 +119,8 @@ class StepModel:
         traffic = scores + rows * (20 * h / split + 8 * (q + kv) + f * (6 if shape.gated else 4))
         traffic *= job.activation_bytes / 2
         elementwise = k.elementwise * traffic / self.memory_rate
-        cast = 0.0
-        if eight and self.cluster.device.flops_8bit:
-            # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
-            cast = k.elementwise * _CAST_BYTES * rows * (2 * h + q + f) / self.memory_rate
-        elementwise += cast
+        # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
+        elementwise += k.elementwise * _CAST_BYTES[precision] * rows * (2 * h + q + f) / self.memory_rate
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
         in_ring = [k.elementwise * size / self.memory_rate for size in score_bytes(shape, plan, job)]
         attended = attention + in_ring[0]
@@ -179,9 +178,12 @@ class StepModel:
     def head(self, plan: Candidate, job: Job) -> Work:
         """Return the seconds of the head and the loss for one micro-batch; the vocabulary is sharded over tp."""
         rows, columns = plan.micro_batch * job.seq_len / plan.cp, self.shape.vocab / plan.tp
-        matmul = self.matmul(rows, self.shape.hidden, columns)
         # 16-bit logits and a 32-bit loss have 14 bytes per logit, each of which is moved about twice.
         loss = self.k.elementwise * 2 * (12 + job.activation_bytes) * rows * columns / self.memory_rate
+        matmul = self.matmul(rows, self.shape.hidden, columns)
+        if job.own_runtime and job.logits == "chunked" and plan.schedule != "gpipe":
+            # Chunk by chunk, this runtime computes the gradients beside the logits; backward only scales them.
+            return Work(matmul=3 * matmul, elementwise=loss, forward=3 * matmul + loss)
         return Work(
             matmul=3 * matmul,
             elementwise=loss,
@@ -319,27 +321,32 @@ class StepModel:
             exposed = _exposed(communication, forward if phase == "forward" else backward, self.k.overlap)
             return Overlap(phase=phase, is_repeated=is_repeated, seconds=communication, exposed=exposed)
 
+        shard = plan.shard * plan.cp
+        across: list[Overlap] = []
+        if plan.zero_stage and plan.replicate > 1:  # each group of ranks that share one state sums its own gradients
+            volume = 2 * self.ring(gradients / shard, plan.replicate, plan.tp * shard)
+            across.append(hidden_by("backward", volume, is_repeated=False))
         if plan.zero_stage == 3:
-            shard = plan.shard * plan.cp
             gather, scatter = self.ring(weights, shard, plan.tp), self.ring(gradients, shard, plan.tp)
-            found = [
+            return [
                 hidden_by("forward", gather, is_repeated=True),
                 hidden_by("backward", gather + scatter, is_repeated=True),
+                *across,
             ]
-            if plan.replicate > 1:
-                across = 2 * self.ring(gradients / shard, plan.replicate, plan.tp * shard)
-                found.append(hidden_by("backward", across, is_repeated=False))
-            return found
-        once = hidden_by("backward", self.ring(gradients, size, plan.tp), is_repeated=plan.zero_stage == 2)
-        if plan.zero_stage:
-            return [once, hidden_by("forward", self.ring(weights, size, plan.tp), is_repeated=False)]
-        return [once, once]
+        if not plan.zero_stage:
+            once = hidden_by("backward", self.ring(gradients, size, plan.tp), is_repeated=False)
+            return [once, once]
+        return [
+            hidden_by("backward", self.ring(gradients, shard, plan.tp), is_repeated=plan.zero_stage == 2),
+            hidden_by("forward", self.ring(weights, shard, plan.tp), is_repeated=False),
+            *across,
+        ]
 
     def optimizer(self, plan: Candidate, job: Job) -> float:
         """Return the seconds of the optimizer step, which is bound by memory traffic."""
         elements = self.stage_parameters(plan)
         if plan.zero_stage:
-            elements /= (plan.dp if plan.zero_stage < 3 else plan.shard) * plan.cp
+            elements /= plan.shard * plan.cp
         traffic = elements * (2 * job.optimizer_bytes + job.gradient_bytes + job.weight_bytes)
         return self.k.optimizer * traffic / self.memory_rate
 

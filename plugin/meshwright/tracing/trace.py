@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from meshwright.config import ParallelPlan
+from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.optim.runtime import Runtime
 from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, traceable
 from meshwright.tracing.fake_world import fake_world
@@ -57,6 +57,7 @@ def trace_step(
     length: int,
     make_optimizer: OptimizerFactory = torch.optim.AdamW,
     rank: int = 0,
+    config: ToDistributedConfig | None = None,
 ) -> Trace:
     """Trace the second training step of one rank, when the optimizer has its state.
 
@@ -67,6 +68,7 @@ def trace_step(
         length: the number of tokens per row.
         make_optimizer: a function that makes the optimizer from the model's parameters.
         rank: the rank of the plan to trace.
+        config: the options of ``to_distributed``.
 
     Raises:
         ValueError: if this process is already in a process group, or the model is not on the meta device.
@@ -83,7 +85,7 @@ def trace_step(
         raise ValueError("the model to trace is not on the meta device; build it under torch.device('meta')")
     with fake_world(plan.world_size, rank), traceable():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        runtime, optimizer = install(model, plan, make_optimizer, fake)
+        runtime, optimizer = install(model, plan, make_optimizer, fake, config=config)
         with fake:
             ids = torch.zeros(rows, length, dtype=torch.int64)
             foresee(model, ids, hidden=next(model.parameters()).dtype)

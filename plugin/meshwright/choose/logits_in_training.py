@@ -1,0 +1,34 @@
+"""How many logits a model has in memory at once in training, which the planner needs for the memory of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.config import ToDistributedConfig
+from meshwright.parallel.deferred_logits import DeferringHead
+from meshwright.parallel.user_hooks import has_foreign_hooks
+from meshwright.planner.candidate import Logits
+from meshwright.roles.adapters import without_wrappers
+
+
+def logits_in_training(model: Any, config: ToDistributedConfig) -> Logits:
+    """Return the logits that are in memory at once in training with labels, as in ``planner.candidate.Job``.
+
+    Args:
+        model: the model, before or after it was distributed.
+        config: the options of ``to_distributed``.
+
+    Example:
+        >>> from torch import nn
+        >>> logits_in_training(nn.Linear(2, 2), ToDistributedConfig(gather_logits=True))
+        'gathered'
+    """
+    if config.gather_logits:
+        return "gathered"
+    find = getattr(without_wrappers(model)[1], "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    # An adapter on the head, a hook that reads its output and an engine that gathers weights need whole logits.
+    is_whole = config.engine is not None or (
+        head is not None and (not DeferringHead.is_deferrable(head) or has_foreign_hooks(head, backward=True))
+    )
+    return "sharded" if is_whole else "chunked"

@@ -1,0 +1,86 @@
+"""The memory of the head and the loss, by how many logits are in memory at once: see ``Job.logits``."""
+
+from __future__ import annotations
+
+from meshwright.planner.candidate import Candidate, Logits
+from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
+from meshwright.planner.shapes import ModelShape
+
+
+def saved_by_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits) -> float:
+    """Return the bytes that the head and the loss save for backward.
+
+    Args:
+        shape: the model.
+        plan: the plan, whose tp cuts the vocabulary.
+        tokens: the tokens of this rank's micro-batch.
+        b: bytes per element of the model's dtype.
+        logits: the logits that are in memory at once, as in ``Job``.
+
+    Example:
+        >>> shape = ModelShape(name="m", layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=1000)
+        >>> [saved_by_head(shape, Candidate(tp=2), 16, 2, logits) for logits in ("chunked", "sharded", "gathered")]
+        [66048, 34048, 66048]
+    """
+    if logits == "chunked":  # the gradients of the head's input and weight
+        return (tokens + _words(shape, plan, logits)) * shape.hidden * b
+    return tokens * (shape.hidden * b + 4 * _words(shape, plan, logits))  # the head's input, and a softmax in 32 bits
+
+
+def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: bool, logits: Logits) -> float:
+    """Return the bytes of the head and the loss at their peak, from the head's input on.
+
+    Args:
+        shape: the model.
+        plan: the plan, whose tp cuts the vocabulary.
+        tokens: the tokens of this rank's micro-batch.
+        b: bytes per element of the model's dtype.
+        cpu: whether the plan runs on CPU, where 16-bit products are widened before they are summed.
+        logits: the logits that are in memory at once, as in ``Job``.
+
+    Example:
+        >>> shape = ModelShape(name="8B", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336,
+        ...                    vocab=128256)
+        >>> whole = 4 * 8192 * 128256  # 32-bit logits
+        >>> round(head_peak(shape, Candidate(), 8192, 2, cpu=False, logits="chunked") / whole, 2)
+        0.78
+    """
+    if logits != "chunked":
+        own, lost = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
+        gathered = b * lost if lost > own else 0.0
+        # The loss of a part of the words overwrites 32-bit logits, and torch's keeps the logarithm of the softmax.
+        in_loss = 4 * lost * ((b < 4) + _is_whole(plan, logits))
+        return tokens * shape.hidden * b + b * own + max(gathered, gathered + in_loss - (b * own if gathered else 0.0))
+    words, chunk = -(-shape.vocab // plan.tp), head_chunk(tokens, shape.hidden)
+    scores, weight = b * chunk * words, words * shape.hidden * b
+    # The loss overwrites 32-bit logits; a cap keeps its result.
+    in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 else 0)
+    if chunk == tokens:
+        peak = max(in_loss, scores + weight)
+    else:
+        widened = 4 * chunk * (min(SUMMED_WORDS, words) + shape.hidden) if cpu and b < 4 else 0
+        peak = words * shape.hidden * max(4, b) + max(in_loss, scores + widened, weight if b < 4 else 0)
+    return 2 * tokens * shape.hidden * b + peak  # the head's input, and its gradient
+
+
+def after_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: Logits) -> float:
+    """Return the bytes that the backward of the loss needs at its peak, besides what forward saved.
+
+    The arguments are those of ``saved_by_head``.
+    """
+    if logits == "chunked":
+        return 0.0
+    own, lost = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
+    # The loss of a part of the words overwrites the softmax by the gradient of the logits; torch's makes two tensors.
+    in_loss = 8 * lost if _is_whole(plan, logits) else b * lost * (b < 4)
+    weight = b * own + _words(shape, plan, "sharded") * shape.hidden * b + tokens * shape.hidden * b
+    return max(in_loss, weight - 4 * lost)
+
+
+def _words(shape: ModelShape, plan: Candidate, logits: Logits) -> int:
+    return shape.vocab if logits == "gathered" else -(-shape.vocab // plan.tp)
+
+
+def _is_whole(plan: Candidate, logits: Logits) -> bool:
+    """Return whether the loss sees all words, so that it is torch's cross-entropy."""
+    return logits == "gathered" or plan.tp == 1
