@@ -28,6 +28,7 @@ from meshwright.checkpoint.random_state import random_state
 from meshwright.checkpoint.regions import Block
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
 from meshwright.checkpoint.shares import Held, Sizes, shares
+from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.checkpoint.staging import Staging
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
@@ -128,13 +129,14 @@ def save_checkpoint(
             **states,
         )
         part = RankPart(place=mesh.index, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
-        if asynchronous:
-            part = part.snapshot(background.memory)
-        return Save(target=target, part=part, manifest=manifest, keep=keep)
+        written = Snapshot(part, background.memory) if asynchronous else part
+        return Save(target=target, part=written, manifest=manifest, keep=keep)
 
     with reading_shards():
         save = succeed_together(prepare)
         if asynchronous:
+            if found is not None:
+                background.hold_steps_of(found.optimizer)
             background.start(save)
         else:
             with Progress(f"writing {target.name}") as progress:
@@ -149,15 +151,20 @@ class Save:
 
     Args:
         target: the folder that the checkpoint gets.
-        part: what this rank writes.
+        part: what this rank writes, or a snapshot of it.
         manifest: the manifest, without the records of the files.
         keep: the number of checkpoints to keep in the folder's parent; None for all.
     """
 
     target: Path
-    part: RankPart
+    part: RankPart | Snapshot
     manifest: Manifest
     keep: int | None
+
+    def copy(self) -> None:
+        """Copy the tensors that a snapshot shares with the model. Never raises."""
+        if isinstance(self.part, Snapshot):
+            self.part.copy()
 
     def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
         """Write and commit the checkpoint; every rank makes the call.
@@ -174,7 +181,8 @@ class Save:
             return str(staging.path)
 
         def write(path: Path) -> str:
-            return json.dumps({name: asdict(record) for name, record in self.part.write(path, on_write).items()})
+            part = self.part.copied() if isinstance(self.part, Snapshot) else self.part
+            return json.dumps({name: asdict(record) for name, record in part.write(path, on_write).items()})
 
         def finish() -> None:
             assert staging is not None
