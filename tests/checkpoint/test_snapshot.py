@@ -117,7 +117,9 @@ def test_a_step_waits_for_the_copy_and_other_writes_do_not(tmp_path: Path, monke
 
     monkeypatch.setattr(Snapshot, "copy", late)
     expected = {name: x.clone() for name, x in model.state_dict().items()}
-    mw.save_checkpoint(tmp_path / "now", model, optimizer, asynchronous=True)
+    extra = {"losses": [1.0]}
+    mw.save_checkpoint(tmp_path / "now", model, optimizer, extra=extra, asynchronous=True)
+    extra["losses"].append(2.0)
     for parameter in model.parameters():
         parameter.data.zero_()  # as a program does that evaluates averaged weights
     assert not events
@@ -126,7 +128,8 @@ def test_a_step_waits_for_the_copy_and_other_writes_do_not(tmp_path: Path, monke
     events.append("stepped")
     mw.wait_for_checkpoints(model)
     assert events == ["copied", "stepped"]
-    mw.load_checkpoint(tmp_path / "now", model, optimizer)
+    done = mw.load_checkpoint(tmp_path / "now", model, optimizer)
+    assert done is not None and done.extra == {"losses": [1.0]}
     assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
 
 
