@@ -257,29 +257,30 @@ class PartIndex:
             return
         if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
-        staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
-        run = None
+        size = dtype.itemsize
+        staging = torch.empty(min(CHUNK // size, numel(piece.blocks)), dtype=dtype)
+        staged, direct, run = memory_of(staging), memoryview(b""), None
         if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
             run = found[0]  # chunks inside it are read to their place: on the CPU, copying costs as much as reading
+            direct = memory_of(target)[run.local * size : (run.local + run.length) * size]
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):
                 is_direct = run is not None and run.whole <= start and stop <= run.whole + run.length
                 if run is not None and is_direct:
-                    chunk, count = target[run.local - run.whole + start : run.local - run.whole + stop], stop - start
+                    memory, count = direct[(start - run.whole) * size : (stop - run.whole) * size], stop - start
                 else:
                     found = copies(wanted, piece.blocks, start, stop)
-                    chunk, count = staging[: stop - start], numel(found)
+                    memory, count = staged[: (stop - start) * size], numel(found)
                 if not count:
                     continue
-                memory = memory_of(chunk)
-                read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory)
+                read_into(descriptor, self.path, piece.start + start * size, memory)
                 if digest(memory) != expected:
                     raise CheckpointError(
-                        f"{self.path} is damaged: {chunk.nbytes} bytes of {key}, from byte "
-                        f"{piece.start + start * dtype.itemsize} on, are not what was saved; load another checkpoint"
+                        f"{self.path} is damaged: {len(memory)} bytes of {key}, from byte "
+                        f"{piece.start + start * size} on, are not what was saved; load another checkpoint"
                     )
                 if not is_direct:
-                    _copy(target, chunk.to(target.device), found)
+                    _copy(target, staging[: stop - start].to(target.device), found)
                 yield count, len(memory)
 
 
