@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Snapshot:
             if shared is None:
                 source.copy_to(targets[key])
             else:
-                self._pending.append((replace(source, values=lambda values=shared: values), targets[key]))
+                self._pending.append((replace(source, values=partial(_same, shared)), targets[key]))
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies are asynchronous
         sources = {key: _copied(source, targets[key]) for key, source in part.sources.items()}
@@ -77,6 +78,10 @@ def _shared(values: Tensor) -> Tensor | None:
         return None
 
 
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
 def _targets(part: RankPart, memory: HostMemory) -> dict[str, Tensor]:
     """The memory of each tensor's copy."""
     rest, targets = memory.take(part.num_bytes), {}
@@ -88,4 +93,4 @@ def _targets(part: RankPart, memory: HostMemory) -> dict[str, Tensor]:
 
 
 def _copied(source: Source, target: Tensor) -> Source:
-    return Source(dtype=source.dtype, values=lambda: target, held=source.share, share=source.share)
+    return Source(dtype=source.dtype, values=partial(_same, target), held=source.share, share=source.share)
