@@ -11,10 +11,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from meshwright.checkpoint.host_memory import HostMemory
 from meshwright.faults.together import Meeting
@@ -26,7 +27,10 @@ _PATIENCE = 120.0  # seconds that this rank, which has ended, waits for another 
 
 
 class Job(Protocol):
-    """A save whose tensors are copied already."""
+    """A save of a snapshot."""
+
+    def copy(self) -> None:
+        """Copy the tensors that the snapshot shares with the model. Never raises."""
 
     def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
         """Write and commit it."""
@@ -38,6 +42,9 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._is_copied = threading.Event()  # of the save in progress
+        self._is_copied.set()
+        self._held: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.memory = HostMemory()  # of the save in progress
 
     @staticmethod
@@ -51,9 +58,32 @@ class Background:
         """Write a save in a thread, once the one before is complete; every rank makes the call."""
         self.wait()
         meeting = StoreMeeting(f"meshwright/save/{next(_NUMBERS)}") if dist.is_initialized() else None
+        is_copied = threading.Event()
         # Not a daemon: the interpreter waits for it at its end.
-        self._thread = threading.Thread(target=self._run, args=(save, meeting), name="meshwright-save")
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(save, meeting, is_copied), name="meshwright-save")
+        thread.start()
+        self._thread, self._is_copied = thread, is_copied
+
+    def hold_steps_of(self, optimizer: Optimizer) -> None:
+        """From now on, let an optimizer step only when the save in progress has its copy.
+
+        A step that does not wait is as correct, but each tensor that it changes would need memory once more.
+        """
+        if optimizer in self._held:
+            return
+        # The optimizer may live longer than the model, and must not keep the memory.
+        wait = weakref.WeakMethod(self.wait_for_copy)
+
+        def hold(*_: Any) -> None:
+            if (found := wait()) is not None:
+                found()
+
+        optimizer.register_step_pre_hook(hold)
+        self._held.add(optimizer)
+
+    def wait_for_copy(self) -> None:
+        """Wait until the save in progress, if any, has copied the tensors."""
+        self._is_copied.wait()
 
     def wait(self) -> None:
         """Wait for the save in progress, if any.
@@ -68,13 +98,16 @@ class Background:
         if error is not None:
             raise error
 
-    def _run(self, save: Job, meeting: Meeting | None) -> None:
+    def _run(self, save: Job, meeting: Meeting | None, is_copied: threading.Event) -> None:
         try:
+            save.copy()
+            is_copied.set()
             save.run(meeting, lambda _: None)
         except Exception as error:
             logger.error("a save in the background failed: %s", error)
             self._error = error
         finally:
+            is_copied.set()
             if isinstance(meeting, StoreMeeting):
                 meeting.close()
 

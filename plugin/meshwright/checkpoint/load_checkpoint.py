@@ -19,7 +19,7 @@ from meshwright.checkpoint.opened import Opened, open_together
 from meshwright.checkpoint.optimizer_manifest import OptimizerManifest, decode, is_encoded, master_key, state_key
 from meshwright.checkpoint.part_files import read_elements
 from meshwright.checkpoint.random_state import check_random_state, set_random_state
-from meshwright.checkpoint.regions import numel
+from meshwright.checkpoint.regions import Block, numel
 from meshwright.checkpoint.restore import ReadState, check_fits, read_state, set_state
 from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_manifest
 from meshwright.checkpoint.shares import Held
@@ -261,23 +261,21 @@ class _SavedState:
 
     def elements(self, tensor: str, held: Held, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Read this rank's elements of a tensor, on the CPU; padding is zero."""
-        make = torch.zeros if self._has_padding(held, shape) else torch.empty
+        blocks = held.part(self._mesh.place)
+        make = torch.zeros if numel(blocks) < shape.numel() else torch.empty
         values = make(shape, dtype=dtype)
-        self._read(tensor, held, values)
+        self._read(tensor, blocks, values)
         return values
 
     def overwrite(self, target: Tensor, tensor: str, held: Held) -> None:
         """Read this rank's elements of a tensor into ``target``; padding becomes zero."""
-        if target.is_cpu and target.is_contiguous() and not self._has_padding(held, target.shape):
-            self._read(tensor, held, target)
+        blocks = held.part(self._mesh.place)
+        if target.is_cpu and target.is_contiguous() and numel(blocks) == target.shape.numel():
+            self._read(tensor, blocks, target)
         else:
             target.copy_(self.elements(tensor, held, target.dtype, target.shape))
 
-    def _has_padding(self, held: Held, shape: torch.Size) -> bool:
-        return numel(held.part(self._mesh.place)) < shape.numel()
-
-    def _read(self, tensor: str, held: Held, values: Tensor) -> None:
-        blocks = held.part(self._mesh.place)
+    def _read(self, tensor: str, blocks: list[Block], values: Tensor) -> None:
         saved_dtype = self._opened.manifest.tensors[tensor][0]
         read_elements(self._opened.parts, tensor, saved_dtype, values.view(-1), blocks, self._progress.add)
 

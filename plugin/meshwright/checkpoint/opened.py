@@ -15,6 +15,8 @@ from meshwright.checkpoint.regions import Block, numel
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import exchange_together
 
+_FEW = 100  # runs of elements that Python goes through faster than torch starts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
@@ -59,14 +61,30 @@ def miscovered(blocks: list[Block], total: int) -> str | None:
             return f"the files have {last} elements or more, not {total}"
     if (count := numel(blocks)) > 2 * total:  # else the runs below could fill the memory
         return f"the files have {count} elements, not {total}"
+    if sum(b.count for b in blocks) > _FEW:
+        return _miscovered_by_many(blocks, total)
+    runs = sorted((b.whole + i * b.whole_stride, b.length) for b in blocks for i in range(b.count))
+    end = 0
+    for start, length in [*runs, (total, 0)]:
+        if start != end:
+            return _problem(end, start)
+        end = start + length
+    return None
+
+
+def _miscovered_by_many(blocks: list[Block], total: int) -> str | None:
     ends = torch.tensor([0, total])
     starts, order = torch.cat([*(b.whole + torch.arange(b.count) * b.whole_stride for b in blocks), ends[:0]]).sort()
     stops = starts + torch.cat([*(torch.full((b.count,), b.length) for b in blocks), ends[:0]])[order]
     expected, found = torch.cat([ends[:1], stops]), torch.cat([starts, ends[1:]])
     if not (wrong := (expected != found).nonzero()).numel():
         return None
-    low, high = int(expected[wrong[0]]), int(found[wrong[0]])
-    return f"element {low} is in no file" if low < high else f"element {high} is in more than one place"
+    return _problem(int(expected[wrong[0]]), int(found[wrong[0]]))
+
+
+def _problem(expected: int, found: int) -> str:
+    """What is wrong if the next run after the elements up to ``expected`` begins at ``found``."""
+    return f"element {expected} is in no file" if expected < found else f"element {found} is in more than one place"
 
 
 def open_together(folder: Path) -> Opened:

@@ -20,7 +20,6 @@ import xxhash
 from torch import Tensor
 
 from meshwright.checkpoint import disk
-from meshwright.checkpoint.host_memory import HostMemory
 from meshwright.checkpoint.regions import Block, numel, packed
 from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.checkpoint.shares import copies
@@ -51,7 +50,7 @@ class Source:
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield what is written, chunk by chunk on the CPU; each chunk is valid until the next."""
-        values, total = self._flat(), numel(self.share)
+        values, total = self.flat(), numel(self.share)
         step = CHUNK // self.dtype.itemsize
         staging = torch.empty(min(step, total), dtype=self.dtype, device=values.device)
         for start in range(0, total, step):
@@ -59,9 +58,9 @@ class Source:
             _copy(staging, values, [b.swapped() for b in copies(self.held, self.share, start, stop)])
             yield staging[: stop - start].cpu()
 
-    def snapshot(self, target: Tensor) -> Source:
-        """Return a source of the same elements, copied to ``target``; on CUDA, the copy may still be running."""
-        values = self._flat()
+    def copy_to(self, target: Tensor) -> None:
+        """Copy what is written to ``target``, which is 1-d; on CUDA, the copy may still be running."""
+        values = self.flat()
         blocks = [b.swapped() for b in copies(self.held, self.share, 0, len(target))]
         if values.is_cuda:
             on_device = torch.empty_like(target, device=values.device)
@@ -69,9 +68,9 @@ class Source:
             target.copy_(on_device, non_blocking=True)
         else:
             _copy(target, values, blocks)
-        return Source(dtype=self.dtype, values=lambda: target, held=self.share, share=self.share)
 
-    def _flat(self) -> Tensor:
+    def flat(self) -> Tensor:
+        """Return the elements that the rank holds, 1-d."""
         return self.values().contiguous().view(-1)
 
 
@@ -117,18 +116,6 @@ class RankPart:
         """The number of bytes of tensors."""
         return sum(numel(source.share) * source.dtype.itemsize for source in self.sources.values())
 
-    def snapshot(self, memory: HostMemory) -> RankPart:
-        """Return a part of the same elements, copied to some memory."""
-        rest, sources = memory.take(self.num_bytes), {}
-        for key in self._in_order():
-            source = self.sources[key]
-            size = numel(source.share) * source.dtype.itemsize
-            sources[key] = source.snapshot(rest[:size].view(source.dtype))
-            rest = rest[size:]
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # the copies are asynchronous
-        return RankPart(place=self.place, sources=sources, random=self.random)
-
     def write(self, folder: Path, on_write: Callable[[int], None]) -> dict[str, FileRecord]:
         """Write this rank's files, and flush them to the disk.
 
@@ -140,7 +127,7 @@ class RankPart:
             The records of the files by name.
         """
         name, index_name = file_names(self.place)
-        ordered = self._in_order()
+        ordered = self.in_order()
         forms = {key: (self.sources[key].dtype, (numel(self.sources[key].share),)) for key in ordered}
         header, starts = file_header(forms)
         tensors: dict[str, Any] = {}
@@ -172,8 +159,8 @@ class RankPart:
             index_name: FileRecord(bytes=len(index), digest=digest(index)),
         }
 
-    def _in_order(self) -> list[str]:
-        """The keys in the order of the file: wide dtypes first, so that every tensor is aligned."""
+    def in_order(self) -> list[str]:
+        """Return the keys in the order of the file: wide dtypes first, so that every tensor is aligned."""
         return sorted(self.sources, key=lambda key: -self.sources[key].dtype.itemsize)
 
 
@@ -270,29 +257,30 @@ class PartIndex:
             return
         if not piece.has_digests(dtype):
             raise CheckpointError(f"{self.path} is damaged: {key} has {len(piece.digests)} digests, not one per chunk")
-        staging = torch.empty(min(CHUNK // dtype.itemsize, numel(piece.blocks)), dtype=dtype)
-        run = None
+        size = dtype.itemsize
+        staging = torch.empty(min(CHUNK // size, numel(piece.blocks)), dtype=dtype)
+        staged, direct, run = memory_of(staging), memoryview(b""), None
         if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
             run = found[0]  # chunks inside it are read to their place: on the CPU, copying costs as much as reading
+            direct = memory_of(target)[run.local * size : (run.local + run.length) * size]
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):
                 is_direct = run is not None and run.whole <= start and stop <= run.whole + run.length
                 if run is not None and is_direct:
-                    chunk, count = target[run.local - run.whole + start : run.local - run.whole + stop], stop - start
+                    memory, count = direct[(start - run.whole) * size : (stop - run.whole) * size], stop - start
                 else:
                     found = copies(wanted, piece.blocks, start, stop)
-                    chunk, count = staging[: stop - start], numel(found)
+                    memory, count = staged[: (stop - start) * size], numel(found)
                 if not count:
                     continue
-                memory = memory_of(chunk)
-                read_into(descriptor, self.path, piece.start + start * dtype.itemsize, memory)
+                read_into(descriptor, self.path, piece.start + start * size, memory)
                 if digest(memory) != expected:
                     raise CheckpointError(
-                        f"{self.path} is damaged: {chunk.nbytes} bytes of {key}, from byte "
-                        f"{piece.start + start * dtype.itemsize} on, are not what was saved; load another checkpoint"
+                        f"{self.path} is damaged: {len(memory)} bytes of {key}, from byte "
+                        f"{piece.start + start * size} on, are not what was saved; load another checkpoint"
                     )
                 if not is_direct:
-                    _copy(target, chunk.to(target.device), found)
+                    _copy(target, staging[: stop - start].to(target.device), found)
                 yield count, len(memory)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -133,21 +133,15 @@ def _flattened(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor.detach().reshape(-1)
 
 
-def optimizer_tensors(
-    found: OptimizerParts, state: State, device: torch.device
-) -> tuple[dict[str, RunTensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state, and the rest of it as JSON.
+def optimizer_tensors(found: OptimizerParts, state: State, device: torch.device) -> dict[str, RunTensor]:
+    """Return the tensors of an optimizer's state, by key.
 
     Args:
         found: the optimizer, on whose masters all ranks agree.
         state: the description of the state of all ranks.
         device: the device of elements that have no state yet.
-
-    Raises:
-        CheckpointError: if an option is neither a number nor a text.
     """
-    described, sizes = describe_optimizer(found, state, {}), _sizes(found.runtime)
-    sources = saved_tensors(found, state)
+    sizes, sources = _sizes(found.runtime), saved_tensors(found, state)
     tensors: dict[str, RunTensor] = {}
     for key, form in tensor_forms(found, state).items():
         part = found.parts[sources[key][0]]
@@ -157,9 +151,21 @@ def optimizer_tensors(
             held = Held.whole(*form, sizes)
         values = functools.partial(local_values, found, sources[key], form, device)
         tensors[key] = RunTensor(held=held, values=values)
-    rest = asdict(described)
-    del rest["weight_map"], rest["format"]
-    return tensors, rest
+    return tensors
+
+
+def optimizer_fields(found: OptimizerParts, state: State) -> dict[str, Any]:
+    """Return the rest of an optimizer's state as JSON.
+
+    Raises:
+        CheckpointError: if an option is neither a number nor a text.
+    """
+    described = describe_optimizer(found, state, {})
+    return {
+        field.name: getattr(described, field.name)
+        for field in fields(described)
+        if field.name not in ("weight_map", "format")
+    }
 
 
 def optimizer_manifest(fields: dict[str, Any], folder: str) -> OptimizerManifest:

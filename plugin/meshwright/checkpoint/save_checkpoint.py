@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,12 +23,13 @@ from meshwright.checkpoint.folders import commit, keep_newest, stage
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.model_config import model_config
 from meshwright.checkpoint.optimizer_manifest import encode
-from meshwright.checkpoint.optimizer_state import of_all, with_own_text
+from meshwright.checkpoint.optimizer_state import State, of_all, with_own_text
 from meshwright.checkpoint.part_files import FileRecord, RankPart, Source
 from meshwright.checkpoint.random_state import random_state
 from meshwright.checkpoint.regions import Block
-from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_tensors
-from meshwright.checkpoint.shares import Held, Sizes, shares
+from meshwright.checkpoint.run_state import Mesh, RunTensor, mesh_of, model_tensors, optimizer_fields, optimizer_tensors
+from meshwright.checkpoint.shares import Held, shares
+from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.checkpoint.staging import Staging
 from meshwright.compiling import without_compilation
 from meshwright.errors import CheckpointError
@@ -107,34 +109,42 @@ def save_checkpoint(
 
     def prepare() -> Save:
         tensors, ties, _ = model_tensors(model, runtime)
-        described = None
+        state: tuple[OptimizerParts, State] | None = None
         if found is not None:
-            of_optimizer, described = optimizer_tensors(*of_all(found, texts), device_of(model))
-            tensors |= of_optimizer
-        manifest = Manifest(
-            step=step,
-            written=time.time_ns(),
-            versions=dict(_versions()),
-            plan=None if runtime.plan is None else asdict(runtime.plan),
-            pp=mesh.sizes.pp,
-            dp=mesh.sizes.dp,
-            tp=mesh.sizes.tp,
-            tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
-            ties=ties,
-            optimizer=described,
-            streams=None if runtime.streams is None else runtime.streams.state_dict(),
-            model_config=model_config(model),
-            files={},
-            **states,
-        )
+            state = of_all(found, texts)
+            tensors |= optimizer_tensors(*state, device_of(model))
+
+        def manifest() -> Manifest:
+            return Manifest(
+                step=step,
+                written=time.time_ns(),
+                versions=dict(_versions()),
+                plan=None if runtime.plan is None else asdict(runtime.plan),
+                pp=mesh.sizes.pp,
+                dp=mesh.sizes.dp,
+                tp=mesh.sizes.tp,
+                tensors={key: (tensor.held.dtype, tensor.held.shape) for key, tensor in tensors.items()},
+                ties=ties,
+                optimizer=None if state is None else optimizer_fields(*state),
+                streams=None if runtime.streams is None else runtime.streams.state_dict(),
+                model_config=model_config(model),
+                files={},
+                **states,
+            )
+
         part = RankPart(place=mesh.index, sources=_sources(tensors, mesh), random=random_state(device_of(model)))
-        if asynchronous:
-            part = part.snapshot(background.memory)
-        return Save(target=target, part=part, manifest=manifest, keep=keep)
+        return Save(
+            target=target,
+            part=Snapshot(part, background.memory) if asynchronous else part,
+            manifest=manifest() if not dist.is_initialized() or dist.get_rank() == 0 else None,
+            keep=keep,
+        )
 
     with reading_shards():
         save = succeed_together(prepare)
         if asynchronous:
+            if found is not None:
+                background.hold_steps_of(found.optimizer)
             background.start(save)
         else:
             with Progress(f"writing {target.name}") as progress:
@@ -149,15 +159,20 @@ class Save:
 
     Args:
         target: the folder that the checkpoint gets.
-        part: what this rank writes.
-        manifest: the manifest, without the records of the files.
+        part: what this rank writes, or a snapshot of it.
+        manifest: the manifest, without the records of the files; None on all ranks but the first.
         keep: the number of checkpoints to keep in the folder's parent; None for all.
     """
 
     target: Path
-    part: RankPart
-    manifest: Manifest
+    part: RankPart | Snapshot
+    manifest: Manifest | None
     keep: int | None
+
+    def copy(self) -> None:
+        """Copy the tensors that a snapshot shares with the model. Never raises."""
+        if isinstance(self.part, Snapshot):
+            self.part.copy()
 
     def run(self, meeting: Meeting | None, on_write: Callable[[int], None]) -> None:
         """Write and commit the checkpoint; every rank makes the call.
@@ -174,10 +189,11 @@ class Save:
             return str(staging.path)
 
         def write(path: Path) -> str:
-            return json.dumps({name: asdict(record) for name, record in self.part.write(path, on_write).items()})
+            part = self.part.copied() if isinstance(self.part, Snapshot) else self.part
+            return json.dumps({name: asdict(record) for name, record in part.write(path, on_write).items()})
 
         def finish() -> None:
-            assert staging is not None
+            assert staging is not None and self.manifest is not None
             commit(staging, dataclasses.replace(self.manifest, files=files))
             if self.keep is not None:
                 keep_newest(self.target.parent, self.keep)
@@ -215,13 +231,14 @@ def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, 
     states["loader"] = None if objects.loader is None else _state_of(objects.loader, "loader")
     for name in ("extra", "loader"):
         try:
-            is_same = json.loads(json.dumps(states[name], allow_nan=False)) == states[name]
+            copied = json.loads(json.dumps(states[name], allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the state of {name} is not JSON: {error}") from error
-        if not is_same:
+        if copied != states[name]:
             raise CheckpointError(
                 f"{name} would come back different from JSON: use text keys, and lists instead of tuples"
             )
+        states[name] = copied  # the program may go on to change its own
     return states
 
 
@@ -234,21 +251,20 @@ def _state_of(value: Any, name: str) -> Any:
 
 def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
     """What this rank writes."""
-    own = _shares(tuple((key, tensor.held) for key, tensor in tensors.items()), mesh.sizes)[mesh.index]
+    own = _own_shares(tuple((key, tensor.held) for key, tensor in tensors.items()), mesh)
     return {
-        key: Source(
-            dtype=tensors[key].held.dtype,
-            values=tensors[key].values,
-            held=tensors[key].held.part(mesh.place),
-            share=share,
-        )
-        for key, share in own.items()
+        key: Source(dtype=tensors[key].held.dtype, values=tensors[key].values, held=held, share=share)
+        for key, (held, share) in own.items()
     }
 
 
-@functools.lru_cache(maxsize=1)  # the same at each save of a run, and as long in the making as half of the copying
-def _shares(tensors: tuple[tuple[str, Held], ...], sizes: Sizes) -> list[dict[str, list[Block]]]:
-    return shares(dict(tensors), sizes)
+# The same at each save of a run, and longer in the making than all else that training waits for.
+@functools.lru_cache(maxsize=1)
+def _own_shares(tensors: tuple[tuple[str, Held], ...], mesh: Mesh) -> dict[str, tuple[list[Block], list[Block]]]:
+    """What this rank holds of each tensor of which it writes something, and what it writes."""
+    held = dict(tensors)
+    own = shares(held, mesh.sizes)[mesh.index]
+    return {key: (held[key].part(mesh.place), share) for key, share in own.items()}
 
 
 @functools.cache  # reading them takes longer than any other preparation of a save
