@@ -20,8 +20,8 @@ OLDEST_TESTS := tests/distribute/test_parity.py tests/data/test_loader.py tests/
 	$(wildcard tests/integrations/test_hf_[bd]*.py tests/integrations/test_trainer*.py) \
 	$(wildcard tests/integrations/test_accelerate*.py) tests/cli/test_launch.py tests/integrations/test_doctor.py
 
-# Two processes, each with its own half of the cores and its own pools of ranks: make test WORKERS=2. 0 is this one.
-WORKERS ?= 0
+# Two processes, each with its own half of the cores and its own pools of ranks. 0 is one process with all cores.
+WORKERS ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -ge 2 && echo 2 || echo 0)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup browser demo test-quick test test-all test-oldest kills random-kills resumes lint docs bench bench-data bench-checkpoints bench-planner bench-choice bench-context bench-referee families programs verify clean
@@ -30,7 +30,7 @@ PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 help:
 	@echo 'make demo          train a Llama with 4 processes by a plan it picks and prove it equal to one process; minutes'
 	@echo 'make test-quick    each capability once, while you work; 2 minutes on 2 cores'
-	@echo 'make test          every property once at full strength; about 20 minutes on 2 cores; WORKERS=2 for two at a time'
+	@echo 'make test          every property once at full strength; about 20 minutes on 2 cores; WORKERS=0 for one at a time'
 	@echo 'make test-all      also the crossings of families, plans, schedules and kills; about an hour on 2 cores'
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make lint          style, types, which package may import which, and whether the docs build'

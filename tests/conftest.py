@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from harness import WorkerPool
+from harness import WorkerPool, preloaded
 from tiers import CROSSINGS, QUICK, belongs, matches
 
 
@@ -24,6 +25,14 @@ def pool4() -> Iterator[WorkerPool]:
     pool = WorkerPool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def preloaded_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A command that runs what python would, without the seconds of its imports; launchers start it as PYTHON_EXEC."""
+    folder = tmp_path_factory.mktemp("python")
+    with preloaded.commands(folder, (), {}):
+        yield folder / "python"
 
 
 def pytest_configure(config: pytest.Config) -> None:

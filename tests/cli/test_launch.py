@@ -366,7 +366,9 @@ for batch in loader:
 """
 
 
-def test_a_script_of_accelerate_trains_by_the_launchers_plan(tmp_path: Path) -> None:
+def test_a_script_of_accelerate_trains_by_the_launchers_plan(
+    tmp_path: Path, preloaded_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """float32, three steps of SGD: sums in another order are off by 1e-6; a rank that trained alone by 1e-2."""
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -380,6 +382,7 @@ def test_a_script_of_accelerate_trains_by_the_launchers_plan(tmp_path: Path) -> 
         losses.append(loss.item())
         alone.append(model(input_ids=batch["input_ids"][:2], labels=batch["labels"][:2]).loss.item())
     (tmp_path / "train.py").write_text(TRAINING)
+    monkeypatch.setenv("PYTHON_EXEC", str(preloaded_python))
     done = run_command("launch", "--dp", "2", "train.py", folder=tmp_path)
     assert done.code == 0, done.output
     printed = [line.split() for line in shown(done.output)]

@@ -33,9 +33,12 @@ def undisturbed(run: Run, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(name: str, pool2: Any, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
+    name: str, pool2: Any, tmp_path: Path, preloaded_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bitwise; the program has nothing for restarts but the line that loads its newest checkpoint, or the Trainer."""
     run = RUNS[name]
+    monkeypatch.setenv("PYTHON_EXEC", str(preloaded_python))
     ended = disturbed(run, tmp_path / "killed", kills=1, seed=1)
     assert ended.code == 0 and ended.faults, ended.output
     assert "was killed by SIGKILL; the processes of this machine start again (restart 1 of 1)" in ended.output

@@ -27,6 +27,7 @@ PARSED_ONLY = {
     "benchmarks.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
     "benchmarks.outside_scripts": "takes checkouts of other projects; tests/integrations/test_outside_scripts.py",
     "benchmarks.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of these programs",
+    "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",
     "benchmarks.schedules": "needs a quiet machine; tests/pipeline/test_pipeline_costs.py counts the same",
     "--num_machines": "needs two machines; tests/cli/test_launch_hosts.py makes two and launches over them",
 }

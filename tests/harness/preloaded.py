@@ -2,7 +2,7 @@
 
 ``commands`` writes stand-ins for ``python``, ``torchrun`` and others into a folder. Each hands its arguments,
 environment, working directory and streams to the server, which runs what the real program would run, and ends with the
-exit code of that.
+exit code of that, or by the same signal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ socket.send_fds(connection, [b"!"], [0, 1, 2])
 call = {{"arguments": {before!r} + sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
 connection.sendall(json.dumps(call).encode())
 connection.shutdown(socket.SHUT_WR)
-sys.exit(int(connection.recv(8) or 1))
+code = int(connection.recv(8) or 1)
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 # What each command is to Python.
 COMMANDS = {
@@ -122,7 +125,7 @@ def _answer(connection: socket.socket, parsed_only: tuple[str, ...], added: dict
         ended, status = os.waitpid(program, os.WNOHANG)
         if ended:
             with contextlib.suppress(OSError):
-                connection.sendall(str(os.waitstatus_to_exitcode(status) % 256).encode())
+                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
             os._exit(0)
         if asked_to_end is None and alive.poll(20):
             asked_to_end = time.monotonic()

@@ -2,7 +2,9 @@
 
 import os
 import random
+import subprocess
 import threading
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -206,6 +208,14 @@ def test_a_hang_after_an_error_is_found_early_and_names_the_error(pool, monkeypa
     assert report.startswith("ranks [1] of 2 did not answer 0.5 s after another rank failed")
     assert "LookupError: rank 0 lost it" in report
     assert "in stall" in report
+
+
+@pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+def test_a_preloaded_program_ends_as_python_would(end: str, code: int, preloaded_python: Path):
+    """Or a launcher would take a killed rank for one that ended by itself."""
+    program = f"import os, sys; print('torch' in sys.modules, flush=True); {end}"
+    ended = subprocess.run([preloaded_python, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("True\n", code)
 
 
 def test_a_worker_that_dies_is_reported_with_its_last_words(pool):

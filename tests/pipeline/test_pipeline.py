@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.pipeline.pipeline_forward import PipelineForward
 from support.exact import Float64
 from support.models import build, labels_for, tokens
-from support.parity import pool_for
+from support.parity import crossed, pool_for
 from support.replicas import uncompared
 from support.whole_runs import differences, train_whole, with_adapters
 
@@ -85,8 +85,7 @@ def reference(model_name: str, *, adapters: bool = False) -> dict[str, Tensor]:
     return train(None, model_name, adapters=adapters)
 
 
-@pytest.mark.parametrize("plan_name", PLANS)
-@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize(("model_name", "plan_name"), crossed(MODELS, PLANS))
 def test_equals_one_process(model_name: str, plan_name: str, request: pytest.FixtureRequest) -> None:
     results = pool_for(PLANS[plan_name], request).run(train, PLANS[plan_name], model_name)
     found = differences(results, reference(model_name))

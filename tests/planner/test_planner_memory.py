@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from meshwright.planner.candidate import Candidate, Job
+from meshwright.planner.hardware import Cluster, device
 from meshwright.planner.memory import (
     held_activations,
     layer_activations,
@@ -15,8 +16,10 @@ from meshwright.planner.memory import (
     peak_memory,
     pending_weight_grads,
     stage_memory,
+    state_memory,
 )
 from meshwright.planner.shapes import ModelShape
+from meshwright.planner.space import Space
 
 SEVEN = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
 EIGHT = dataclasses.replace(SEVEN, name="8B", kv_heads=8, ffn=14336, vocab=128256)
@@ -45,6 +48,26 @@ def test_all_stages_together_hold_every_parameter_once() -> None:
     plan = Candidate(pp=4, accumulation=8)
     held = sum(stage_memory(SEVEN, plan, JOB, stage).weights for stage in range(4)) / 2
     assert held == pytest.approx(SEVEN.parameters, rel=1e-5)
+
+
+@pytest.mark.parametrize(("job", "tied"), [
+    (JOB, False),
+    (JOB.in_32_bits(), True),
+    (dataclasses.replace(JOB, own_runtime=True), True),
+    (dataclasses.replace(JOB, own_runtime=True, on_cpu=True).in_32_bits(), False),
+])  # fmt: skip
+def test_every_plan_holds_the_weights_and_the_state_once(job: Job, tied: bool) -> None:
+    """So a plan that fits is never missed, if the devices together have less memory than that."""
+    shape = dataclasses.replace(EIGHT, tied=tied)
+    space = Space(shape=shape, cluster=Cluster(device=device("h100-sxm"), gpus=4), job=job, allow_future=True)
+    held = [
+        4 * peak_memory(shape, space.candidate(region, micro, zero, recompute), job).total / state_memory(shape, job)
+        for region in space.regions()
+        for micro in space.micro_batches(region)
+        for zero in space.zero(region)
+        for recompute in space.recompute(region)
+    ]
+    assert len(held) > 100 and 1 < min(held) < 4
 
 
 @pytest.mark.parametrize(

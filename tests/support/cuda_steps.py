@@ -51,9 +51,9 @@ PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "tp2+sp": (SP, {}, {}),
     "tp2+sp autocast": (SP, {}, {"autocast": torch.bfloat16}),
     "tp2+sp dropout": (SP, {"attention_dropout": 0.1}, {}),
-    "tp2+sp adapters with dropout": (SP, {"adapters": True}, {}),
-    "tp2+sp mask": (
-        SP, {}, {"batch": lambda: {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.int64, device=DEVICE)}},
+    "tp2+sp adapters with dropout, mask": (
+        SP, {"adapters": True},
+        {"batch": lambda: {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.int64, device=DEVICE)}},
     ),
     "tp2+sp no clip, foreach AdamW": (
         SP, {}, {"max_norm": None, "make_optimizer": lambda parameters: torch.optim.AdamW(parameters, foreach=True)},
@@ -128,12 +128,15 @@ FAULTS: dict[str, Change] = {
 
 
 def traced(
-    plan: mw.ParallelPlan, options: dict[str, Any], program: dict[str, Any], change: Change | None = None
+    plan: mw.ParallelPlan,
+    options: dict[str, Any],
+    program: dict[str, Any],
+    ranks: tuple[int, ...],
+    change: Change | None = None,
 ) -> list[str]:
-    """Return the problems of rank 0, of a neighbour on the innermost axis, and of one on the outermost axis."""
     steps = {}
     layers = 2 if plan.pp > 1 else 1
-    for rank in sorted({0, 1, plan.world_size // 2}):
+    for rank in ranks:
         model = make(num_hidden_layers=layers, **options)
         of_rank = CudaProgram(rows=ROWS, length=LENGTH, **program)
         steps[rank] = trace_cuda_step(model, plan, of_rank, rank=rank, prepare=change)
@@ -143,12 +146,16 @@ def traced(
 
 
 def traced_fault(name: str) -> list[str]:
-    return traced(mw.ParallelPlan(dp=2), {}, {}, FAULTS[name])
+    """Return the problems of rank 0, and of both ranks where they differ."""
+    ranks = (0, 1) if name == one_rank_sends_more.__name__ else (0,)
+    return traced(mw.ParallelPlan(dp=2), {}, {}, ranks, FAULTS[name])
 
 
 def traced_program(name: str) -> list[str]:
-    plan, *rest = PROGRAMS[name]
-    return traced(mw.ParallelPlan(**plan), *rest)
+    """Return the problems of rank 0, of a neighbour on the innermost axis, and of one on the outermost axis."""
+    options, *rest = PROGRAMS[name]
+    plan = mw.ParallelPlan(**options)
+    return traced(plan, *rest, tuple(sorted({0, 1, plan.world_size // 2})))
 
 
 if __name__ == "__main__":

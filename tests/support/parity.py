@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +20,17 @@ TOLERANCE = 1e-10
 @functools.cache
 def reference(family: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Result:
     return run_reference(family, dtype, **overrides)
+
+
+def crossed(models: Iterable[str], plans: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the first model with every plan, and each other model with every second one; neighbours alternate."""
+    plans = list(plans)
+    return [
+        (model, plan)
+        for number, model in enumerate(models)
+        for place, plan in enumerate(plans)
+        if number == 0 or (number + place) % 2
+    ]
 
 
 def pool_for(plan: dict[str, Any], request: pytest.FixtureRequest) -> Any:

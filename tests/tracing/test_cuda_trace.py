@@ -31,14 +31,14 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Any:
+def found(request: pytest.FixtureRequest, preloaded_python: Path) -> Any:
     """What was found in each program and fault whose test runs in this session, traced by one process."""
     own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     names = [name for item in own for kind, name in item.callspec.params.items() if kind in ("program", "fault")]
     tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path]), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-m", "support.cuda_steps", *names],
+        [preloaded_python, "-m", "support.cuda_steps", *names],
         env=environment,
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.cost import Budget, bill_dict, bill_line, bill_of
 from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster
+from meshwright.planner.memory import state_memory
 from meshwright.planner.method_choice import method_reasons
 from meshwright.planner.notes import batch_warning, notes
 from meshwright.planner.search import Choice, Search, search
@@ -93,6 +94,8 @@ def _remedies(found: Search) -> Iterator[str]:
     cluster, job = found.cluster, found.job
 
     def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
+        if state_memory(found.shape, job) > cluster.gpus * found.budget:
+            return None  # a search would weigh every plan to say the same
         space = found.space(cluster, job, allow_future=later)
         try:
             other = search(space, found.profile, top=1, budget=found.budget)

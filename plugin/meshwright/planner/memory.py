@@ -296,6 +296,26 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
     return max((stage_memory(shape, plan, job, stage) for stage in stages), key=lambda memory: memory.total)
 
 
+def state_memory(shape: ModelShape, job: Job) -> float:
+    """Return the bytes of one copy of the weights and of the optimizer state.
+
+    The devices of any plan hold at least this much together, so no plan fits on fewer bytes.
+
+    Example:
+        >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
+        ...                    vocab=32000)
+        >>> job = Job(seq_len=4096, global_batch=8)
+        >>> plan = Candidate(shard=8, zero_stage=3, recompute="full")
+        >>> 0.5 < state_memory(shape, job) / (8 * peak_memory(shape, plan, job).total) < 1
+        True
+    """
+    elements = shape.layers * (shape.layer_parameters - shape.norm_parameters) + shape.embedding_parameters
+    elements += 0 if shape.tied else shape.vocab * shape.hidden
+    # This runtime holds the fewest bytes without ZeRO: Adam's moments have the dtype of the weights.
+    optimizer = 2 * job.weight_bytes if job.own_runtime else job.optimizer_bytes
+    return elements * (job.weight_bytes + optimizer)
+
+
 def _groups(plan: Candidate) -> int:
     """Return the number of communicators of a rank."""
     parts_of_cp = 2 if plan.context == "hybrid" else 0
