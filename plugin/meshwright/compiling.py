@@ -14,11 +14,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def leave_out_of_graphs() -> None:
-    """Make dynamo skip the code of this package: graphs end at its functions, and its frames are not compiled."""
+def leave_out_of_graphs(module: str = __name__) -> None:
+    """Make dynamo skip the code of a package: graphs end at its functions, and its frames are not compiled.
+
+    Args:
+        module: the name of a module in the package, by default in this one.
+    """
     from torch._dynamo import trace_rules
 
-    root = __name__.partition(".")[0]
+    root = module.partition(".")[0]
     folder = trace_rules._strip_init_py(sys.modules[root].__file__ or "")
     if folder not in trace_rules.SKIP_DIRS:
         trace_rules.add(root)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +40,8 @@ def plain_module(model: nn.Module) -> Iterator[nn.Module]:
                 parent._modules[name] = plain
                 called = inner if plain is _innermost(inner) else plain
                 undo.callback(setattr, called, "_compiled_call_impl", called._compiled_call_impl)
-                called._compiled_call_impl = child.dynamo_ctx(called._call_impl)  # as called.compile() does
+                compiler: Any = child.dynamo_ctx
+                called._compiled_call_impl = compiler(called._call_impl)  # as called.compile() does
     with undo:
         yield inner
         undo.pop_all()
