@@ -59,7 +59,10 @@ def run(job: Launch) -> int:
 
 
 def _check_cores(job: Launch) -> None:
-    """Raise if there are so many processes that the machine would stop responding; a few per core are allowed."""
+    """Raise if there are so many processes that the machine would stop responding.
+
+    A few per core are only slow: trying a plan of four processes on two cores is what the README's commands do.
+    """
     cores = os.cpu_count() or 1
     most = max(TRIED_ON_CPU, 2 * cores)
     if job.local_processes > most and not job.oversubscribe:

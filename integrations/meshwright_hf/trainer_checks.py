@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.compiling import without_compilation
 from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.errors import PlanError
@@ -146,11 +147,17 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise if a model is already spread over devices or quantised.
+    """Raise if a model is already spread over devices, quantised, or wrapped by torch.compile.
 
     Raises:
         PlanError: if the model is; the message names the setting.
     """
+    if without_compilation(model) is not model:
+        raise PlanError(
+            "the model is the wrapper of torch.compile(model), whose forward has no names of arguments, by which the "
+            "Trainer chooses the columns of a batch; pass the plain model, and set TrainingArguments("
+            "torch_compile=True)"
+        )
     placed = getattr(model, "hf_device_map", None)
     if placed is not None and len(set(placed.values())) > 1:
         raise PlanError(

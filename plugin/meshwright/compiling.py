@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def leave_out_of_graphs() -> None:
-    """Make dynamo skip the code of this package: graphs end at its functions, and its frames are not compiled."""
+
+def leave_out_of_graphs(module: str = __name__) -> None:
+    """Make dynamo skip the code of a package: graphs end at its functions, and its frames are not compiled.
+
+    Args:
+        module: the name of a module in the package, by default in this one.
+    """
     from torch._dynamo import trace_rules
 
-    root = __name__.partition(".")[0]
+    root = module.partition(".")[0]
     folder = trace_rules._strip_init_py(sys.modules[root].__file__ or "")
     if folder not in trace_rules.SKIP_DIRS:
         trace_rules.add(root)
@@ -36,7 +44,36 @@ def pause_compiling() -> Callable[[], Any]:
     return lambda: set_eval_frame(callback)
 
 
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function to run eagerly, with all functions that it calls, if its caller is compiled."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        resume = pause_compiling()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resume()
+
+    return call
+
+
+def real_object(value: Any) -> Any:
+    """Return the object for which a compiled caller passed the stand-in of its graph.
+
+    If a placement is made in compiled code, and the graph ends there, AOTAutograd returns the stand-in with which it
+    traced the graph.
+    """
+    return value.real_obj if type(value).__name__ == "FakeScriptObject" else value
+
+
 def without_compilation(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(model)`` wrapped, whose parameters have one-device names."""
-    inner = model._modules.get("_orig_mod")
-    return model if inner is None else inner
+    while (inner := model._modules.get("_orig_mod")) is not None:
+        model = inner
+    return model
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Return whether ``torch.compile(function)`` made a function."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)

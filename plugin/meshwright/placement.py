@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from meshwright.compiling import eager
 from meshwright.faults.same_call import Claim, agreed
 from meshwright.mesh.process_group import ensure_process_group
 from meshwright.mesh.process_mesh import ProcessMesh
@@ -28,6 +29,7 @@ __all__ = ["Partial", "Replicate", "Shard", "reshard", "shard_tensor"]
 Mesh = ProcessMesh | DeviceMesh
 
 
+@eager
 def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Place a tensor, which every rank has in full, on a mesh.
 
@@ -80,6 +82,7 @@ def shard_tensor(data: Any, mesh: Mesh, placements: Sequence[Placement]) -> DTen
     return result
 
 
+@eager
 def reshard(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
     """Move a DTensor to other placements, on the same mesh or on a mesh with other ranks or another shape.
 

@@ -79,15 +79,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "devices": (lambda: to(MODEL, device_num=2.0), "device_num must be a positive integer, not 2.0"),  # type: ignore[arg-type]
     "nodes": (lambda: to(MODEL, node_num="1"), "node_num must be a positive integer, not '1'"),  # type: ignore[arg-type]
     "more nodes than processes": (lambda: to(MODEL, node_num=2), "node_num=2 nodes cannot share 1 process"),
-    "a compiled model": (
-        lambda: to(torch.compile(MODEL)),
-        r"compiled \(torch.compile made it an OptimizedModule\).*model = torch.compile\(model\)",
+    "a compiled forward": (
+        lambda: to(with_compiled_forward()),
+        r"model.0.forward is a function that torch.compile made.*write model.0.compile\(...\) instead",
     ),
-    "a compiled layer": (
-        lambda: to(nn.Sequential(torch.compile(nn.Linear(2, 2)))),  # type: ignore[arg-type]
-        "torch.compile made 0 an OptimizedModule",
+    "a compiled model for an engine": (
+        lambda: mw.to_distributed(torch.compile(MODEL), config=mw.ToDistributedConfig(plan="dp1", engine="DeepSpeed")),
+        "the model is compiled.*DeepSpeed adds its own hooks.*leave torch.compile out",
     ),
-    "a compiled forward": (lambda: to(compiled()), r"model.compile\(\) was called.*model.compile\(\) afterwards"),
     "Megatron's name": (
         lambda: mw.ParallelPlan(tensor_model_parallel_size=2),  # type: ignore[call-arg]
         "ParallelPlan has no field 'tensor_model_parallel_size'; write tp=N. Its fields are dp, tp",
@@ -121,9 +120,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def compiled() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.compile()
+def with_compiled_forward() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].forward = torch.compile(model[0].forward)  # type: ignore[method-assign]
     return model
 
 

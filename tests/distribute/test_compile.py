@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 import meshwright as mw
 from meshwright.parallel.compile_options import check_compile_options
@@ -27,7 +29,8 @@ def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager",
 
     Args:
         plan: the plan in words.
-        how: what is compiled: "nothing", "layers" (by the config), "model" or "each layer" (by the program).
+        how: what is compiled: "nothing", "layers" (by the config), "model" or "each layer" (by the program, after the
+            call); "model before", "forward before" or "layers before" (by the program, which also trains for a step).
         layers: the number of layers.
         backend: the backend of torch.compile.
         options: the arguments of the model's config.
@@ -45,10 +48,24 @@ def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager",
 
     model: Any = build("llama", num_hidden_layers=layers, **options).double()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    whole = model
+    if how == "model before":
+        model = torch.compile(model, backend=record)
+    elif how == "forward before":
+        model.compile(backend=record)
+    elif how == "layers before":
+        for name, layer in list(model.model.layers.named_children()):
+            model.model.layers.register_module(name, torch.compile(layer, backend=record))
+    if how.endswith("before"):
+        ids = tokens(4, 12, seed=12)
+        model(input_ids=ids, labels=labels_for(ids)).loss.backward()
+        optimizer.zero_grad()
+        graphs.clear()
     given = {"compile": "layers", "compile_options": {"backend": record}} if how == "layers" else {}
     config = mw.ToDistributedConfig(plan=plan, **given)
     model, optimizer, _ = mw.to_distributed(model, optimizer, config=config)
     called = torch.compile(model, backend=record) if how == "model" else model
+    assert not any("_orig_mod" in name for name, _ in whole.named_parameters())
     if how == "each layer":
         for layer in model.model.layers:
             layer.compile(backend=record)
@@ -62,7 +79,7 @@ def trained(plan: str, how: str, *, layers: int = 2, backend: str = "aot_eager",
             batch = {"input_ids": ids[rows], "labels": labels_for(ids)[rows]}
             loss = called(**batch).loss
             loss.backward()
-            numbers += [loss.item(), float(mw.clip_grad_norm_(model, 1.0))]
+            numbers += [loss.item(), float(mw.clip_grad_norm_(called, 1.0))]
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
@@ -104,9 +121,63 @@ def test_other_plans(plan: str, pool2: Any) -> None:
     check(pool2, plan, "layers")
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero1", "cp2", "pp2 mb2"])
-def test_a_compiled_model_of_other_plans(plan: str, pool2: Any) -> None:
-    check(pool2, plan, "model")
+@pytest.mark.parametrize(
+    ("plan", "how"),
+    [
+        ("tp2+sp", "model before"),
+        ("tp2", "layers before"),
+        ("dp2", "layers before"),
+        ("dp2 zero1", "model before"),
+        ("dp2 zero2", "forward before"),
+        ("cp2", "model before"),
+        ("pp2 mb2", "forward before"),
+        ("dp2 zero1", "model"),
+        ("cp2", "model"),
+        ("pp2 mb2", "model"),
+    ],
+)
+def test_a_compiled_model_of_other_plans(plan: str, how: str, pool2: Any) -> None:
+    check(pool2, plan, how)
+
+
+@pytest.mark.parametrize("how", ["model before", "layers before"])
+def test_layers_that_cannot_be_compiled_run_eagerly(how: str, pool2: Any) -> None:
+    plain = pool2.run(trained, "dp2 zero3", "nothing")
+    for (expected, _, _), (found, graphs, warned) in zip(plain, pool2.run(trained, "dp2 zero3", how), strict=True):
+        assert found == pytest.approx(expected, rel=TOLERANCE)
+        assert not graphs and not warned
+
+
+def test_names_in_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    plain: Any = build("llama")
+    names = set(plain.state_dict())
+    model: Any = build("llama")
+    for name, layer in list(model.model.layers.named_children()):
+        model.model.layers.register_module(name, torch.compile(layer, backend="eager"))
+    compiled: Any = torch.compile(model, backend="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    returned, optimizer, _ = mw.to_distributed(compiled, optimizer, plan="dp1")
+    assert returned is compiled
+    assert set(mw.full_state_dict(compiled)) == names
+    compiled.save_pretrained(tmp_path / "weights")
+    with safe_open(tmp_path / "weights/model.safetensors", "pt") as weights:
+        assert set(weights.keys()) <= names
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3)
+    mw.save_checkpoint(tmp_path / "run", compiled, optimizer, step=1)
+    other, other_optimizer, _ = mw.to_distributed(plain, torch.optim.AdamW(plain.parameters()), plan="dp1")
+    mw.load_checkpoint(tmp_path / "run", other, other_optimizer)
+    assert torch.equal(plain.model.norm.weight, model.model.norm.weight)
+
+
+def test_a_call_that_raises_leaves_the_model_compiled() -> None:
+    model: Any = build("llama")
+    layer = model.model.layers[0]
+    compiled: Any = torch.compile(layer, backend="eager")
+    model.model.layers[0] = compiled
+    with pytest.raises(mw.PlanError, match="needs 2 processes"):
+        mw.to_distributed(model, plan="dp2")
+    assert model.model.layers[0] is compiled and layer._compiled_call_impl is None
 
 
 def test_generated_code(pool2: Any) -> None:

@@ -45,15 +45,22 @@ def test_the_seed_program_on_two_meshes(is_static: bool, pool4: Any) -> None:
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-def clipped_on_one_mesh(max_norm: float) -> tuple[list[float], Tensor]:
+def clipped_on_one_mesh(max_norm: float) -> tuple[list[float], Tensor, list[list[str]]]:
+    torch._dynamo.reset()
+    graphs: list[list[str]] = []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        graphs.append([node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"])
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
     mesh = mw.ProcessMesh(range(dist.get_world_size()), ["x"])
     model = Placed(mesh)
     loader = mw.shard_dataloader(DataLoader(RandomRows(), batch_size=BATCH_SIZE), meshes=mesh, shard_dims="x")
     # SGD, since AdamW's step hardly depends on the gradients' scale.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    step = mw.to_static(model, loader, loss_of, optimizer, max_norm=max_norm)
+    step = mw.to_static(model, loader, loss_of, optimizer, max_norm=max_norm, compile_options={"backend": record})
     losses = [step(inputs, label).item() for inputs, label in loader]
-    return losses, model.w1.full_tensor().detach()  # type: ignore[attr-defined]
+    return losses, model.w1.full_tensor().detach(), graphs  # type: ignore[attr-defined]
 
 
 class Placed(nn.Module):
@@ -89,9 +96,10 @@ def test_a_clipped_step_on_one_mesh(pool2: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    for losses, weight in pool2.run(clipped_on_one_mesh, 0.5):
+    for losses, weight, graphs in pool2.run(clipped_on_one_mesh, 0.5):
         assert losses == pytest.approx(expected, rel=1e-12)
         assert torch.allclose(weight, model.w1.detach(), rtol=0, atol=1e-12)
+        assert graphs.count(["matmul", "tanh", "matmul"]) == 1, graphs  # the code between two calls of reshard
 
 
 def stepped(plan: str | None, *, is_static: bool) -> list[float]:
@@ -179,9 +187,10 @@ def test_wrong_calls_say_what_to_write() -> None:
         mw.to_static(model, None, nn.MSELoss(), optimizer, compile_options="eager")  # type: ignore[arg-type]
 
 
-def test_placed_tensors_run_eagerly_and_the_log_says_so(pool2: Any) -> None:
+def test_tensors_on_meshes_of_some_ranks_run_eagerly_and_the_log_says_so(pool2: Any) -> None:
     for lines in pool2.run(logged):
         assert len(lines) == 1 and "runs Stages eagerly" in lines[0]
+        assert "meshes of some of the ranks, [0] and [1]" in lines[0]
 
 
 def logged() -> list[str]:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import meshwright as mw
 from meshwright.checkpoint.sealed_folder import sealed_folder
+from meshwright.compiling import without_compilation
 from meshwright.config import LoaderOptions, ParallelPlan
 from meshwright.data.nested import map_tensors
 from meshwright.monitor.monitor import monitor_of
@@ -175,12 +176,13 @@ class PlannedAccelerator(Accelerator):
         return state.Pending(model) if self._is_saving else mw.full_state_dict(model)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """Return the model itself, since only its forward is wrapped, for mixed precision."""
+        """Return the model itself, since only its forward is wrapped, for mixed precision; compiled or not."""
         if find_runtime(model) is None:
             return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-        if not keep_fp32_wrapper and (forward := vars(model).pop("_original_forward", None)) is not None:
-            model.forward = forward
-        return model
+        plain = without_compilation(model)
+        if not keep_fp32_wrapper and (forward := vars(plain).pop("_original_forward", None)) is not None:
+            plain.forward = forward
+        return model if keep_torch_compile else plain
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the same loader, whose next iteration leaves out the first batches of its epoch."""

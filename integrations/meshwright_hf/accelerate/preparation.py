@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.choose.given_plan import config_with, given_plan, plan_in_model, source_of_plan
 from meshwright.choose.picked_plan import choose_plan
+from meshwright.compiling import leave_out_of_graphs, without_compilation
 from meshwright.config import ParallelPlan, PlanLike, ToDistributedConfig
 from meshwright.distribute.attach_optimizer import plan_to_complete
 from meshwright.distribute.to_distributed import to_distributed
@@ -158,10 +159,11 @@ def _distribute(accelerator: Accelerator, given: _Objects, config: ToDistributed
         to_distributed(model, given.optimizer, config=config)
     else:
         plan_to_complete(runtime, model, None, config)
-    _show(accelerator, model, config)
+    plain = without_compilation(model)
+    _show(accelerator, plain, config)
     become_planned(accelerator, config.loader)
-    _equip(accelerator, model)
-    accelerator._models.append(model)
+    _equip(accelerator, plain)
+    accelerator._models.append(plain)
 
 
 def _prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Any:
@@ -209,6 +211,7 @@ def _equip(accelerator: Accelerator, model: Any) -> None:
     _mark(model)
     model.no_sync = functools.partial(_no_sync, model)
     if accelerator.native_amp:
+        leave_out_of_graphs(__name__)
         model._original_forward = forward = model.forward
         context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
         model.forward = _InAutocast(forward, context)

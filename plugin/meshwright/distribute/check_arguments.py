@@ -33,11 +33,11 @@ def check_arguments(model: Any, optimizer: Any, dataloader: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise if a model is already distributed or compiled, or has nothing to distribute.
+    """Raise if a model is already distributed, or has nothing to distribute.
 
     Raises:
         AlreadyDistributedError: if the model is distributed; the message says by what.
-        PlanError: if the model is compiled or has no parameters.
+        PlanError: if the model has no parameters.
     """
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
     for module in model.modules():
@@ -56,7 +56,6 @@ def check_model(model: nn.Module) -> None:
             f"the {type(inside).__name__} in this {type(model).__name__} was distributed by an earlier call; wrap it "
             "(get_peft_model) first, and distribute the wrapped model"
         )
-    _check_compiled(model)
     parameters = list(model.named_parameters())
     if not parameters:
         raise PlanError(f"{type(model).__name__} has no parameters to distribute")
@@ -99,23 +98,6 @@ def explained(error: PlanError, model: nn.Module) -> PlanError:
 def is_quantised(model: nn.Module) -> bool:
     """Return whether transformers loaded the weights packed into fewer bits."""
     return bool(getattr(model, "is_quantized", False)) or getattr(model, "hf_quantizer", None) is not None
-
-
-def _check_compiled(model: nn.Module) -> None:
-    """Raise if a model is compiled: its graph would run the unsharded program, without the hooks added here."""
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule":
-            raise PlanError(
-                f"the model is compiled (torch.compile made {name or 'it'} an OptimizedModule), and the compiled "
-                "program would run without the plan's collectives; pass the plain module, and compile afterwards: "
-                "model, ... = to_distributed(model, ...); model = torch.compile(model)"
-            )
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            where = f"{name}.compile()" if name else "model.compile()"
-            raise PlanError(
-                f"the model is compiled ({where} was called), and the compiled program would run without the plan's "
-                f"collectives; call to_distributed first, and {where} afterwards"
-            )
 
 
 def _no_model(model: Any) -> str:

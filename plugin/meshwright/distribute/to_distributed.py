@@ -23,6 +23,7 @@ from meshwright.distribute.attach_optimizer import complete, plan_to_complete
 from meshwright.distribute.check_arguments import check_arguments, check_model, check_reduction
 from meshwright.distribute.check_compile import check_compile, layers_of
 from meshwright.distribute.check_launch import build_axes, check_agreement, check_devices, check_launch
+from meshwright.distribute.compiled_before import check_compiled, plain_module
 from meshwright.distribute.cuts import context_of, cut_of, structure_of
 from meshwright.distribute.installation import Installation
 from meshwright.errors import PlanError
@@ -98,6 +99,21 @@ def to_distributed(
         raise PlanError(f"ToDistributedConfig.{field} is used in status lines only; set logging_steps=10 too")
     if config.compile is None and config.compile_options is not None:
         raise PlanError('ToDistributedConfig.compile_options is used by compile="layers" only; set it too')
+    check_compiled(model, config.engine)
+    with plain_module(model) as plain:
+        optimizer, loader = _distribute(plain, optimizer, dataloader, device_num, node_num, config)
+    return model, optimizer, loader
+
+
+def _distribute(
+    model: Any,
+    optimizer: Optimizer | None,
+    dataloader: Iterable[Any] | None,
+    device_num: int | None,
+    node_num: int | None,
+    config: ToDistributedConfig,
+) -> tuple[Optimizer | None, DistributedLoader | None]:
+    """Distribute a plain module in place, and return the optimizer and a loader of this rank's rows."""
     runtime = find_runtime(model)
     if runtime is not None and (optimizer is not None or dataloader is not None):
         check_devices(device_num, node_num)
@@ -167,7 +183,7 @@ def to_distributed(
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
     if logger.isEnabledFor(logging.INFO) and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info("distributed %s by %s\n%s", type(model).__name__, plan, plan.dims.rank_grid())
-    return model, optimizer, loader
+    return optimizer, loader
 
 
 def _warn_of_dtype(plan: ParallelPlan, model: nn.Module) -> None:
@@ -187,7 +203,7 @@ def _complete(
     optimizer: Optimizer | None,
     dataloader: Iterable[Any] | None,
     config: ToDistributedConfig,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Optimizer | None, DistributedLoader | None]:
     """Add an optimizer or a loader to a model that was distributed without one."""
     runtime.check_own("to_distributed", "pass the optimizer and the loader to its own initialize, with a new model")
     plan = plan_to_complete(runtime, model, optimizer, config)
@@ -201,7 +217,7 @@ def _complete(
     complete(runtime, model, optimizer, plan, bucket_bytes=int(config.bucket_size_mb * 2**20))
     if shown is not None:
         start_monitor(model, runtime, config, shown, every=config.logging_steps)
-    return model, optimizer, loader
+    return optimizer, loader
 
 
 def _make_loader(

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from meshwright.optim.runtime import check_steps, find_runtime
 from meshwright.parallel.compile_options import check_compile_options
 from meshwright.parallel.output_loss import loss_of
 from meshwright.placement import Replicate, reshard
+from meshwright.resharding.layouts import process_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,9 @@ def to_static(
     """Return an object whose call is one whole step of a program, compiled where torch.compile can.
 
     The numbers are those of the loop that the step replaces, up to rounding. Of a model from ``to_distributed`` the
-    layers are compiled; of a plain module, the whole. Programs of ``shard_tensor``, whose meshes and placements
-    torch.compile cannot trace, and plans whose layers cannot be compiled run eagerly; one line of the log says why.
+    layers are compiled; of a plain module, the whole; of a module with parameters from ``shard_tensor`` on meshes of
+    all ranks, the code between calls of ``reshard``. A module on meshes of some of the ranks, and plans whose layers
+    cannot be compiled, run eagerly; one line of the log says why.
 
     Args:
         model: a model from ``to_distributed``, a module with parameters from ``shard_tensor``, or a plain module.
@@ -209,22 +212,38 @@ def _compiled(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     if runtime is not None and runtime.layers is not None:
         runtime.layers.compile_if_possible(**options)
         return model
-    if _has_dtensors(model):
+    leave_out_of_graphs()
+    compiled: Callable[..., Any] = torch.compile(model, **options)
+    if not (placed := _dtensors(model)):
+        return compiled
+    smaller = {str(sorted(mesh.ranks)) for mesh in map(process_mesh, {tensor.device_mesh for tensor in placed})}
+    smaller.discard(str(list(range(dist.get_world_size()))))
+    if smaller:
         logger.warning(
-            "to_static runs %s eagerly: torch.compile cannot trace the meshes and placements of shard_tensor",
+            "to_static runs %s eagerly: parameters are on meshes of some of the ranks, %s, and torch.compile cannot "
+            "trace an operation on a rank outside the mesh",
             type(model).__name__,
+            " and ".join(sorted(smaller)),
         )
         return model
-    leave_out_of_graphs()
-    return torch.compile(model, **options)
+    return partial(_with_eager_fallback, compiled)
 
 
-def _has_dtensors(model: nn.Module) -> bool:
-    return any(isinstance(tensor, DTensor) for tensor in (*model.parameters(), *model.buffers()))
+def _with_eager_fallback(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled program of DTensors; where torch.compile cannot trace an operation, it logs this and runs it.
+
+    An example is a forward pass that moves a tensor to a mesh without this rank.
+    """
+    with torch._dynamo.config.patch(suppress_errors=True):
+        return compiled(*args, **kwargs)
+
+
+def _dtensors(model: nn.Module) -> list[DTensor]:
+    return [tensor for tensor in (*model.parameters(), *model.buffers()) if isinstance(tensor, DTensor)]
 
 
 def _clip(model: nn.Module, max_norm: float) -> None:
-    if not _has_dtensors(model):
+    if not _dtensors(model):
         clip_grad_norm_(model, max_norm)
         return
     # torch's function needs all gradients on one mesh.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.compiling import active_backend, pause_compiling
+from meshwright.compiling import active_backend, is_compiled_function, pause_compiling
 from meshwright.errors import PlanError
 from meshwright.parallel.block_boundary import BlockHooks
 from meshwright.parallel.compile_options import check_compile_options
@@ -62,9 +62,20 @@ class CompilableLayers:
         """Compile each layer's forward, or log once why the model runs eagerly."""
         if self.refusal is None:
             self.compile(**options)
-        elif not self._was_refused:
-            self._was_refused = True
-            logger.warning("torch.compile has no effect, and the model runs eagerly: %s", self.refusal)
+        else:
+            self._warn_of_refusal()
+
+    def check_forward(self, model: nn.Module) -> None:
+        """Raise a PlanError if the program has compiled a model's forward, inside which the runtime's hooks would run.
+
+        Args:
+            model: the model, or a module that holds the layers.
+        """
+        if is_compiled_function(vars(model).get("forward")) and not self.is_model_traceable:
+            raise PlanError(
+                "model.forward was replaced by a function that torch.compile made, and would trace the plan's "
+                "collectives; write model.compile(...) instead of model.forward = torch.compile(model.forward, ...)"
+            )
 
     def enter_model(self) -> Restore:
         """Begin a forward pass of the model: inside ``torch.compile(model)``, compile the layers and nothing else.
@@ -77,12 +88,26 @@ class CompilableLayers:
         backend = active_backend()
         if backend is None:
             if any(layer._compiled_call_impl is not None for layer in self.layers):  # the program's layer.compile()
-                self._prepare()
+                self._follow_program()
             return _nothing
         if self.is_model_traceable:
             return _nothing
         self.compile_if_possible(backend=backend)
         return pause_compiling()
+
+    def _follow_program(self) -> None:
+        """Make layers that the program has compiled one graph for each block, or run them eagerly if they cannot be."""
+        if self.refusal is None:
+            self._prepare()
+            return
+        self._warn_of_refusal()
+        for layer in self.layers:
+            layer._compiled_call_impl = None
+
+    def _warn_of_refusal(self) -> None:
+        if not self._was_refused:
+            self._was_refused = True
+            logger.warning("torch.compile has no effect, and the model runs eagerly: %s", self.refusal)
 
     def _prepare(self) -> None:
         """Make each block one graph up to its output projection, however its layer is compiled."""

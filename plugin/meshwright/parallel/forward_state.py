@@ -69,7 +69,7 @@ class ForwardState:
         self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
         self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
-        self._end_pass: Restore = lambda: None
+        self._ends: list[Callable[[], Any]] = []  # what ends each of the running calls, the outermost first
         self._outermost: nn.Module | None = None  # the module whose call is running
         self._signatures: dict[nn.Module, inspect.Signature] = {}
         for module in {id(x): x for x in (self.model, *self.inner)}.values():
@@ -86,10 +86,11 @@ class ForwardState:
         return self._defers
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._ends.append(self.layers.enter_model())
         if self._outermost not in (None, module):
             return None  # this call is part of a running pass
         self._outermost = module
-        self._end_pass = self.layers.enter_model()
+        self.layers.check_forward(module)
         if self.refuses_internals:
             _refuse_internals(module, kwargs)
         inputs = arguments(self._signatures[module], args, kwargs)
@@ -153,12 +154,10 @@ class ForwardState:
         return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if module is not self._outermost:
-            return None
         try:
-            return self._end(module, args, kwargs, output)
+            return self._end(module, args, kwargs, output) if module is self._outermost else None
         finally:
-            self._end_pass()
+            self._ends.pop()()
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         self._outermost = None

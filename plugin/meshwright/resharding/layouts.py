@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from meshwright.compiling import real_object
 from meshwright.mesh.process_mesh import ProcessMesh
 from meshwright.resharding.regions import Layout, sizes
 
@@ -68,7 +69,7 @@ def make_layout(mesh: ProcessMesh | DeviceMesh, placements: Sequence[Placement],
             f"{len(placements)} placements {list(placements)} for the {grid.ndim} axes {grid.dim_names} of the mesh; "
             f"give one per axis"
         )
-    layout = Layout(grid, tuple(_checked(placement, len(shape)) for placement in placements))
+    layout = Layout(grid, tuple(_checked(real_object(placement), len(shape)) for placement in placements))
     reductions = {placement.reduce_op for placement in layout.placements if isinstance(placement, Partial)}
     if len(reductions - {"avg"}) > 1 or (len(reductions) > 1 and "sum" not in reductions):
         raise ValueError(
