@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from math import comb
 from pathlib import Path
 from typing import Annotated
 from unittest import mock
@@ -30,6 +29,7 @@ import meshwright as mw
 from benchmarks.__main__ import worker_environment
 from benchmarks.checkpoint_contenders import Accelerated, FullySharded, Ours, ReadyState, Saver
 from benchmarks.environment import environment
+from benchmarks.summary import interval
 from benchmarks.workload import Workload
 from meshwright.checkpoint import part_files
 from meshwright.faults.guard import active_guard
@@ -114,14 +114,6 @@ def row(name: str, ours: list[Times], other: list[Times], goal: float) -> str:
 def _ratio(ratios: list[float]) -> str:
     low, high = interval(sorted(ratios))
     return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
-
-
-def interval(ordered: list[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median of ordered values: all of them if there are fewer than six."""
-    count, below, skipped = len(ordered), 0.0, 0
-    while (below := below + comb(count, skipped) / 2**count) <= 0.025:
-        skipped += 1
-    return ordered[max(skipped - 1, 0)], ordered[count - max(skipped, 1)]
 
 
 @contextmanager

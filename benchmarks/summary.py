@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import median
 
 from benchmarks.contenders import ONE_PROCESS
@@ -27,6 +28,13 @@ class Ratio:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
 
 
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> str:
+    """Return the median ratio of values that were measured in the same rounds, with its 95 % interval, as words."""
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    low, high = interval(ratios)
+    return f"{median(ratios):.3f} ({low:.3f}-{high:.3f})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """The figures of one contest.
@@ -41,6 +49,14 @@ class Summary:
     median_seconds: dict[str, float]
     ratio: dict[str, dict[str, Ratio]]
     efficiency: dict[str, Ratio]
+
+
+def interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median of ordered values: all of them if there are fewer than six."""
+    count, below, skipped = len(ordered), 0.0, 0
+    while (below := below + comb(count, skipped) / 2**count) <= 0.025:
+        skipped += 1
+    return ordered[max(skipped - 1, 0)], ordered[count - max(skipped, 1)]
 
 
 def summarise(seconds: dict[str, list[float]], *, processes: int) -> Summary:

@@ -22,6 +22,7 @@ from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches, split_rows
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
@@ -191,7 +192,8 @@ class PipelineForward(MethodOverride):
         rows = targets.shape[0]
         count = count_micro_batches(runtime.plan, rows, runtime.dp)
         operations = self._operations(count)
-        parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
+        with reading_shards():  # a guarded parameter's property costs microseconds
+            parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
         self.outputs.start(gathers_logits=runtime.gathers_logits)
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}

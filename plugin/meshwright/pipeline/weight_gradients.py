@@ -66,7 +66,8 @@ class WeightGradients:
     def add_to(self, sums: SummedGradients, stage: int, micro_batch: int) -> None:
         """Compute the gradients that wait for a stage and a micro-batch, and add them to the sums."""
         for weight, read_input, gradient, transposed in self._waiting.pop((stage, micro_batch)):
-            sums.add(weight, weight_gradient(read_input(), gradient, transposed))
+            rows, gradients = flat_rows(read_input(), gradient)
+            sums.add_product(weight, *((rows, gradients) if transposed else (gradients, rows)))
 
 
 def is_stock_linear(module: nn.Module) -> bool:
@@ -82,8 +83,13 @@ def weight_gradient(x: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
         gradient: the gradient of the layer's output, ``[..., out]``.
         transposed: whether the weight is ``[in, out]``.
     """
-    rows, gradients = x.flatten(0, -2), gradient.flatten(0, -2)
+    rows, gradients = flat_rows(x, gradient)
     return rows.t() @ gradients if transposed else gradients.t() @ rows
+
+
+def flat_rows(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a linear layer's input and the gradient of its output, with one row for each token."""
+    return x.flatten(0, -2), gradient.flatten(0, -2)
 
 
 class _LinearForward(MethodOverride):
