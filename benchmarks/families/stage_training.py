@@ -29,7 +29,7 @@ from torch import Tensor
 import meshwright as mw
 from benchmarks.families.kept_results import KeptResults, Result
 from benchmarks.families.one_device import own_groups
-from benchmarks.families.stages import build_deeper
+from benchmarks.families.stages import TIMEOUT, build_deeper
 from meshwright.mesh.process_group import start_process_group, world_size
 from meshwright.pipeline.schedule import SCHEDULES
 from meshwright.verification.float64_modules import in_float64, relative_difference
@@ -94,7 +94,8 @@ def train(family: str, plan: mw.ParallelPlan | None, steps: int, dtype: torch.dt
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
         data: Any = batches(steps)
         if plan is not None:
-            model, optimizer, data = mw.to_distributed(model, optimizer, data, plan=plan)
+            config = mw.ToDistributedConfig(plan=plan, timeout_s=TIMEOUT)
+            model, optimizer, data = mw.to_distributed(model, optimizer, data, config=config)
         clip = torch.nn.utils.clip_grad_norm_ if plan is None else None
         losses, norms = [], []
         for batch in data:
@@ -145,7 +146,7 @@ def main(
     """Train families under every plan and schedule, and compare them with one process; torchrun starts this program."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    start_process_group(torch.device("cpu"), 120.0)
+    start_process_group(torch.device("cpu"), TIMEOUT)
     is_first = dist.get_rank() == 0
     dtype = torch.float32 if float32 else torch.float64
     plans = plan or [label for label in PLANS if plan_of(label, "1f1b").world_size == world_size()]

@@ -33,6 +33,7 @@ from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 
 LAYERS = 4
+TIMEOUT = 600.0  # seconds that a rank waits for another; a busy machine runs one of them much later
 _OTHER_NAMES = ("n_layers", "num_layers", "decoder_layers")  # of the number of layers, in a family's tiny config
 
 
@@ -89,7 +90,7 @@ def main(
 ) -> None:
     """Compare every dense decoder over pipeline stages with itself on one device; torchrun starts this program."""
     warnings.filterwarnings("ignore")
-    start_process_group(torch.device("cpu"), 120.0)
+    start_process_group(torch.device("cpu"), TIMEOUT)
     is_first = dist.get_rank() == 0
     families = only or sorted(DENSE.keys() & set(model_types()))
     kept, exact, others = KeptResults(results), 0, []
