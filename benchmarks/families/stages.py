@@ -11,6 +11,7 @@ or is refused. With ``--results FILE`` a sweep that was interrupted goes on wher
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from functools import partial
@@ -45,11 +46,12 @@ def build_deeper(family: str) -> nn.Module:
         fields["layer_types"] = list(given["layer_types"]) * 2
     if family == "gpt_neo":
         fields["attention_types"] = [[["global", "local"], 2]]
-    try:
-        model = build(family, **fields)
-        return model if layers_of(model) == LAYERS else build(family)
-    except (ValueError, TypeError):
-        return build(family)
+    for deeper in (fields, {"num_hidden_layers": LAYERS}):  # some configs prefer this name to their own
+        with contextlib.suppress(ValueError, TypeError):
+            model = build(family, **deeper)
+            if layers_of(model) == LAYERS:
+                return model
+    return build(family)
 
 
 def layers_of(model: nn.Module) -> int:
