@@ -5,14 +5,17 @@ torchrun --nproc-per-node 4 -m benchmarks.families.stages --schedule zb-h1 --onl
 torchrun --nproc-per-node 4 -m benchmarks.families.stages --method ring
 
 Losses, norms and every gradient of plain, packed and padded rows are compared in float64. The tolerance is 1e-10 of a
-tensor's largest value: only the order of sums differs, by about 1e-16 per sum. Exits with status 1 if a family differs.
+tensor's largest value: only the order of sums differs, by about 1e-16 per sum. Exits with status 1 if a family differs
+or is refused. With ``--results FILE`` a sweep that was interrupted goes on where it ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -22,6 +25,7 @@ from rich.progress import track
 from torch import nn
 
 import meshwright as mw
+from benchmarks.families.kept_results import KeptResults, Result
 from benchmarks.families.models import DENSE, build, model_types
 from benchmarks.families.one_device import ROWS, largest_difference, own_groups
 from benchmarks.families.parity import TOLERANCE
@@ -30,6 +34,7 @@ from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 
 LAYERS = 4
+TIMEOUT = 600.0  # seconds that a rank waits for another; a busy machine runs one of them much later
 _OTHER_NAMES = ("n_layers", "num_layers", "decoder_layers")  # of the number of layers, in a family's tiny config
 
 
@@ -41,11 +46,12 @@ def build_deeper(family: str) -> nn.Module:
         fields["layer_types"] = list(given["layer_types"]) * 2
     if family == "gpt_neo":
         fields["attention_types"] = [[["global", "local"], 2]]
-    try:
-        model = build(family, **fields)
-        return model if layers_of(model) == LAYERS else build(family)
-    except (ValueError, TypeError):
-        return build(family)
+    for deeper in (fields, {"num_hidden_layers": LAYERS}):  # some configs prefer this name to their own
+        with contextlib.suppress(ValueError, TypeError):
+            model = build(family, **deeper)
+            if layers_of(model) == LAYERS:
+                return model
+    return build(family)
 
 
 def layers_of(model: nn.Module) -> int:
@@ -63,32 +69,43 @@ def plan_for_stages(model: nn.Module, schedule: str, method: str | None = None) 
     )  # fmt: skip
 
 
+def result_of(family: str, kind: str, schedule: str, method: str | None) -> Result:
+    """Return the largest relative difference from one device, or why the plan is refused; every rank must call it."""
+    try:
+        with own_groups():
+            return largest_difference(
+                partial(build_deeper, family), partial(plan_for_stages, schedule=schedule, method=method), kind
+            )
+    except mw.PlanError as error:
+        return str(error)
+
+
 def main(
     schedule: Annotated[str, typer.Option(help="the pipeline's schedule")] = "1f1b",
     method: Annotated[
         str | None, typer.Option(help="also share each row over two ranks, by this method of context parallelism")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="a file to keep results in, and to read those of an interrupted sweep from")
+    ] = None,
 ) -> None:
     """Compare every dense decoder over pipeline stages with itself on one device; torchrun starts this program."""
     warnings.filterwarnings("ignore")
-    start_process_group(torch.device("cpu"), 120.0)
+    start_process_group(torch.device("cpu"), TIMEOUT)
     is_first = dist.get_rank() == 0
     families = only or sorted(DENSE.keys() & set(model_types()))
-    exact, others = 0, []
+    kept, exact, others = KeptResults(results), 0, []
     for family in track(families, "families", disable=not (is_first and sys.stderr.isatty())):
         for kind in ROWS:
-            try:
-                with own_groups():
-                    off = largest_difference(
-                        partial(build_deeper, family), partial(plan_for_stages, schedule=schedule, method=method), kind
-                    )
-            except mw.PlanError as error:
-                others.append(f"{family}, {kind}: refused: {error}")
-                continue
-            exact += off <= TOLERANCE
-            if off > TOLERANCE:
-                others.append(f"{family}, {kind}: differs by {off:.1e}")
+            name = " ".join(filter(None, (family, kind, schedule, method, f"ranks={world_size()}")))
+            result = kept.of(name, partial(result_of, family, kind, schedule, method))
+            if isinstance(result, str):
+                others.append(f"{family}, {kind}: refused: {result}")
+            elif result > TOLERANCE:
+                others.append(f"{family}, {kind}: differs by {result:.1e}")
+            else:
+                exact += 1
     if is_first:
         print(
             f"{exact} of {len(families) * len(ROWS)} programs of {len(families)} families are exact", *others, sep="\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -20,18 +21,43 @@ from meshwright.pipeline.weight_gradients import WeightGradients
 from meshwright.planner.simulate import Pipeline, pipeline_time
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bubble:
+    """The idle share of a step.
+
+    Args:
+        share: the median over the steps.
+        longest: how long the sleeps of a step took on the rank where they took longest, divided by what they should
+            take; the median over the steps. Above 1.01, other programs kept the sleepers waiting, and the share means
+            little.
+    """
+
+    share: float
+    longest: float
+
+
+_slept = 0.0  # seconds that the operations of this rank slept since the step began
+
+
+def _sleep(seconds: float) -> None:
+    global _slept
+    start = time.perf_counter()
+    time.sleep(seconds)
+    _slept += time.perf_counter() - start
+
+
 class _Sleep(torch.autograd.Function):
     """Sleeps in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.seconds = backward
-        time.sleep(forward)
+        _sleep(forward)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
+        _sleep(ctx.seconds)
         return grad, None, None
 
 
@@ -43,8 +69,8 @@ def simulated_bubble(schedule: str, p: int, m: int) -> float:
     return 1 - 3 * m * v / pipeline_time(pipeline, m)
 
 
-def measured_bubble(schedule: str, m: int, seconds: float, steps: int) -> float:
-    """Return the idle share of a step, the median of several steps; every rank must make the call.
+def measured_bubble(schedule: str, m: int, seconds: float, steps: int) -> Bubble:
+    """Measure the idle share of a step; every rank must make the call.
 
     Each stage has one layer, whose forward, input gradient and weight gradient sleep for ``seconds`` each. All time of
     the step that is not slept counts as idle, so the computations of the tiny layers and the messages do too.
@@ -55,20 +81,24 @@ def measured_bubble(schedule: str, m: int, seconds: float, steps: int) -> float:
         seconds: the sleep of each operation.
         steps: number of steps.
     """
+    global _slept
     p, v = dist.get_world_size(), chunks_of(schedule)
     sizes = Sizes(layers=p * v, hidden=32, length=8, micro_batches=m)
     model, batch = sizes.distributed(schedule, p), sizes.batch()
-    shares = []
+    shares, longest, work = [], [], 3 * m * v * seconds
     with _sleeping(model, seconds, splits=schedule in SPLIT_BACKWARD):
         for _ in range(steps + 1):  # the first step also announces dtypes
             dist.barrier()
-            start = time.perf_counter()
+            start, _slept = time.perf_counter(), 0.0
             loss = model(**batch).loss
             dist.barrier()
-            shares.append(1 - 3 * m * v * seconds / (time.perf_counter() - start))
+            shares.append(1 - work / (time.perf_counter() - start))
+            most = torch.tensor(_slept, dtype=torch.float64)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            longest.append(most.item() / work)
             loss.backward()
             model.zero_grad()
-    return median(shares[1:])
+    return Bubble(share=median(shares[1:]), longest=median(longest[1:]))
 
 
 @contextlib.contextmanager
@@ -85,7 +115,7 @@ def _sleeping(model: nn.Module, seconds: float, *, splits: bool) -> Iterator[Non
         return lambda x: _Sleep.apply(method(x), seconds, seconds if splits else 2 * seconds)
 
     def add_to(later: WeightGradients, sums: SummedGradients, stage: int, micro_batch: int) -> None:
-        time.sleep(seconds)
+        _sleep(seconds)
         original(later, sums, stage, micro_batch)
 
     original = WeightGradients.add_to

@@ -6,7 +6,9 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,20 +22,46 @@ from meshwright.verification.float64_modules import relative_difference
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a step took: seconds of wall time, and seconds of CPU time of all ranks."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Contest:
     """The result of a contest.
 
     Args:
-        ratio: our step time / that of torch, paired within a round.
+        ours: what our steps took, one for each round.
+        theirs: what torch's steps took in the same rounds.
         off: the largest relative difference of a gradient between the two; 0 on all ranks but the first.
     """
 
-    ratio: Ratio
+    ours: list[Turn]
+    theirs: list[Turn]
     off: float
 
+    def __str__(self) -> str:
+        ours, theirs = self.ours, self.theirs
+        wall = Ratio.paired([turn.wall for turn in ours], [turn.wall for turn in theirs])
+        cpu = Ratio.paired([turn.cpu for turn in ours], [turn.cpu for turn in theirs])
+        seconds = median(turn.wall for turn in ours)
+        return (
+            f"ours / torch {wall} in time, {cpu} in CPU time of all ranks; {len(ours)} rounds, {seconds:.3f} s per step"
+        )
 
-def compare(schedule: str, sizes: Sizes, rounds: int) -> Contest:
-    """Compare the steps of a schedule; every rank must make the call. A step is forward and backward of a batch."""
+
+def compare(schedule: str, sizes: Sizes, *, rounds: int, seconds: float) -> Contest:
+    """Compare the steps of a schedule; every rank must make the call. A step is forward and backward of a batch.
+
+    Args:
+        schedule: the schedule's name.
+        sizes: the model and the rows.
+        rounds: the largest number of rounds, each with a step of either side.
+        seconds: the time after which no further round begins.
+    """
     model, batch = sizes.distributed(schedule, dist.get_world_size()), sizes.batch()
     guard = active_guard()
     theirs = TorchSchedule(schedule, sizes)
@@ -52,31 +80,45 @@ def compare(schedule: str, sizes: Sizes, rounds: int) -> Contest:
     ours()
     off = _largest_difference(mw.full_gradients(model), found)
     model.zero_grad()
-    for step, clear in ((ours, model.zero_grad), (of_torch, theirs.zero_grad)):  # warm-up
-        _seconds(step)
+    sides = ((ours, model.zero_grad), (of_torch, theirs.zero_grad))
+    for step, clear in sides:  # warm-up
+        _turn(step)
         clear()
-    seconds: tuple[list[float], list[float]] = [], []
+    turns: tuple[list[Turn], list[Turn]] = [], []
     gc.disable()
+    end = time.perf_counter() + seconds
     for number in range(rounds):
         gc.collect()
         for place in (0, 1) if number % 2 else (1, 0):
-            step, clear = ((ours, model.zero_grad), (of_torch, theirs.zero_grad))[place]
-            seconds[place].append(_seconds(step))
+            step, clear = sides[place]
+            turns[place].append(_turn(step))
             clear()
+        if _first_says(time.perf_counter() > end):
+            break
     gc.enable()
     observe(guard)
-    return Contest(ratio=Ratio.paired(*seconds), off=off)
+    return Contest(ours=turns[0], theirs=turns[1], off=off)
 
 
-def _seconds(step: Callable[[], None]) -> float:
-    """Return the wall time of a step, from when every rank is ready until every rank is done."""
+def _turn(step: Callable[[], None]) -> Turn:
+    """Return what a step takes, from when every rank is ready until every rank is done."""
     observe(None)
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     step()
+    used = time.process_time() - used
     observe(None)
     dist.barrier()
-    return time.perf_counter() - start
+    wall, cpu = time.perf_counter() - start, torch.tensor(used, dtype=torch.float64)
+    dist.all_reduce(cpu)
+    return Turn(wall=wall, cpu=cpu.item())
+
+
+def _first_says(what: bool) -> bool:
+    """Return what the first rank says, on every rank."""
+    said = torch.tensor(what)
+    dist.broadcast(said, 0)
+    return bool(said)
 
 
 def _gathered(own: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ PARSED_ONLY = {
     "benchmarks": "takes minutes, and a quiet machine",
     "benchmarks.compiled_layers": "takes minutes, and a quiet machine; tests/distribute/test_compile.py counts graphs",
     "benchmarks.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
+    "benchmarks.families.stages": "takes minutes; tests/pipeline/test_pipeline.py trains three families",
+    "benchmarks.families.stages_page": "reads what a sweep of minutes has written",
     "benchmarks.outside_scripts": "takes checkouts of other projects; tests/integrations/test_outside_scripts.py",
     "benchmarks.random_programs": "takes minutes; tests/distribute/test_random_programs.py runs some of these programs",
     "benchmarks.referee": "sleeps for half a minute; tests/faults/test_referee.py checks what it measures",

@@ -399,3 +399,21 @@ def changed_tie() -> None:
 def test_a_tied_weight_that_differs_between_its_stages_is_named(pool2: Any) -> None:
     with pytest.raises(WorkerError, match=r"embed_tokens\.weight: rank"):
         pool2.run(changed_tie)
+
+
+def train_two_models_in_turns() -> tuple[list[int], list[float], list[float]]:
+    """The number of groups after each call, and the losses of a model in turns with another, and alone."""
+    models, counts, losses = [], [], []
+    for _ in range(3):
+        models.append(distributed({**PLAN, "cp": 2}, "gemma2"))
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    for step in range(3):
+        losses.append(models[0](**batch(seed=step)).loss.item())
+        models[1](**batch(rows=2, length=7, seed=step))
+    return counts, losses, [models[2](**batch(seed=step)).loss.item() for step in range(3)]
+
+
+def test_models_share_the_groups_of_their_ranks(pool4: Any) -> None:
+    """A tied model with parts of rows needs channels, a group of the tie, and a group of dp x cp."""
+    for counts, losses, alone in pool4.run(train_two_models_in_turns):
+        assert counts[0] == counts[1] == counts[2] and losses == alone

@@ -21,6 +21,7 @@ from meshwright.parallel.head_layout import HeadLayout
 from meshwright.parallel.row_layout import RowLayout
 from meshwright.parallel.sequence_parallel import SequenceSharding
 from meshwright.parallel.vocab_parallel import VocabParallelHead
+from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import Role
 from meshwright.spmd import check_plan
 from meshwright.spmd.types import Kind, Typed, TypeMismatch, join
@@ -50,6 +51,33 @@ def test_nothing_is_found_with_adapters() -> None:
     config = LoraConfig(target_modules=["q_proj", "o_proj", "up_proj", "down_proj"], r=2)
     for plan in PLANS.values():
         assert check_plan(lambda: get_peft_model(build("llama").float(), config), plan) == []
+
+
+STAGES = {
+    "tp2+sp pp2(zb-h1), zero1": mw.ParallelPlan(
+        pp=2, dp=2, tp=2, sequence_parallel=True, schedule="zb-h1", zero_stage=1
+    ),
+    "tp2 pp2": mw.ParallelPlan(pp=2, tp=2),
+}
+
+
+@pytest.mark.parametrize("plan", STAGES)
+def test_nothing_is_found_in_the_stages_of_a_tied_model(plan: str) -> None:
+    assert check_plan(lambda: build("gemma2", tie_word_embeddings=True).float(), STAGES[plan]) == []
+
+
+def test_a_fault_in_a_later_stage_and_an_unsummed_tie_are_named() -> None:
+    def hooked() -> nn.Module:
+        model: Any = build("gemma2", tie_word_embeddings=True).float()
+        model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: output.tanh())
+        return model
+
+    with mock.patch.object(PipelineForward, "_sum_ties", lambda *_: None):
+        findings = [str(finding) for finding in check_plan(hooked, STAGES["tp2 pp2"])]
+    assert any("model.layers.1.self_attn.o_proj: tanh" in finding for finding in findings), findings
+    assert any("embed_tokens.weight" in finding and "no sum over its stages" in finding for finding in findings), (
+        findings
+    )
 
 
 def forgotten(**layout: Any) -> Any:

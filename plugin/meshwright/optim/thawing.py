@@ -182,7 +182,8 @@ class _Watch:
         self._flags = self._read()
 
     def _read(self) -> list[bool]:
-        return [p.requires_grad for p in self.parameters]
+        with reading_shards():  # a guarded parameter's property costs microseconds, and this runs in every step
+            return [p.requires_grad for p in self.parameters]
 
     @property
     def is_changed(self) -> bool:

@@ -51,6 +51,14 @@ class SummedGradients:
         total = self._sums.get(id(parameter))
         self._sums[id(parameter)] = gradient if total is None else total.add_(gradient)
 
+    def add_product(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """Add ``left.T @ right`` to the gradient of one parameter, at once if no rounding of the product is lost."""
+        total = self._sums.get(id(parameter))
+        if total is None or total.dtype != left.dtype:
+            self.add(parameter, left.t() @ right)
+        else:
+            total.addmm_(left.t(), right)
+
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the sum for a parameter; None if it has no gradient."""
         return self._sums.get(id(parameter))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.faults.interpose import own_collectives
 from meshwright.mesh.messages import wait_for_message
+from meshwright.mesh.shared_groups import shared_group
 from meshwright.parallel.collectives import Axis
 
 AHEAD = 3  # number of receives that are posted before their tensors are needed
@@ -41,23 +42,25 @@ class Expected:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def new_groups(pp: Axis, pipelines: Iterable[Sequence[int]], members: Sequence[int]) -> Any:
+def pipeline_groups(pp: Axis, pipelines: Iterable[Sequence[int]], members: Sequence[int], purpose: str) -> Any:
     """Make a process group of the same ranks of every pipeline, and return that of this rank's pipeline.
 
     Every rank of the world must make the call. (With ``use_local_synchronization=True`` only the members would have to,
     but torch then derives a group's name from the number of groups that a process has, which differs between stages.)
+    All models whose pipelines have the same ranks share the groups.
 
     Args:
         pp: this rank's place on its pipeline.
         pipelines: the global ranks of each pipeline of the world, this rank's among them.
         members: the ranks of a pipeline that get a group.
+        purpose: what the group is for.
 
     Returns:
         The group; None if this rank is not a member.
     """
     own = None
     for ranks in pipelines:
-        group = dist.new_group([ranks[member] for member in members])
+        group = shared_group([ranks[member] for member in members], purpose)
         if dist.get_rank() in ranks and pp.rank in members:
             own = group
     return own

@@ -22,12 +22,13 @@ from meshwright.parallel.head_losses import BatchLoss
 from meshwright.parallel.mean_over_ranks import TARGETS
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.row_layout import record_of
+from meshwright.parallel.shard_reads import reading_shards
 from meshwright.parallel.split_forward import check_inputs, count_micro_batches, split_rows
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.parallel.tensor_parallel import SequenceRegion
 from meshwright.pipeline.cut import Cut
 from meshwright.pipeline.executor import Boundaries, Step, run_evaluation, run_training
-from meshwright.pipeline.links import DTYPES, Links, new_groups
+from meshwright.pipeline.links import DTYPES, Links, pipeline_groups
 from meshwright.pipeline.schedule import SPLIT_BACKWARD, Operation, rank_operations
 from meshwright.pipeline.stage_outputs import StageOutputs
 from meshwright.pipeline.stages import Stages, tokens_of
@@ -72,7 +73,10 @@ class Pipeline:
                         pairs.add(pair)
         apart = plan.world_size // plan.pp  # pp is the outermost axis of the mesh
         pipelines = [[first + stage * apart for stage in range(plan.pp)] for first in range(apart)]
-        groups = {pair: new_groups(pp, pipelines, pair) for pair in sorted(pairs)}
+        groups = {
+            (sender, receiver): pipeline_groups(pp, pipelines, (sender, receiver), f"pp{sender} to pp{receiver}")
+            for sender, receiver in sorted(pairs)
+        }
         return Pipeline(cut=cut, tie=_tie_axis(cut, pp, pipelines), links=Links(pp, groups, device))
 
 
@@ -81,7 +85,7 @@ def _tie_axis(cut: Cut, pp: Axis, pipelines: list[list[int]]) -> Axis:
     shared = {holders for name in cut.stages_of if len(holders := cut.holders(name)) > 1}
     assert len(shared) <= 1, "only the first and the last stage hold weights outside of layers"
     for holders in shared:
-        group = new_groups(pp, pipelines, holders)
+        group = pipeline_groups(pp, pipelines, holders, "tie")
         if cut.rank in holders:
             return Axis("tie", size=len(holders), rank=holders.index(cut.rank), group=group)
     return Axis("tie")
@@ -188,7 +192,8 @@ class PipelineForward(MethodOverride):
         rows = targets.shape[0]
         count = count_micro_batches(runtime.plan, rows, runtime.dp)
         operations = self._operations(count)
-        parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
+        with reading_shards():  # a guarded parameter's property costs microseconds
+            parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
         self.outputs.start(gathers_logits=runtime.gathers_logits)
         of_stages = {s: [p for p in parameters if s in self._stages_of[id(p)]] for s in self.pipeline.cut.own}

@@ -4,25 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshwright.errors import PlanError
 from meshwright.parallel.method_override import RefusedMethod
-
-
-def refuse_pipeline(pp: int, where: str) -> None:
-    """Raise for a plan with pipeline stages, in a place that runs none in this version.
-
-    Args:
-        pp: ``ParallelPlan.pp``.
-        where: the place, for the message, such as "through accelerate".
-
-    Raises:
-        PlanError: if ``pp`` is above 1.
-    """
-    if pp > 1:
-        raise PlanError(
-            f"ParallelPlan.pp={pp} is not available {where} in this version; set pp=1, or train in a plain loop: "
-            "model, optimizer, loader = meshwright.to_distributed(model, optimizer, loader, plan=plan)"
-        )
 
 
 def refuse_generating(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ The collectives send nothing, so the numbers of the step mean nothing. Instead, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,12 +23,14 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import ShardRecord, record_of
 from meshwright.parallel.structure import DecoderStructure, describe
-from meshwright.pipeline.refusals import refuse_pipeline
+from meshwright.pipeline.pipeline_forward import PipelineForward
 from meshwright.roles import ShardingPlan, plan_for
 from meshwright.roles.adapters import without_wrappers
 from meshwright.spmd.mode import Finding, TypeMode
+from meshwright.spmd.stages import receiving
 from meshwright.spmd.types import Kind
 from meshwright.spmd.weight_rows import RowsRead, compare_rows
+from meshwright.tracing.fake_rank import foresee
 from meshwright.tracing.fake_world import fake_world
 
 __all__ = ["Finding", "check_plan"]
@@ -44,11 +47,12 @@ def check_plan(
 ) -> list[Finding]:
     """Find where a plan would treat one rank's part of a tensor as the whole, or would not sum a gradient.
 
-    Runs the ranks of the tp axis one after the other in this process, each with its own model.
+    Runs the ranks of the tp axis one after the other in this process, each with its own model, and under
+    ``ParallelPlan.pp`` those of each pipeline rank.
 
     Args:
-        model_factory: a function that returns the whole model, with few layers and small sizes. It is called
-            ``tp + 1`` times.
+        model_factory: a function that returns the whole model, with few layers (at least one for each stage) and small
+            sizes. It is called ``pp x tp + 1`` times.
         plan: the plan to check.
         batch: the arguments of a training step; by default random tokens, which are also the labels.
         sharding_plan: the roles of the modules, instead of the registered or inferred plan.
@@ -64,20 +68,22 @@ def check_plan(
         >>> check_plan(lambda: LlamaForCausalLM(config), ParallelPlan(tp=2))  # doctest: +SKIP
         []
     """
-    refuse_pipeline(plan.pp, "in the static check")
     whole = model_factory()
-    inputs = dict(batch) if batch is not None else _tokens(whole)
+    rows = ROWS if plan.pp == 1 else ROWS * plan.pp * (plan.micro_batch_size or 1)  # interleaved needs a multiple of pp
+    inputs = dict(batch) if batch is not None else _tokens(whole, rows)
     config = ToDistributedConfig(sharding_plan=sharding_plan)
     expected = _rows_of(whole, inputs, sharding_plan, plan)
     findings: dict[Finding, None] = {}
-    for rank in range(plan.tp):
-        with fake_world(plan.world_size, rank * _stride(plan)):
+    for stage, rank in itertools.product(range(plan.pp), range(plan.tp)):
+        with fake_world(plan.world_size, _global_rank(plan, pp=stage, tp=rank)):
             model = model_factory().train()
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
             installation = Installation.on_fake_rank(model, plan, config=config)
             installation.make_weights(InitialWeights.find(model, None).make).attach(model)
             installation.install(optimizer, seed=0)
             structure = installation.structure
+            decoder = without_wrappers(model)[1]
+            foresee(decoder, inputs["input_ids"], hidden=next(whole.parameters()).dtype)
             found = _check_step(model, installation.runtime, structure, inputs)
             if expected is not None and structure is not None and not found:
                 own = RowsRead.of(model, structure, inputs)
@@ -86,16 +92,11 @@ def check_plan(
     return list(findings)
 
 
-def _stride(plan: ParallelPlan) -> int:
-    """Return the difference between the global ranks of neighbours on the tp axis."""
+def _global_rank(plan: ParallelPlan, **places: int) -> int:
+    """Return the first rank with these places on these axes."""
     grid = plan.dims.process_mesh()
-    index = grid.dim_names.index("tp") if "tp" in grid.dim_names else None
-    if index is None:
-        return 1
-    coordinates = {grid.coordinate(rank): rank for rank in grid.ranks}
-    here = [0] * grid.ndim
-    here[index] = 1
-    return coordinates.get(tuple(here), 1)
+    wanted = tuple(places.get(name, 0) for name in grid.dim_names)
+    return next(rank for rank in grid.ranks if grid.coordinate(rank) == wanted)
 
 
 def _check_step(
@@ -105,12 +106,15 @@ def _check_step(
     wide_norms = [norm for block in (structure.blocks if structure else ()) for norm, _ in block.wide_norms]
     mode = TypeMode(runtime.tp, frozenset(names[id(norm)] for norm in wide_norms))
     for parameter in model.parameters():
-        _declare(mode, parameter)
+        if record_of(parameter).is_held:
+            _declare(mode, parameter)
     for value in inputs.values():
         mode.declare(value, Kind.INVARIANT)
     findings = list(_held_rows(model))
+    pipeline = without_wrappers(model)[1].forward
+    tie = pipeline.pipeline.tie if isinstance(pipeline, PipelineForward) else Axis("tie")
     try:
-        with mode.watching(model):
+        with mode.watching(model), receiving(mode, runtime), _Reductions(tie) as summed:
             loss = model(**inputs).loss
     except RuntimeError:
         if mode.findings:  # the findings caused the failure, e.g. shapes that do not match
@@ -121,7 +125,7 @@ def _check_step(
         mode.findings.append(Finding("the loss", "is", problem))
     with _Reductions(runtime.tp, runtime.dp) as sent:
         loss.backward()
-    return [*findings, *mode.findings, *_unsummed(model, runtime, sent)]
+    return [*findings, *mode.findings, *_unsummed_ties(model, tie, summed), *_unsummed(model, runtime, sent)]
 
 
 def _declare(mode: TypeMode, parameter: nn.Parameter) -> None:
@@ -136,6 +140,8 @@ def _held_rows(model: nn.Module) -> Iterator[Finding]:
     """Yield parameters with a row that no rank holds, or with an unsummed gradient of a row that several ranks hold."""
     for parameter in model.parameters():
         record: ShardRecord = record_of(parameter)
+        if not record.is_held:  # its own stage is checked too
+            continue
         held = [0] * record.layout.size
         for spans in record.layout.spans:
             for start, stop in spans:
@@ -150,13 +156,22 @@ def _held_rows(model: nn.Module) -> Iterator[Finding]:
             )
 
 
+def _unsummed_ties(model: nn.Module, tie: Axis, summed: _Reductions) -> Iterator[Finding]:
+    """Yield a finding for each tied weight whose gradients of two stages were not added up."""
+    for parameter in model.parameters():
+        record = record_of(parameter)
+        is_tied = tie.size > 1 and record.is_held and record.stage_copies > 1 and parameter.requires_grad
+        if is_tied and parameter.numel() not in summed.sizes["tie"]:
+            yield Finding(record.name, "has a gradient", "of one stage only, and no sum over its stages was issued")
+
+
 def _unsummed(model: nn.Module, runtime: Runtime, sent: _Reductions) -> Iterator[Finding]:
     """Yield a finding for each gradient that is not reduced, or whose reduction was not issued."""
     buckets = [bucket for sync in runtime.syncs for bucket in sync.buckets]
     bucketed = {id(p) for bucket in buckets for p in bucket.parameters}
     for parameter in model.parameters():
         record = record_of(parameter)
-        if not parameter.requires_grad or id(parameter) in bucketed:
+        if not (parameter.requires_grad and record.is_held) or id(parameter) in bucketed:
             continue
         for axis, is_needed in (("tp", record.is_grad_partial), ("dp", runtime.dp.size > 1)):
             if is_needed and runtime.engine is None:
@@ -201,9 +216,9 @@ def _rows_of(
     return RowsRead.of(model, structure, inputs)
 
 
-def _tokens(model: Any) -> dict[str, Tensor]:
+def _tokens(model: Any, rows: int) -> dict[str, Tensor]:
     head = model.get_output_embeddings()
     # Some models have an additional embedding for padding, which the head does not predict.
     words = min(x for x in (model.get_input_embeddings().num_embeddings, getattr(head, "out_features", None)) if x)
-    ids = torch.randint(3, words, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, words, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}

@@ -201,10 +201,16 @@ class TypeMode(TorchFunctionMode):
         return result
 
     def _apart(self, apply: Any, *args: Any) -> Tensor:
-        before, self._is_inside = self._is_inside, True
-        try:
+        with self.unfollowed():
             result: Tensor = apply(*args)
             return result
+
+    @contextlib.contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Give no types inside the context."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
         finally:
             self._is_inside = before
 
