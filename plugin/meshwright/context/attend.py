@@ -135,10 +135,10 @@ class _AttendInBlocks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call, (q, k, v, *trained) = ctx.call, ctx.saved_tensors
+        sums = ctx.keys.gradients(k, v, torch.promote_types(q.dtype, torch.float32))
+        d_k, d_v = sums.of_block()
         k, v = ctx.keys.gathered(k, v)
-        sums_dtype = torch.promote_types(q.dtype, torch.float32)
         d_q = torch.empty_like(q)
-        d_k, d_v = torch.zeros_like(k, dtype=sums_dtype), torch.zeros_like(v, dtype=sums_dtype)
         d_trained: list[Tensor | None] = [None] * len(trained)
         with ctx.replay or contextlib.nullcontext(), ctx.autocast(), torch.enable_grad():
             for place, run in query_blocks(ctx.runs):
@@ -155,7 +155,7 @@ class _AttendInBlocks(torch.autograd.Function):
                     if new is not None:
                         before = d_trained[i]
                         d_trained[i] = new if before is None else before + new
-        d_k, d_v = ctx.keys.scattered(d_k, d_v)
+        d_k, d_v = sums.own()
         return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained
 
 

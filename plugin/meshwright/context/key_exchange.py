@@ -63,36 +63,33 @@ class WholeKeys:
         both = self.parts.ordered(all_gather(torch.cat([k, v], -1)[None], self.parts.axis), 2)
         return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
 
-    def scattered(self, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's gradients of its keys and values, summed over the ranks: one reduce-scatter."""
-        if self.parts is None:
-            return d_k, d_v
-        both = reduce_scatter(self.parts.parted(torch.cat([d_k, d_v], -1), 2), self.parts.axis)[0]
-        return both[..., : d_k.shape[-1]], both[..., d_k.shape[-1] :]
-
     def round(self, k: Tensor, v: Tensor) -> Iterator[Keys]:
         k, v = self.gathered(k, v)
         yield (Run(0, k.shape[2]),), k, v
 
     def gradients(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> KeyGradients:
-        return _WholeGradients(self, k, v, dtype)
+        return _WholeGradients(self.parts, k, v, dtype)
 
 
 class _WholeGradients:
-    def __init__(self, keys: WholeKeys, k: Tensor, v: Tensor, dtype: torch.dtype):
-        self.keys = keys
-        ranks = 1 if keys.parts is None else keys.parts.axis.size
-        shapes = ((*x.shape[:2], x.shape[2] * ranks, x.shape[3]) for x in (k, v))
-        self.d_k, self.d_v = (torch.zeros(shape, dtype=dtype, device=k.device) for shape in shapes)
+    """The gradients of all keys and values, which one reduce-scatter brings to the ranks that hold them."""
+
+    def __init__(self, parts: SequenceParts | None, k: Tensor, v: Tensor, dtype: torch.dtype):
+        self.parts, self.size = parts, k.shape[-1]
+        length = k.shape[2] * (1 if parts is None else parts.axis.size)
+        self._both = torch.zeros(*k.shape[:2], length, self.size + v.shape[-1], dtype=dtype, device=k.device)
 
     def of_block(self) -> tuple[Tensor, Tensor]:
-        return self.d_k, self.d_v
+        return self._both[..., : self.size], self._both[..., self.size :]
 
     def pass_on(self) -> None:
         pass
 
     def own(self) -> tuple[Tensor, Tensor]:
-        return self.keys.scattered(self.d_k, self.d_v)
+        both = self._both
+        if self.parts is not None:
+            both = reduce_scatter(self.parts.parted(both, 2), self.parts.axis)[0]
+        return both[..., : self.size], both[..., self.size :]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.shapes import ModelShape
 
 Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
-# Bytes moved through memory for each visible score of 16-bit queries and keys in the ring, whose blocks are computed
-# by separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
+# Bytes moved through memory for each visible score of 16-bit queries and keys in a ring whose blocks are computed by
+# separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
 _RING_FORWARD, _RING_BACKWARD = 68, 86
 
 
@@ -90,9 +90,16 @@ def exchanged_keys(shape: ModelShape, plan: Candidate) -> int:
     return max(keys, inner * shape.head_dim) if inner > 1 else keys
 
 
+def runs_flash(shape: ModelShape, seq_len: int) -> bool:
+    """Return whether this version computes the blocks of attention by flash kernels, which take no mask or soft cap."""
+    return not shape.traits.keeps_scores and (shape.window is None or shape.window >= seq_len)
+
+
 def score_bytes(shape: ModelShape, plan: Candidate, job: Job) -> tuple[float, float]:
-    """Return the bytes that this version's ring moves for the scores of one layer, in forward and in backward."""
+    """Return the bytes that a ring without flash kernels moves for the scores of a layer, in forward and backward."""
     if plan.cp == 1 or group_sizes(plan.context, plan.cp, plan.ulysses)[1] == 1 or not job.own_runtime:
+        return 0.0, 0.0
+    if runs_flash(shape, job.seq_len):
         return 0.0, 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
     scores = rows * shape.heads / plan.tp * shape.attended(job.seq_len) * job.activation_bytes / 2
@@ -103,8 +110,7 @@ def attends_twice(shape: ModelShape, plan: Candidate, job: Job) -> bool:
     """Return whether backward runs this version's attention again, block by block, instead of keeping its result."""
     if plan.cp == 1 or not job.own_runtime:
         return False
-    has_window = shape.window is not None and shape.window < job.seq_len
-    return plan.context == "gather" or (plan.context == "ulysses" and (has_window or shape.traits.keeps_scores))
+    return plan.context in ("gather", "ulysses") and not runs_flash(shape, job.seq_len)
 
 
 def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[str, int | None, str | None]]:
