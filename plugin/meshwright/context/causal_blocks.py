@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.parallel.sequence_parts import Run
 
@@ -57,7 +57,26 @@ def causal_blocks(documents: Documents, queries: Sequence[Run], keys: Sequence[R
                     if low < high:
                         at = slice(key_offset + low - held.start, key_offset + high - held.start)
                         full.append(CausalBlock(rows, places, at, False))
-    return diagonal + full
+    return diagonal + _joined(full)
+
+
+def _joined(full: list[CausalBlock]) -> list[CausalBlock]:
+    """Join neighbouring blocks without a mask, so that fewer kernels run and fewer results are merged."""
+    found: list[CausalBlock] = []
+    for block in full:  # in the order of their keys, for the same queries
+        last = found[-1] if found else None
+        if last and (last.rows, last.queries, last.keys.stop) == (block.rows, block.queries, block.keys.start):
+            found[-1] = replace(last, keys=slice(last.keys.start, block.keys.stop))
+        else:
+            found.append(block)
+    joined: list[CausalBlock] = []
+    for block in found:
+        last = joined[-1] if joined else None
+        if last and (last.rows, last.keys, last.queries.stop) == (block.rows, block.keys, block.queries.start):
+            joined[-1] = replace(last, queries=slice(last.queries.start, block.queries.stop))
+        else:
+            joined.append(block)
+    return joined
 
 
 def _placed(runs: Sequence[Run]) -> Iterator[tuple[int, Run]]:

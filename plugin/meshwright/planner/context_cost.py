@@ -14,6 +14,8 @@ Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
 # Bytes moved through memory for each visible score of 16-bit queries and keys in a ring whose blocks are computed by
 # separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
 _RING_FORWARD, _RING_BACKWARD = 68, 86
+_MERGE = 26  # bytes moved for each element of a block's result that is merged with others in 32 bits
+_ADD = 10  # and for each element of a block's gradients that is added to others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +97,19 @@ def runs_flash(shape: ModelShape, seq_len: int) -> bool:
     return not shape.traits.keeps_scores and (shape.window is None or shape.window >= seq_len)
 
 
-def score_bytes(shape: ModelShape, plan: Candidate, job: Job) -> tuple[float, float]:
-    """Return the bytes that a ring without flash kernels moves for the scores of a layer, in forward and backward."""
-    if plan.cp == 1 or group_sizes(plan.context, plan.cp, plan.ulysses)[1] == 1 or not job.own_runtime:
-        return 0.0, 0.0
-    if runs_flash(shape, job.seq_len):
+def block_bytes(shape: ModelShape, plan: Candidate, job: Job) -> tuple[float, float]:
+    """Return the bytes that this version moves to put a layer's blocks together, in forward and in backward."""
+    outer = group_sizes(plan.context, plan.cp, plan.ulysses)[1]
+    if plan.cp == 1 or not job.own_runtime or (outer == 1 and plan.context != "gather"):
         return 0.0, 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
-    scores = rows * shape.heads / plan.tp * shape.attended(job.seq_len) * job.activation_bytes / 2
-    return _RING_FORWARD * scores, _RING_BACKWARD * scores
+    if not runs_flash(shape, job.seq_len):
+        scores = rows * shape.heads / plan.tp * shape.attended(job.seq_len) * job.activation_bytes / 2
+        return (_RING_FORWARD * scores, _RING_BACKWARD * scores) if outer > 1 else (0.0, 0.0)
+    # All queries attend to half of the keys of a rank before it, and half of them to all keys of a rank after it.
+    merges = 0.5 + 0.75 * (outer - 1) if outer > 1 else 1.0
+    query, keys = rows * shape.query_width / plan.tp, rows * 2 * exchanged_keys(shape, plan)
+    return _MERGE * query * merges, _ADD * (query + keys) * merges
 
 
 def attends_twice(shape: ModelShape, plan: Candidate, job: Job) -> bool:
