@@ -150,7 +150,7 @@ def _backward(
 
 
 @functools.cache
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device's kernels find what plain operations find, on two blocks of random values."""
     if device.type == "cuda" and not torch.cuda.is_available():
