@@ -4,10 +4,12 @@ torchrun --nproc-per-node 2 -m benchmarks.context --figure equal
 torchrun --nproc-per-node 2 -m benchmarks.context --figure time --rounds 15
 torchrun --nproc-per-node 4 -m benchmarks.context --figure scaling
 torchrun --nproc-per-node 2 -m benchmarks.context --figure balance
+torchrun --nproc-per-node 2 -m benchmarks.context --figure kernels
 
 equal: loss and gradient norm in float32, over those of one process. time: step times, in turn. scaling: CPU seconds of
 forward and backward per token, since the ranks may share cores, against those that a formula predicts from ranks alone.
-balance: step times of a packed row whose work is spread evenly, against zigzag.
+balance: step times of a packed row whose work is spread evenly, against zigzag. kernels: step times with flash kernels,
+against blocks with a mask.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.contenders import Contender
 from benchmarks.context_contenders import DeepSpeedUlysses, EachAlone, LongRows, OneProcess, Ours
 from benchmarks.summary import Ratio
 from benchmarks.timing import time_in_turn
+from meshwright.context import attention
 from meshwright.errors import PlanError
 from meshwright.faults.guard import active_guard
 from meshwright.faults.interpose import observe
@@ -117,7 +120,8 @@ def balance(rounds: int) -> None:
     half = workload.sequence_length // 2
     _say("| method | zigzag: median s | balanced / zigzag |\n|---|---|---|")
     for method in ("gather", "ring"):
-        even, zigzag = (_Dealt(ours(method)(workload), deals=deals) for deals in (True, False))
+        even, in_zigzag = ours(method)(workload), partial(mock.patch.object, SequenceParts, "balanced", lambda x, _: x)
+        zigzag = _Patched(ours(method)(workload), in_zigzag)
         for contender in (even, zigzag):  # one document fills the second half, and 32 the first
             short = torch.arange(half // 32).repeat(32)
             contender.batch["position_ids"] = torch.cat([short, torch.arange(half)])[None]
@@ -125,18 +129,29 @@ def balance(rounds: int) -> None:
         _say(f"| {method} | {median(seconds['zigzag']):.3f} | {Ratio.paired(seconds['even'], seconds['zigzag'])} |")
 
 
-class _Dealt(Contender):
-    """A contender whose packed rows are dealt by their work, or in zigzag."""
+def kernels(rounds: int) -> None:
+    """Print the step time of each method with flash kernels over that of blocks with a mask, of two kinds of rows."""
+    masked = partial(mock.patch.object, attention, "has_flash", lambda *_: False)
+    _say("| method | documents | with a mask: median s | flash / with a mask |\n|---|---|---|---|")
+    for method in ("gather", "ring"):
+        for documents in (1, 8):
+            workload = replace(LARGE, sequence_length=4096, num_hidden_layers=1, documents=documents)
+            contenders = {"flash": ours(method)(workload), "masked": _Patched(ours(method)(workload), masked)}
+            seconds = _in_turn(contenders, rounds)
+            ratio = Ratio.paired(seconds["flash"], seconds["masked"])
+            _say(f"| {method} | {documents} | {median(seconds['masked']):.3f} | {ratio} |")
+
+
+class _Patched(Contender):
+    """A contender whose steps run with something replaced."""
 
     watched = True
 
-    def __init__(self, contender: Contender, *, deals: bool):
-        self.contender, self.batch, self.deals = contender, contender.batch, deals
+    def __init__(self, contender: Contender, patch: Callable[[], Any]):
+        self.contender, self.batch, self.patch = contender, contender.batch, patch
 
     def step(self) -> torch.Tensor | None:
-        if self.deals:
-            return self.contender.step()
-        with mock.patch.object(SequenceParts, "balanced", lambda parts, work: parts):
+        with self.patch():
             return self.contender.step()
 
 
@@ -144,13 +159,12 @@ def scaling(rounds: int) -> None:
     """Print CPU seconds per token of n ranks with n x the tokens, measured and predicted from processes alone.
 
     A process takes a l + c l^2 for l tokens, since attention grows with the whole row. Two lengths give a and c. Each
-    of n ranks has l tokens that attend to a row of n l, so it takes a l + c l (n l). Under "gather" backward runs
-    attention again, which the planner counts as 4.5 / 3.5 of c.
+    of n ranks has l tokens that attend to a row of n l, so it takes a l + c l (n l).
     """
     n = dist.get_world_size()
     quarter = replace(LARGE, hidden_size=256, intermediate_size=704, vocab_size=1024, sequence_length=1024)
     long = replace(quarter, sequence_length=n * quarter.sequence_length)
-    methods = ("ulysses", "gather")
+    methods = ("ulysses", "gather", "ring")
     contenders: dict[str, Contender] = {name: ours(name)(long) for name in methods}
     contenders |= {"l": EachAlone(quarter), "2l": EachAlone(replace(quarter, sequence_length=2048))}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -166,8 +180,7 @@ def scaling(rounds: int) -> None:
     linear = [one - c for one, c in zip(seconds["l"], quadratic, strict=True)]
     _say(f"| alone | {median(seconds['l']) / tokens * 1e6:.0f} | | |")
     for name in methods:
-        again = 4.5 / 3.5 if name == "gather" else 1.0
-        predicted = [a + again * n * c for a, c in zip(linear, quadratic, strict=True)]
+        predicted = [a + n * c for a, c in zip(linear, quadratic, strict=True)]
         shown = (f"{median(x) / tokens * 1e6:.0f}" for x in (seconds[name], predicted))
         _say(f"| {name} | {' | '.join(shown)} | {Ratio.paired(seconds[name], predicted)} |")
 
@@ -194,7 +207,7 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-FIGURES = {"equal": equal, "time": step_time, "scaling": scaling, "balance": balance}
+FIGURES = {"equal": equal, "time": step_time, "scaling": scaling, "balance": balance, "kernels": kernels}
 
 
 def main(

@@ -278,7 +278,7 @@ CROSSINGS: dict[str, tuple[str, ...]] = {
         "!test_estimate_and_trace[gemma2-dp2xtp2+sp+zero3-dtype90]",
         "!test_estimate_and_trace[gemma2-tp2+sp+recompute-dtype42]",
         "!test_estimate_and_trace[llama-cp2(ring)+tp2+sp+zero1-*",
-        "test_the_peak_of_a_long_sequence_is_in_attention[*-dtype1]",
+        "test_the_peak_of_a_long_sequence[*-dtype1]",
     ),
     "test_planner_page.py": (
         "test_the_page_is_well_formed_and_needs_nothing_else[405B]",

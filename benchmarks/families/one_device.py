@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,34 +46,63 @@ def own_groups() -> Iterator[None]:
 
 
 def largest_difference(build: Callable[[], Any], plan_for: Callable[[nn.Module], mw.ParallelPlan], kind: str) -> float:
-    """Return the largest relative difference from one device, on rank 0; every rank must make the call.
+    """Return the difference of :func:`largest_differences` for one kind of rows."""
+    return largest_differences(build, plan_for, (kind,))[kind]
+
+
+def largest_differences(
+    build: Callable[[], Any], plan_for: Callable[[nn.Module], mw.ParallelPlan], kinds: Sequence[str] = ROWS
+) -> dict[str, float]:
+    """Return for each kind of rows the largest relative difference from one device, on rank 0.
+
+    One distributed model takes the rows of all kinds in turn. Every rank must make the call.
 
     Args:
         build: a function that builds the model.
         plan_for: a function that returns the plan for the model.
-        kind: the kind of rows.
+        kinds: the kinds of rows.
     """
     with in_float64():
-        inputs = rows_of(kind)
-        whole = build().train()
-        expected = whole(**inputs).loss
-        expected.backward()
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
         model = build().train()
         averages_over = None if find_loss(model) else "labels"
         config = mw.ToDistributedConfig(plan=plan_for(model), loss_averages_over=averages_over)  # type: ignore[arg-type]
         model = mw.to_distributed(model, config=config)[0]
-        loss = model(**inputs).loss
-        loss.backward()
-        gradients = mw.full_gradients(model)
-        found = [abs(loss.item() / expected.item() - 1), abs(mw.clip_grad_norm_(model, 1e9).item() / norm.item() - 1)]
-    if dist.get_rank() == 0:
-        wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-        assert gradients.keys() == wanted.keys(), gradients.keys() ^ wanted.keys()
-        largest = max(gradient.abs().max().item() for gradient in wanted.values())
-        for name, gradient in wanted.items():
-            # A gradient that is zero except for rounding (a key's bias) is compared with the largest gradient.
-            is_zero = gradient.abs().max() <= 1e-12 * largest
-            off = (gradients[name] - gradient).abs().max().item() / largest
-            found.append(off if is_zero else relative_difference(gradients[name], gradient))
+        found = {}
+        for kind in kinds:
+            model.zero_grad()
+            loss = model(**rows_of(kind)).loss
+            loss.backward()
+            gradients = mw.full_gradients(model)
+            actual = Step(loss.item(), mw.clip_grad_norm_(model, 1e9).item(), gradients)
+            found[kind] = _difference(actual, _step_alone(build, kind)) if dist.get_rank() == 0 else 0.0
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """The loss, the norm of the gradients and the gradients of a step; gradients are those of rank 0."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]
+
+
+def _step_alone(build: Callable[[], Any], kind: str) -> Step:
+    model = build().train()
+    loss = model(**rows_of(kind)).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Step(loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(), gradients)
+
+
+def _difference(actual: Step, expected: Step) -> float:
+    found = [abs(actual.loss / expected.loss - 1), abs(actual.norm / expected.norm - 1)]
+    wanted = expected.gradients
+    assert actual.gradients.keys() == wanted.keys(), actual.gradients.keys() ^ wanted.keys()
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        # A gradient that is zero except for rounding (a key's bias) is compared with the largest gradient.
+        is_zero = gradient.abs().max() <= 1e-12 * largest
+        off = (actual.gradients[name] - gradient).abs().max().item() / largest
+        found.append(off if is_zero else relative_difference(actual.gradients[name], gradient))
     return max(value if value == value else float("inf") for value in found)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.context import masks
 from meshwright.parallel import sequence_parts
 from meshwright.parallel.sequence_parts import SequenceParts
 from support.exact import Float64
@@ -68,6 +69,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 @mock.patch.object(sequence_parts, "_SMALLEST", 1)  # so that the ranks share the short packed row by its work, too
+@mock.patch.object(masks, "_SHORTEST", 1)  # and its documents run in kernels of their own
 def train(plan: dict[str, Any] | None, model_name: str = "llama", *, adapters: bool = False) -> dict[str, Tensor]:
     """Whole results of a few steps in which a layer is frozen."""
     family, traits = MODELS[model_name]

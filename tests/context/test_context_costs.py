@@ -16,6 +16,7 @@ from transformers import (
 import meshwright as mw
 from meshwright.context.attend import AttentionCall, attend_in_blocks
 from meshwright.context.attention import stock_attention
+from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask
 from meshwright.parallel.sequence_parts import Run
 from support.contexts import METHODS, batch, distributed
@@ -76,7 +77,7 @@ def test_blocks_are_run_again_with_the_same_dropout(implementation: str) -> None
         stock = call.run(*inputs, call.block(Run(0, 9), Run(0, 9), torch.float64))
         expected = torch.autograd.grad((stock * weights).sum(), inputs)
         torch.manual_seed(1)
-        ours = attend_in_blocks(call, *inputs, (Run(0, 9),))
+        ours = attend_in_blocks(call, *inputs, (Run(0, 9),), WholeKeys(None))
         torch.manual_seed(2)  # what the program draws between forward and backward
         state = torch.get_rng_state()
         found = torch.autograd.grad((ours * weights).sum(), inputs)

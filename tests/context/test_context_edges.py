@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from transformers import (
 )
 
 import meshwright as mw
+from benchmarks.families.models import build as build_family
+from benchmarks.families.one_device import largest_difference
 from harness.pool import WorkerError
 from meshwright.context import attention
 from meshwright.context.attend import as_autocast
@@ -51,6 +54,20 @@ def test_documents_do_not_see_each_other(method: str, pool2: Any) -> None:
     one, other = pool2.run(logits_of_two_packings, method)[0]
     assert torch.equal(one[:, :7], other[:, :7]) and torch.equal(one[:, 15:], other[:, 15:])
     assert not torch.equal(one[:, 7:15], other[:, 7:15])
+
+
+# ---- heads ----------------------------------------------------------------------------------------------------------
+
+
+def difference_of_gpt2(method: str) -> float:
+    plan = mw.ParallelPlan(**METHODS[method])
+    return largest_difference(partial(build_family, "gpt2"), lambda _: plan, "plain")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_that_are_joined_before_the_head(method: str, pool2: Any) -> None:
+    """GPT-2 gives the result of its last norm the shape of the whole row, of which the head takes this rank's part."""
+    assert pool2.run(difference_of_gpt2, method)[0] <= 1e-10
 
 
 # ---- positions that depend on the whole row -------------------------------------------------------------------------

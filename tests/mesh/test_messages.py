@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.gather_tensor import _hop
-from meshwright.context.ring import _start_shift
+from meshwright.context.key_exchange import _start_shift
 from meshwright.faults.group_timeouts import set_timeout
 from meshwright.parallel.collectives import Axis
 from meshwright.pipeline.links import Expected, Links

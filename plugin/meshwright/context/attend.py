@@ -7,6 +7,7 @@ keys of the other ranks stay in memory.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.context.causal_blocks import Documents
+from meshwright.context.key_exchange import WholeKeys
 from meshwright.context.masks import ContextMask, query_blocks
-from meshwright.parallel.collectives import all_gather, reduce_scatter
-from meshwright.parallel.sequence_parts import Run, SequenceParts
+from meshwright.parallel.sequence_parts import Run
 
 # An attention function of transformers: (module, query, key, value, mask, **options) -> (output [B, S, heads, d], ...).
 StockAttention = Callable[..., tuple[Tensor, Any]]
@@ -53,6 +55,15 @@ class AttentionCall:
         found = [x for x in (*self.options.values(), *self.module._parameters.values()) if isinstance(x, Tensor)]
         return tuple({id(x): x for x in found if x.requires_grad}.values())
 
+    @property
+    def documents_alone(self) -> Documents | None:
+        """Where documents start, if the call is torch's attention, causal within documents and nothing else."""
+        stock = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+        has_tensors = any(isinstance(x, Tensor) for x in self.options.values())
+        if self.stock is not stock or self.options.get("dropout") or has_tensors:
+            return None
+        return self.mask.documents
+
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """Run the function with some options replaced, and return ``[B, S, heads, d]``."""
         with _key_heads(self.module, q.shape[1], k.shape[1]):
@@ -80,19 +91,19 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 def attend_in_blocks(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: tuple[Run, ...], parts: SequenceParts | None = None
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: tuple[Run, ...], keys: WholeKeys
 ) -> Tensor:
     """Return the attention of this rank's queries, ``[B, queries, heads, d]``.
 
     Args:
         call: the attention.
         q: the queries, ``[B, heads, queries, d]``.
-        k: the keys, ``[B, key heads, keys, d]``: those of the whole sequence, or of this rank if ``parts`` is given.
+        k: the keys, ``[B, key heads, keys, d]``.
         v: the values, in the same places.
         runs: where the queries lie in the sequence.
-        parts: the parts of the sequence, whose keys and values are gathered in forward and again in backward.
+        keys: how the keys and values of the whole sequence are made of these.
     """
-    result: Tensor = _AttendInBlocks.apply(call, runs, parts, q, k, v, *call.trained)
+    result: Tensor = _AttendInBlocks.apply(call, runs, keys, q, k, v, *call.trained)
     return result
 
 
@@ -102,17 +113,17 @@ class _AttendInBlocks(torch.autograd.Function):
         ctx: Any,
         call: AttentionCall,
         runs: tuple[Run, ...],
-        parts: SequenceParts | None,
+        keys: WholeKeys,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *trained: Tensor,
     ) -> Tensor:
-        ctx.call, ctx.runs, ctx.parts = call, runs, parts
+        ctx.call, ctx.runs, ctx.keys = call, runs, keys
         ctx.save_for_backward(q, k, v, *trained)
         ctx.replay = _Replay(q.device) if call.options.get("dropout") else None
         ctx.autocast = _autocast_of(q.device)
-        k, v = _gathered(k, v, parts)
+        k, v = keys.gathered(k, v)
         outputs = []
         for place, run in query_blocks(runs):
             low, high = call.mask.visible(run)
@@ -124,10 +135,10 @@ class _AttendInBlocks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call, (q, k, v, *trained) = ctx.call, ctx.saved_tensors
-        k, v = _gathered(k, v, ctx.parts)
-        sums_dtype = torch.promote_types(q.dtype, torch.float32)
+        sums = ctx.keys.gradients(k, v, torch.promote_types(q.dtype, torch.float32))
+        d_k, d_v = sums.of_block()
+        k, v = ctx.keys.gathered(k, v)
         d_q = torch.empty_like(q)
-        d_k, d_v = torch.zeros_like(k, dtype=sums_dtype), torch.zeros_like(v, dtype=sums_dtype)
         d_trained: list[Tensor | None] = [None] * len(trained)
         with ctx.replay or contextlib.nullcontext(), ctx.autocast(), torch.enable_grad():
             for place, run in query_blocks(ctx.runs):
@@ -144,23 +155,8 @@ class _AttendInBlocks(torch.autograd.Function):
                     if new is not None:
                         before = d_trained[i]
                         d_trained[i] = new if before is None else before + new
-        if ctx.parts is not None:
-            d_k, d_v = _scattered(d_k, d_v, ctx.parts)
+        d_k, d_v = sums.own()
         return None, None, None, d_q, d_k.to(k.dtype), d_v.to(v.dtype), *d_trained
-
-
-def _gathered(k: Tensor, v: Tensor, parts: SequenceParts | None) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of the whole sequence, padding included, in order: one all-gather."""
-    if parts is None:
-        return k, v
-    both = parts.ordered(all_gather(torch.cat([k, v], -1)[None], parts.axis), 2)
-    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-
-
-def _scattered(d_k: Tensor, d_v: Tensor, parts: SequenceParts) -> tuple[Tensor, Tensor]:
-    """Return this rank's gradients of its keys and values, summed over the ranks: one reduce-scatter."""
-    both = reduce_scatter(parts.parted(torch.cat([d_k, d_v], -1), 2), parts.axis)[0]
-    return both[..., : d_k.shape[-1]], both[..., d_k.shape[-1] :]
 
 
 @contextlib.contextmanager

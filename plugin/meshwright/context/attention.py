@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from meshwright.config import ParallelPlan
 from meshwright.context.attend import AttentionCall, StockAttention, as_autocast, attend_in_blocks
+from meshwright.context.flash import FlashCall, flash_attention, has_flash
 from meshwright.context.head_exchange import HeadExchange
+from meshwright.context.key_exchange import KeyExchange, RingKeys, WholeKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.ring import RingCall, ring_attention
 from meshwright.errors import PlanError
 from meshwright.parallel.axis_groups import axis_over
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.local_heads import LocalConfig
-from meshwright.parallel.sequence_parts import SequenceParts
+from meshwright.parallel.sequence_parts import Run, SequenceParts
 
 NAME = "meshwright_context"
 _OWNER = "meshwright_context"  # the attribute of a LocalConfig that holds the ContextAttention
@@ -78,26 +80,47 @@ class ContextAttention:
         length, parts, dtype = call.mask.length, call.mask.parts or self.parts, q.dtype
         k, v = as_autocast(k), as_autocast(v)  # before they are sent
         if self.method == "gather":
-            return attend_in_blocks(call, q, k, v, parts.runs(length), parts)
+            return self._over(call, parts.runs(length), WholeKeys(parts), q, k, v)
         if self.method == "ring":
-            return self._ring(call, parts, q, k, v)
+            return self._over_ring(call, parts, q, k, v)
         rank = self.axes.inner.rank
         q, k, v = self._exchange.to_heads(parts, as_autocast(q), k, v)
         q = q.to(dtype)  # of which the model's function may make its mask and its probabilities
         call = _with_own_heads(call, rank, self.axes.inner.size)
         if self.method == "hybrid":
-            output = self._ring(call, parts, q, k, v)
+            output = self._over_ring(call, parts, q, k, v)
         elif call.mask.is_causal_alone and not call.is_additive:
             output = call.run(q, k, v, None, is_causal=True)
         else:
-            output = attend_in_blocks(call, q, k, v, parts.runs(length, 0, self.axes.cp.size))
+            output = self._over(call, parts.runs(length, 0, self.axes.cp.size), WholeKeys(None), q, k, v)
         return self._exchange.to_tokens(parts, output)
 
-    def _ring(self, call: AttentionCall, parts: SequenceParts, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _over(
+        self, call: AttentionCall, runs: tuple[Run, ...], keys: WholeKeys, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        flash = _flash_call(call, runs, keys, q, k, v)
+        if flash is None:
+            return attend_in_blocks(call, q, k, v, runs, keys)
+        return flash_attention(flash, as_autocast(q), k, v)
+
+    def _over_ring(self, call: AttentionCall, parts: SequenceParts, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outer, inner = self.axes.outer, self.axes.inner.size
-        runs_of = tuple(parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size))
-        ring = RingCall.of(call, outer, runs_of, width=q.shape[-1])
-        return ring_attention(ring, q, k, v, call.options.get("s_aux"))
+        keys = RingKeys(outer, tuple(parts.runs(call.mask.length, r * inner, inner) for r in range(outer.size)))
+        flash = _flash_call(call, keys.runs_of[outer.rank], keys, q, k, v)
+        if flash is None:
+            return ring_attention(RingCall.of(call, keys, width=q.shape[-1]), q, k, v, call.options.get("s_aux"))
+        return flash_attention(flash, as_autocast(q), k, v)
+
+
+def _flash_call(
+    call: AttentionCall, runs: tuple[Run, ...], keys: KeyExchange, q: Tensor, k: Tensor, v: Tensor
+) -> FlashCall | None:
+    """Return a call as one of flash kernels; None if they do not compute it."""
+    documents = call.documents_alone
+    if documents is None or not has_flash(as_autocast(q), k, v):
+        return None
+    scale = call.options.get("scaling")
+    return FlashCall(keys=keys, runs=runs, documents=documents, scale=q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _with_own_heads(call: AttentionCall, rank: int, ranks: int) -> AttentionCall:

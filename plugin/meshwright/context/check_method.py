@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.config import ParallelPlan
 from meshwright.context.attend import AttentionCall
 from meshwright.context.attention import stock_attention
+from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask
 from meshwright.context.methods import can_exchange, group_sizes
 from meshwright.context.record import AttentionSite, ContextRecord
@@ -93,7 +94,7 @@ def _check_ring(site: AttentionSite, name: str, plan: ParallelPlan) -> None:
     given = call.options.get("s_aux")
     sinks = next((x for x, own in zip(trained, call.trained, strict=True) if own is given), None)
     whole = call.run_with(trained, q, k, v, _mask(call))
-    ring = RingCall.of(call, Axis("cp"), ((Run(0, _LENGTH),),), width=q.shape[-1])
+    ring = RingCall.of(call, RingKeys(Axis("cp"), ((Run(0, _LENGTH),),)), width=q.shape[-1])
     own = ring_attention(ring, q, k, v, sinks)
     if unknown or not torch.allclose(own, whole, atol=_TOLERANCE, rtol=_TOLERANCE):
         raise PlanError(

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.context.causal_blocks import Documents
 from meshwright.parallel.sequence_parts import Run, SequenceParts
 
 BLOCK = 1024  # queries whose mask is materialised at a time
+_SHORTEST = 64  # tokens of a document, on average, below which a mask costs less than a block for each document
 
 
 @dataclass(kw_only=True)
@@ -101,6 +103,20 @@ class ContextMask:
         return None if starts is None else (torch.arange(1, starts.shape[1] + 1) - starts).sum(0)
 
     @cached_property
+    def documents(self) -> Documents | None:
+        """Where each row's documents start, if the mask is that of causal attention within them and nothing else."""
+        if self.is_causal_alone:
+            return ((0,),)
+        starts = self._document_starts
+        if self.padding is not None or starts is None or not (self._reach.is_causal and self._reach.is_all):
+            return None
+        begins = starts == torch.arange(starts.shape[1])
+        found = tuple(tuple(row.nonzero()[:, 0].tolist()) for row in begins)
+        if self.length * len(found) < _SHORTEST * sum(map(len, found)):
+            return None
+        return found[:1] if len(set(found)) == 1 else found
+
+    @cached_property
     def _earliest_starts(self) -> list[int] | None:
         """Return for each place the earliest start of the documents that hold it, over all rows; None if unknown."""
         starts = self._document_starts
@@ -163,10 +179,12 @@ class _Reach:
     Args:
         is_causal: whether no query attends to a later key.
         documents: the number of each token's document, ``[B, S]``, if no query attends to another document.
+        is_all: whether every pair within these limits is let through.
     """
 
     is_causal: bool = False
     documents: Tensor | None = None
+    is_all: bool = False
 
 
 def _reach_of(function: Any) -> _Reach:
@@ -176,12 +194,12 @@ def _reach_of(function: Any) -> _Reach:
     limit. Of functions that are not known, nothing is assumed.
     """
     if getattr(function, "__name__", "") == "causal_mask_function":
-        return _Reach(is_causal=True)
+        return _Reach(is_causal=True, is_all=True)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     inside = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=False)) if code else {}
     maker = getattr(function, "__qualname__", "").partition(".")[0]
     if maker == "packed_sequence_mask_function":
-        return _Reach(documents=inside.get("packed_sequence_mask"))
+        return _Reach(documents=inside.get("packed_sequence_mask"), is_all=True)
     if maker == "remap_positions_for_packed_sequence":  # positions rise within a document
         return _reach_of(inside.get("mask_function"))
     if maker != "and_masks":
@@ -190,7 +208,9 @@ def _reach_of(function: Any) -> _Reach:
     documents = next((part.documents for part in parts if part.documents is not None), None)
     remaps = any(getattr(f, "__qualname__", "").startswith("remap_") for f in inside.get("mask_functions", ()))
     is_causal = any(part.is_causal for part in parts) and (documents is not None or not remaps)
-    return _Reach(is_causal=is_causal, documents=documents)
+    numbers = [part.documents for part in parts if part.documents is not None]
+    is_all = all(part.is_all for part in parts) and len(numbers) <= 1
+    return _Reach(is_causal=is_causal, documents=documents, is_all=is_all)
 
 
 def query_blocks(runs: tuple[Run, ...]) -> list[tuple[slice, Run]]:

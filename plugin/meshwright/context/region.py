@@ -17,6 +17,7 @@ from meshwright.context.masks import ContextMask
 from meshwright.context.record import ContextRecord, Place, map_tensors, mask_in, tensors_in
 from meshwright.parallel.autograd_graph import in_backward
 from meshwright.parallel.block_boundary import hidden_states
+from meshwright.parallel.deferred_logits import InHead
 from meshwright.parallel.dropout_streams import DropoutStreams, Restore
 from meshwright.parallel.sequence_parts import SequenceParts
 from meshwright.parallel.structure import DecoderStructure
@@ -138,4 +139,6 @@ class ContextRegion:
         return x if isinstance(output, Tensor) else (x, *others)
 
     def _enter_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
-        return (self.parts.take(args[0], 1), *args[1:]) if self.keeps_parted else None
+        if not self.keeps_parted or isinstance(args[0], InHead):  # the loss, which has the tokens of this rank already
+            return None
+        return self.parts.take(args[0], 1), *args[1:]

@@ -11,19 +11,16 @@ Shape suffixes: B batch, K key heads, G queries for each key head, Q queries of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.context.attend import AttentionCall, as_autocast
+from meshwright.context.key_exchange import RingKeys
 from meshwright.context.masks import ContextMask, query_blocks
-from meshwright.faults.interpose import own_collectives
-from meshwright.mesh.messages import wait_for_message
-from meshwright.parallel.collectives import Axis
 from meshwright.parallel.sequence_parts import Run
 
 
@@ -32,26 +29,23 @@ class RingCall:
     """One attention over the ring, with everything but queries, keys and values.
 
     Args:
-        axis: the ranks of the ring.
-        runs_of: where the tokens of each rank of the ring lie in the sequence.
+        keys: the keys and values of the ring.
         mask: the mask.
         scale: the factor of the scores.
         softcap: the bound of the scores, if the model has one.
     """
 
-    axis: Axis
-    runs_of: tuple[tuple[Run, ...], ...]
+    keys: RingKeys
     mask: ContextMask
     scale: float
     softcap: float | None = None
 
     @classmethod
-    def of(cls, call: AttentionCall, axis: Axis, runs_of: tuple[tuple[Run, ...], ...], *, width: int) -> RingCall:
+    def of(cls, call: AttentionCall, keys: RingKeys, *, width: int) -> RingCall:
         """Return a call of a model's attention function as one over the ring; queries have ``width`` channels."""
         scale = call.options.get("scaling")
         return cls(
-            axis=axis,
-            runs_of=runs_of,
+            keys=keys,
             mask=call.mask,
             scale=width**-0.5 if scale is None else scale,
             softcap=call.options.get("softcap"),
@@ -59,17 +53,17 @@ class RingCall:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        return self.runs_of[self.axis.rank]
+        return self.keys.runs_of[self.keys.axis.rank]
 
-    def blocks(self, source: int) -> Iterator[tuple[slice, slice, _BlockMask]]:
-        """Yield the blocks that a rank's keys and this rank's queries share: queries, keys, and the mask.
+    def blocks(self, runs: tuple[Run, ...]) -> Iterator[tuple[slice, slice, _BlockMask]]:
+        """Yield the blocks that keys of ``runs`` and this rank's queries share: queries, keys, and the mask.
 
-        The keys are places among the tokens of ``source``. A block without a visible pair is left out.
+        The keys are places among the tokens of ``runs``. A block without a visible pair is left out.
         """
         for place, queries in query_blocks(self.runs):
             low, high = self.mask.visible(queries)
             offset = 0
-            for run in self.runs_of[source]:
+            for run in runs:
                 start, stop = max(run.start, low), min(run.stop, high)
                 if start < stop:
                     keys = slice(offset + start - run.start, offset + stop - run.start)
@@ -134,8 +128,8 @@ class _Ring(torch.autograd.Function):
             total = torch.full(grouped.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
         else:
             total = sinks.to(dtype).view(1, k.shape[1], -1, 1).expand(grouped.shape[:-1]).contiguous()
-        for source, (keys, values) in _round(call.axis, k, v):
-            for place, own, mask in call.blocks(source):
+        for runs, keys, values in call.keys.round(k, v):
+            for place, own, mask in call.blocks(runs):
                 scores, _ = _scores(call, grouped[..., place, :], keys[:, :, own], mask, dtype)
                 sums = scores.logsumexp(-1)
                 before = total[..., place]
@@ -161,10 +155,10 @@ class _Ring(torch.autograd.Function):
         delta = (d_output.to(dtype) * output.to(dtype)).sum(-1)
         total = total.masked_fill(total == -torch.inf, torch.inf)  # its probabilities become 0
         d_q = torch.zeros(grouped.shape, dtype=dtype, device=q.device)
-        sums = _GradientRing(call.axis, k, v, dtype)
-        for source, (keys, values) in _round(call.axis, k, v):
+        sums = call.keys.gradients(k, v, dtype)
+        for runs, keys, values in call.keys.round(k, v):
             d_k, d_v = sums.of_block()
-            for place, own, mask in call.blocks(source):
+            for place, own, mask in call.blocks(runs):
                 q_block, d_out = grouped[..., place, :], d_output[..., place, :]
                 scores, slope = _scores(call, q_block, keys[:, :, own], mask, dtype)
                 probabilities = (scores - total[..., place, None]).exp()
@@ -176,7 +170,7 @@ class _Ring(torch.autograd.Function):
                 d_scores = d_scores.to(q.dtype)
                 d_q[..., place, :] += d_scores @ keys[:, :, None, own]
                 d_k[:, :, own] += (d_scores.transpose(-1, -2) @ q_block).sum(2)
-            sums.pass_on(d_k, d_v)
+            sums.pass_on()
         d_k, d_v = sums.own()
         d_sinks = None
         if sinks is not None:
@@ -201,67 +195,3 @@ def _scores(
         capped = (scores / call.softcap).tanh()
         scores, slope = capped * call.softcap, 1 - capped**2
     return mask.on(scores), slope
-
-
-def _round(axis: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """Yield each rank's keys and values, beginning with this rank's; the next ones travel while a block is used."""
-    both = torch.cat([k, v], -1).contiguous()
-    for hop in range(axis.size):
-        arrive = _start_shift(both, axis) if hop < axis.size - 1 else None
-        yield (axis.rank - hop) % axis.size, (both[..., : k.shape[-1]], both[..., k.shape[-1] :])
-        if arrive is not None:
-            both = arrive()
-
-
-class _GradientRing:
-    """The gradients of the keys and values that go round, which every rank adds to and passes on with its block."""
-
-    def __init__(self, axis: Axis, k: Tensor, v: Tensor, dtype: torch.dtype):
-        self.axis, self.size = axis, k.shape[-1]
-        self._like = torch.cat([k, v], -1).shape, dtype, k.device
-        self._arrive: Callable[[], Tensor] | None = None
-
-    def of_block(self) -> tuple[Tensor, Tensor]:
-        """Return zeros, to which the gradients of the current block are added."""
-        shape, dtype, device = self._like
-        self._both = torch.zeros(shape, dtype=dtype, device=device)
-        return self._both[..., : self.size], self._both[..., self.size :]
-
-    def pass_on(self, d_k: Tensor, d_v: Tensor) -> None:
-        """Add what the ranks before have found for the block, and send the sum to the next rank."""
-        if self._arrive is not None:
-            self._both += self._arrive()
-        self._arrive = _start_shift(self._both, self.axis)
-
-    def own(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's keys and values, after their way around the ring."""
-        assert self._arrive is not None
-        both = self._arrive()
-        return both[..., : self.size], both[..., self.size :]
-
-
-@own_collectives()
-def _start_shift(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Start to send ``x`` to the next rank of a ring; the returned function waits for that of the rank before."""
-    if axis.size == 1:
-        return lambda: x
-    assert axis.group is not None
-    out = torch.empty_like(x)
-    ranks = dist.get_process_group_ranks(axis.group)
-    following, previous = ranks[(axis.rank + 1) % axis.size], ranks[axis.rank - 1]
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, following, group=axis.group),
-            dist.P2POp(dist.irecv, out, previous, group=axis.group),
-        ]
-    )
-
-    sent = x  # must live until it has left
-
-    def wait() -> Tensor:
-        for work in works:
-            wait_for_message(work, axis.group, out.device)
-        assert sent.shape == out.shape
-        return out
-
-    return wait

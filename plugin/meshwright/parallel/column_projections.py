@@ -80,7 +80,8 @@ class ColumnProjections:
         """
         current, self.current = self.current, None
         # A weight that no projection read gets None from the node, which calls its hooks. Autograd would not call them.
-        if current is not None and has_ended and current.unread:
+        # A checkpointed block stays as it is: its recomputation must save what its forward saved.
+        if current is not None and has_ended and current.unread and not saved.is_checkpointing():
             self.remove()
 
 

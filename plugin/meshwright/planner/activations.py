@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from meshwright.context.methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate, Logits
-from meshwright.planner.context_cost import exchanged_keys
+from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.family_traits import Traits
 from meshwright.planner.head_memory import saved_by_head
 from meshwright.planner.shapes import ModelShape
@@ -102,7 +102,7 @@ def saved_activations(
     norm += 4 * shape.hidden if traits.norm_copies_weight else 0
     inputs = 2 * n * sizes.hidden * b  # inputs of the attention's and the MLP's first projections
     block = (traits.norms * norm + inputs) / 2
-    of_attention = _attention(shape, sizes, seq_len, b) if plan.cp == 1 else _in_parts(shape, sizes, plan, b)
+    of_attention = _attention(shape, sizes, seq_len, b) if plan.cp == 1 else _in_parts(shape, sizes, plan, seq_len, b)
     attention = block + n * of_attention + _query_norm(sizes, traits, n, b, tp)
     mlp = block + n * b * sizes.ffn * (4 if shape.gated else 2)
 
@@ -150,14 +150,13 @@ def _attention(shape: ModelShape, sizes: _Sizes, seq_len: int, b: int) -> float:
     return b * (2 * sizes.query + keys + values + (seq_len if masked else 0)) + 4 * sizes.heads
 
 
-def _in_parts(shape: ModelShape, sizes: _Sizes, plan: Candidate, b: int) -> float:
+def _in_parts(shape: ModelShape, sizes: _Sizes, plan: Candidate, seq_len: int, b: int) -> float:
     """Return the bytes per position that attention saves under context parallelism."""
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
     keys = exchanged_keys(shape, plan)
-    runs_whole = inner == plan.cp and not shape.traits.keeps_scores and shape.window is None
     # q, k and v, the output as the output projection reads it and, unless attention runs again in backward, the
     # logarithm of each row's sum of exponentials. An exchange of heads copies the output that attention keeps.
-    is_kept = outer > 1 or runs_whole
+    is_kept = outer > 1 or runs_flash(shape, seq_len)
     copied = sizes.query if is_kept and inner > 1 else 0
     # Without an exchange, the values of a fused projection are a view that keeps the whole projection alive.
     values = sizes.query + 2 * keys if shape.traits.fused_qkv and inner == 1 else keys

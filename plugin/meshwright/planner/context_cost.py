@@ -11,9 +11,11 @@ from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.shapes import ModelShape
 
 Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
-# Bytes moved through memory for each visible score of 16-bit queries and keys in the ring, whose blocks are computed
-# by separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
+# Bytes moved through memory for each visible score of 16-bit queries and keys in a ring whose blocks are computed by
+# separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
 _RING_FORWARD, _RING_BACKWARD = 68, 86
+_MERGE = 26  # bytes moved for each element of a block's result that is merged with others in 32 bits
+_ADD = 10  # and for each element of a block's gradients that is added to others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +92,31 @@ def exchanged_keys(shape: ModelShape, plan: Candidate) -> int:
     return max(keys, inner * shape.head_dim) if inner > 1 else keys
 
 
-def score_bytes(shape: ModelShape, plan: Candidate, job: Job) -> tuple[float, float]:
-    """Return the bytes that this version's ring moves for the scores of one layer, in forward and in backward."""
-    if plan.cp == 1 or group_sizes(plan.context, plan.cp, plan.ulysses)[1] == 1 or not job.own_runtime:
+def runs_flash(shape: ModelShape, seq_len: int) -> bool:
+    """Return whether this version computes the blocks of attention by flash kernels, which take no mask or soft cap."""
+    return not shape.traits.keeps_scores and (shape.window is None or shape.window >= seq_len)
+
+
+def block_bytes(shape: ModelShape, plan: Candidate, job: Job) -> tuple[float, float]:
+    """Return the bytes that this version moves to put a layer's blocks together, in forward and in backward."""
+    outer = group_sizes(plan.context, plan.cp, plan.ulysses)[1]
+    if plan.cp == 1 or not job.own_runtime or (outer == 1 and plan.context != "gather"):
         return 0.0, 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
-    scores = rows * shape.heads / plan.tp * shape.attended(job.seq_len) * job.activation_bytes / 2
-    return _RING_FORWARD * scores, _RING_BACKWARD * scores
+    if not runs_flash(shape, job.seq_len):
+        scores = rows * shape.heads / plan.tp * shape.attended(job.seq_len) * job.activation_bytes / 2
+        return (_RING_FORWARD * scores, _RING_BACKWARD * scores) if outer > 1 else (0.0, 0.0)
+    # All queries attend to half of the keys of a rank before it, and half of them to all keys of a rank after it.
+    merges = 0.5 + 0.75 * (outer - 1) if outer > 1 else 1.0
+    query, keys = rows * shape.query_width / plan.tp, rows * 2 * exchanged_keys(shape, plan)
+    return _MERGE * query * merges, _ADD * (query + keys) * merges
 
 
 def attends_twice(shape: ModelShape, plan: Candidate, job: Job) -> bool:
     """Return whether backward runs this version's attention again, block by block, instead of keeping its result."""
     if plan.cp == 1 or not job.own_runtime:
         return False
-    has_window = shape.window is not None and shape.window < job.seq_len
-    return plan.context == "gather" or (plan.context == "ulysses" and (has_window or shape.traits.keeps_scores))
+    return plan.context in ("gather", "ulysses") and not runs_flash(shape, job.seq_len)
 
 
 def methods(shape: ModelShape, cp: int, tp: int) -> Iterator[tuple[str, int | None, str | None]]:

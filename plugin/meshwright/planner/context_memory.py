@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.context.methods import group_sizes, local_tokens
 from meshwright.planner.candidate import Candidate
-from meshwright.planner.context_cost import exchanged_keys
+from meshwright.planner.context_cost import exchanged_keys, runs_flash
 from meshwright.planner.shapes import ModelShape
 
 BLOCK = 1024  # context.masks.BLOCK: queries that are computed at a time
@@ -26,24 +26,40 @@ def attention_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, elemen
     if plan.cp == 1:
         return 0.0, 0.0
     b, inner = element_bytes, group_sizes(plan.context, plan.cp, plan.ulysses)[0]
-    if plan.context == "gather" or _is_masked(shape, plan):
+    has_flash = runs_flash(shape, seq_len)
+    if plan.context in ("gather", "ulysses") and not has_flash:
         return _in_blocks(shape, plan, seq_len, b)
     rows = plan.micro_batch * local_tokens(seq_len, plan.cp)
     query, keys = shape.query_width / plan.tp, exchanged_keys(shape, plan)
     sent = b * rows * (query + 2 * keys) * 2 if inner > 1 else 0.0  # both sides of an exchange of heads
     if plan.context == "ulysses":
         return sent, sent
-    # A rank of the ring has two runs of tokens; a block has up to BLOCK queries and the keys of a run.
-    run = inner * local_tokens(seq_len, plan.cp) // 2
-    scores = plan.micro_batch * shape.heads / plan.tp / inner * min(BLOCK, run) * run
+    forward, backward = _of_blocks(shape, plan, seq_len, b) if not has_flash else _of_flash(rows * query, b)
+    if plan.context == "gather":
+        gathered, sums = (plan.cp * rows * 2 * keys * size for size in (b, max(4, b)))
+        in_blocks = gathered + sums + backward + gathered  # of which a block finds the gradients of most keys
+        return max(2 * gathered, gathered + forward), max(2 * gathered + sums, in_blocks, gathered + 2 * sums)
     shifted = 2 * rows * 2 * keys * b
-    forward = _SCORES_FORWARD[b] * scores + rows * query * 4 + shifted
-    backward = _SCORES_BACKWARD[b] * scores + rows * (2 * 4 + b) * query + shifted + 3 * rows * 2 * keys * 4
-    return max(forward, sent), max(backward, sent)
+    return max(forward + shifted, sent), max(backward + shifted + 3 * rows * 2 * keys * 4, sent)
 
 
-def _is_masked(shape: ModelShape, plan: Candidate) -> bool:
-    return plan.context == "ulysses" and (shape.traits.keeps_scores or shape.window is not None)
+def _of_flash(queries: float, b: int) -> tuple[float, float]:
+    """Return the bytes of blocks of up to half of a rank's queries, besides those of keys."""
+    wide = max(4, b)
+    copies = queries * wide if b < wide else 0.0  # the result, before it is rounded
+    block = queries / 2
+    forward = copies + block * (b + 2 * wide)
+    backward = queries * wide + copies + block * b
+    return forward, backward
+
+
+def _of_blocks(shape: ModelShape, plan: Candidate, seq_len: int, b: int) -> tuple[float, float]:
+    """Return the bytes of blocks of up to BLOCK queries and the keys of a run, of which a rank of a ring has two."""
+    inner = group_sizes(plan.context, plan.cp, plan.ulysses)[0]
+    local = local_tokens(seq_len, plan.cp)
+    run, queries = inner * local // 2, plan.micro_batch * local * shape.query_width / plan.tp
+    scores = plan.micro_batch * shape.heads / plan.tp / inner * min(BLOCK, run) * run
+    return _SCORES_FORWARD[b] * scores + queries * 4, _SCORES_BACKWARD[b] * scores + queries * (2 * 4 + b)
 
 
 def _in_blocks(shape: ModelShape, plan: Candidate, seq_len: int, b: int) -> tuple[float, float]:
@@ -62,5 +78,5 @@ def _in_blocks(shape: ModelShape, plan: Candidate, seq_len: int, b: int) -> tupl
     forward = max(2 * gathered, gathered + repeated + (b + 2) * places + own + _SCORES_FORWARD[b] * scores)
     sums = whole * 2 * keys * 4
     at_block = sums + 2 * repeated + 2 * plan.micro_batch * seen * 2 * keys * b + (b + 0.5) * places
-    backward = gathered + max(at_block + _SCORES_BACKWARD[b] * scores, 4 * sums if inner == 1 else 0.0)
+    backward = gathered + max(at_block + _SCORES_BACKWARD[b] * scores, 2 * sums if inner == 1 else 0.0)
     return forward, backward

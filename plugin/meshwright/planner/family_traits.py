@@ -40,7 +40,7 @@ UNKNOWN_SIZES = {
 
 # Families whose attention does not call transformers' attention interface, which context parallelism works through.
 _OWN_ATTENTION = frozenset(
-    {"bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm"}
+    {"bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "mvp", "openai-gpt", "xglm"}
 )
 _READS_ALL_HEADS = frozenset({"granite_swa"})  # whose attention cannot run on some of the heads
 

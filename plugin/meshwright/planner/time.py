@@ -11,7 +11,7 @@ from meshwright.pipeline.partition import balanced_stages, even_stages
 from meshwright.pipeline.schedule import rank_of_stage, stages_of_rank
 from meshwright.planner.breakdown import Overlap, StepTime, Work
 from meshwright.planner.candidate import Candidate, Job, Precision, rank_layers, recomputed_share, stage_layers
-from meshwright.planner.context_cost import Exchange, attends_twice, exchanges, score_bytes
+from meshwright.planner.context_cost import Exchange, attends_twice, block_bytes, exchanges
 from meshwright.planner.devices import matmul_peak
 from meshwright.planner.hardware import Cluster, Coefficients
 from meshwright.planner.shapes import ModelShape
@@ -122,9 +122,9 @@ class StepModel:
         # Weights are cast once per step and the casts are kept, so only the casts of inputs count.
         elementwise += k.elementwise * _CAST_BYTES[precision] * rows * (2 * h + q + f) / self.memory_rate
         reduce = 2 * self.ring(job.activation_bytes * rows * h, t, 1)
-        in_ring = [k.elementwise * size / self.memory_rate for size in score_bytes(shape, plan, job)]
-        attended = attention + in_ring[0]
-        attended_back = (3.5 if attends_twice(shape, plan, job) else 2.5) * attention + in_ring[1]
+        in_blocks = [k.elementwise * size / self.memory_rate for size in block_bytes(shape, plan, job)]
+        attended = attention + in_blocks[0]
+        attended_back = (3.5 if attends_twice(shape, plan, job) else 2.5) * attention + in_blocks[1]
         sent, sent_back = exchanges(
             shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes, own_runtime=job.own_runtime
         )

@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright.parallel import collectives
 from meshwright.parallel import mean_over_ranks as mean
 from meshwright.parallel.chunked_head_loss import ChunkedHeadLoss
-from meshwright.parallel.column_projections import ColumnProjections
 from meshwright.parallel.cross_entropy import VocabParallelCrossEntropy
 from meshwright.spmd.rules import makes_width, reduces_width, result_of
 from meshwright.spmd.types import Kind, Typed, TypeMismatch
@@ -122,8 +121,6 @@ class TypeMode(TorchFunctionMode):
                 (mean._ReplaceValue, self._global_value),
             ):
                 stack.enter_context(mock.patch.object(owner, "apply", _declared(owner.apply, apply)))
-            # The projections then read the gathered input and their weights by operations of known types.
-            stack.enter_context(mock.patch.object(ColumnProjections, "can_enter", lambda *_: False))
             stack.enter_context(self)
             try:
                 yield self

@@ -69,9 +69,12 @@ def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, 
         raise PlanError(f"--stage {stage}: {plan.label} has no pipeline stages; leave --stage out")
     count = min(plan.accumulation, MICRO_BATCHES)
     plan = Candidate(**{**vars(plan), "accumulation": count})
-    trace = trace_step(model, ParallelPlan(**runnable_fields(plan)), rows=plan.micro_batch * count, length=job.seq_len)
+    rows_per_step, config = plan.micro_batch * count, ToDistributedConfig(gather_logits=job.logits == "gathered")
+    trace = trace_step(
+        model, ParallelPlan(**runnable_fields(plan)), rows=rows_per_step, length=job.seq_len, config=config
+    )
     sizes = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes}
-    held = footprint(shape, plan, cpu=True, **sizes)
+    held = footprint(shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=True, logits=job.logits)
     rows: list[tuple[str, ...]] = [("bytes of rank 0", "estimated", "traced", "ratio")]
     for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
         if name != "activations" or count == 1:

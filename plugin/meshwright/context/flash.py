@@ -1,0 +1,185 @@
+"""Causal attention by torch's flash kernels, over keys that other ranks hold.
+
+Each block runs in one kernel, without a mask. The kernel also gives the logarithm of the sum of exponentials of each
+query's scores, by which the results of blocks are merged. In backward a block's kernel is given the result and the
+logarithm over all keys, so that it finds the gradients of the whole attention without running forward again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwright.context.causal_blocks import CausalBlock, Documents, causal_blocks
+from meshwright.context.key_exchange import KeyExchange, WholeKeys
+from meshwright.parallel.sequence_parts import Run
+
+_WIDEST = 256  # channels of a head, on CUDA
+_ALIGNED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashCall:
+    """One attention, with everything but queries, keys and values.
+
+    Args:
+        keys: how this rank's queries meet all keys.
+        runs: where this rank's queries lie in the sequence.
+        documents: where the documents of each row start.
+        scale: the factor of the scores.
+    """
+
+    keys: KeyExchange
+    runs: tuple[Run, ...]
+    documents: Documents
+    scale: float
+
+    def blocks(self, keys: tuple[Run, ...]) -> list[CausalBlock]:
+        """Return the blocks that this rank's queries share with keys of some runs."""
+        return _blocks(self.documents, self.runs, keys)
+
+
+_blocks = functools.lru_cache(maxsize=64)(causal_blocks)  # all layers of a pass have the same
+
+
+def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention of this rank's queries over the whole sequence, ``[B, queries, heads, d]``.
+
+    Args:
+        call: the attention.
+        q: this rank's queries, ``[B, heads, queries, d]``.
+        k: its keys, ``[B, key heads, keys, d]``.
+        v: its values.
+    """
+    result: Tensor = _Flash.apply(call, q, k, v)
+    return result
+
+
+def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the device has kernels for these tensors that find what plain operations find."""
+    device, dtype, width = q.device, q.dtype, q.shape[-1]
+    if not (k.dtype == v.dtype == dtype and k.shape[-1] == v.shape[-1] == width):
+        return False
+    if device.type == "cuda":
+        half = dtype in (torch.float16, torch.bfloat16)
+        return half and width % _ALIGNED == 0 and width <= _WIDEST and _is_right(device, dtype)
+    return device.type == "cpu" and _is_right(device, dtype)
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        rows, heads, length, width = q.shape
+        # In memory, a token's heads are neighbours, so that the output projection reads what is kept for backward.
+        output = torch.empty(rows, length, heads, width, dtype=dtype, device=q.device).transpose(1, 2)
+        total = torch.empty(rows, heads, length, dtype=dtype, device=q.device)
+        for runs, keys, values in call.keys.round(k, v):
+            for block in call.blocks(runs):
+                own = block.rows, slice(None), block.queries
+                at = block.rows, slice(None), block.keys
+                new, sums = _forward(q[own], keys[at], values[at], block.is_causal, call.scale)
+                if not block.is_causal:  # else these are the first keys that the queries meet
+                    before = total[own]
+                    share = torch.sigmoid(sums - before)[..., None]
+                    new = output[own].lerp(new.to(dtype), share)
+                    sums = torch.logaddexp(before, sums)
+                output[own], total[own] = new, sums
+        result = output.to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, result, total)
+        return result.transpose(1, 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        call = ctx.call
+        q, k, v, output, total = ctx.saved_tensors
+        grad, dtype = grad.transpose(1, 2), total.dtype
+        d_q = torch.empty_like(q, dtype=dtype)
+        sums = call.keys.gradients(k, v, dtype)
+        for runs, keys, values in call.keys.round(k, v):
+            d_k, d_v = sums.of_block()
+            for block in call.blocks(runs):
+                own = block.rows, slice(None), block.queries
+                at = block.rows, slice(None), block.keys
+                found = _backward(
+                    grad[own], q[own], keys[at], values[at], output[own], total[own], block.is_causal, call.scale
+                )
+                if block.is_causal:
+                    d_q[own] = found[0]
+                else:
+                    d_q[own] += found[0]
+                d_k[at] += found[1]
+                d_v[at] += found[2]
+            sums.pass_on()
+        d_k, d_v = sums.own()
+        return None, d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return a block's result ``[B, heads, queries, d]``, and the logarithms of its sums ``[B, heads, queries]``."""
+    if q.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    return found[0], found[1]
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, sums: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a block's queries, keys and values, given the results over all keys."""
+    sums = sums.contiguous()
+    if q.device.type == "cpu":
+        d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, output, sums, 0.0, is_causal, scale=scale
+        )
+        return d_q, d_k, d_v
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+    d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, output, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale
+    )
+    return d_q, d_k, d_v
+
+
+@functools.cache
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device's kernels find what plain operations find, on two blocks of random values."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return True  # a trace for a GPU that is not here
+    outside_of_the_pass = _disable_current_modes(), torch.inference_mode(False), torch.enable_grad()
+    with contextlib.ExitStack() as stack:
+        for context in (*outside_of_the_pass, torch.autocast(device.type, enabled=False)):
+            stack.enter_context(context)
+        try:
+            return _equals_plain_operations(device, dtype)
+        except (RuntimeError, AttributeError, TypeError):  # this version of torch has no such kernel
+            return False
+
+
+def _equals_plain_operations(device: torch.device, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 4, 32, 8), (1, 2, 32, 8), (1, 2, 32, 8), (1, 32, 4, 8)
+    q, k, v, grad = (torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes)
+    scale, runs = 0.4, (Run(0, 16), Run(16, 16))
+    call = FlashCall(keys=WholeKeys(None), runs=runs, documents=((0,),), scale=scale)
+    output = flash_attention(call, q, k, v)
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    key, value = (x.repeat_interleave(2, 1) for x in wide[1:])
+    hidden = torch.ones(32, 32, dtype=torch.bool, device=device).triu(1)
+    scores = (scale * wide[0] @ key.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
+    expected = (scores.softmax(-1) @ value).transpose(1, 2)
+    found = (output, *torch.autograd.grad(output, (q, k, v), grad))
+    wanted = (expected, *torch.autograd.grad(expected, wide, grad.float()))
+    # Values of about 1, in float32 or of 8 bits.
+    tolerance = 1e-4 if dtype.itemsize > 2 else 5e-2
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.allclose(x.float(), y, atol=tolerance, rtol=tolerance) for x, y in pairs)
