@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwright.choose.plan_file import runnable_fields
-from meshwright.config import ParallelPlan
+from meshwright.config import ParallelPlan, ToDistributedConfig
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate, Job
 from meshwright.planner.expected_traffic import step_traffic
@@ -93,7 +93,8 @@ def _of_stage(model: Any, shape: ModelShape, plan: Candidate, job: Job, stage: i
         raise PlanError(f"--stage {stage}: {plan.label} has the stages 0 to {plan.pp - 1}")
     rank, rows = stage * plan.data_ranks * plan.tp, plan.micro_batch * count
     run = ParallelPlan(**runnable_fields(plan))
-    trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank)
+    config = ToDistributedConfig(gather_logits=job.logits == "gathered")
+    trace = trace_step(model, run, rows=rows, length=job.seq_len, rank=rank, config=config)
     held = stage_memory(shape, plan, dataclasses.replace(job, on_cpu=True), stage)
     sizes = [
         (f"bytes of rank {rank}", "estimated", "traced", "ratio"),
