@@ -101,6 +101,7 @@ def test_signatures() -> None:
         "gradient_accumulation_steps",
         "recompute",
         "recomputed_layers",
+        "reduce_dtype",
         "dtype",
     ]
     for configuration in (mw.ParallelPlan, mw.ToDistributedConfig, mw.ShardingPlan, mw.ParallelDims):

@@ -1,4 +1,4 @@
-"""Writes docs/context_families.md from the results of sweeps; a test compares the page with the planner's tables.
+"""Writes docs/families_context.md from the results of sweeps; a test compares the page with the planner's tables.
 
 python -m benchmarks.families.context_page cp2.jsonl cp4.jsonl
 """
@@ -20,7 +20,7 @@ from benchmarks.families.one_device import ROWS
 from benchmarks.families.parity import TOLERANCE
 from meshwright.context.methods import METHODS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "context_families.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families_context.md"
 REFUSED = "refused"
 
 

@@ -24,6 +24,8 @@ DRY = {
 PARSED_ONLY = {
     "benchmarks": "takes minutes, and a quiet machine",
     "benchmarks.compiled_layers": "takes minutes, and a quiet machine; tests/distribute/test_compile.py counts graphs",
+    "benchmarks.families.context": "takes minutes; tests/context/test_context.py trains families under every method",
+    "benchmarks.families.context_page": "reads what a sweep of minutes has written",
     "benchmarks.families.static": "takes minutes; tests/spmd/test_spmd.py checks families in the same way",
     "benchmarks.families.stages": "takes minutes; tests/pipeline/test_pipeline.py trains three families",
     "benchmarks.families.stages_page": "reads what a sweep of minutes has written",

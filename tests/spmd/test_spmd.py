@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str, st
         "only its own part",
     ),
     "a block's input is not gathered": (
-        llama, patch(SequenceSharding, "gather", lambda self, x: x), "tp2+sp", "q_proj", "its own input only",
+        llama, patch(SequenceSharding, "gather", lambda self, x, *_: x), "tp2+sp", "q_proj", "its own input only",
     ),
     "the head's input does not sum its gradients": (
         llama, patch(VocabParallelHead, "__init__", lambda self, head, *_: None), "tp2", "lm_head", "nothing sums it",

@@ -155,7 +155,8 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device's kernels find what plain operations find, on two blocks of random values."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return True  # a trace for a GPU that is not here
-    outside_of_the_pass = _disable_current_modes(), torch.inference_mode(False), torch.enable_grad()
+    own_tensors = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # checkpointing counts what its layer saves
+    outside_of_the_pass = _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), own_tensors
     with contextlib.ExitStack() as stack:
         for context in (*outside_of_the_pass, torch.autocast(device.type, enabled=False)):
             stack.enter_context(context)
@@ -163,6 +164,10 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
             return _equals_plain_operations(device, dtype)
         except (RuntimeError, AttributeError, TypeError):  # this version of torch has no such kernel
             return False
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _equals_plain_operations(device: torch.device, dtype: torch.dtype) -> bool:
