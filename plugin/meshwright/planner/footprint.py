@@ -206,8 +206,14 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             # A layer's activations are freed as its gradients arrive, first those of the MLP.
             left = 1 - arrived[layer] / counts[layer]
             of_mlp, of_attention = max(0.0, 2 * left - 1), min(1.0, 2 * left)
-            rest += micro.held_below(layer) + of_attention * saved.attention + of_mlp * (saved.layer - saved.attention)
-            rest += (mlp if left > 0.5 else attention) + (saved.arguments if recomputed else 0)
+            of_mlp *= saved.layer - saved.attention
+            rest += micro.held_below(layer) + of_attention * saved.attention + (saved.arguments if recomputed else 0)
+            if left <= 0.5:
+                rest += attention + of_mlp
+            elif layer < recomputed:  # what was recomputed is free once it is read, and the norm reads it last
+                rest += max(norm, of_mlp + n * b * (2 * shape.ffn / plan.tp + shape.hidden))
+            else:
+                rest += mlp + of_mlp
             rest += gathered.layers if layer else gathered.layers / 2
         elif layer == shape.layers:
             rest += micro.held_below(layer) + gathered.head
@@ -253,13 +259,19 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
         held += flat
         # The sum over tp holds partial gradients twice: as whole parameters, and joined into one tensor.
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
-        if (sent := sizes[number] * plan.sent_bytes(wide)) != flat:  # a copy travels
-            most = max(most, held + sent)
-            held += sent - flat
+        sent = sizes[number] * plan.sent_bytes(wide)
+        copied = sent if sent != flat else 0  # a copy travels, and what was copied is free when the copy is under way;
+        # under ZeRO-3 it is free before the copy arrives, as traces show
+        held += copied
+        most = max(most, held)
+        if copied and is_gathered:
+            held -= flat
         if is_sharded:
             # gloo receives into its own buffer, and frees the tensor that it has sent.
             most = max(most, held + flat / plan.data_ranks + (sent if cpu else 0))
             held += flat / plan.data_ranks - raw
+        if copied and not is_gathered:
+            held -= flat
         most = max(most, held)
         if number >= in_flight:
             finish(number - in_flight)
