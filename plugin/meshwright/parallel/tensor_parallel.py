@@ -286,19 +286,20 @@ def refuse_second_activations(module: nn.Module, args: tuple[Any, ...], kwargs: 
     if not torch.is_grad_enabled():
         return
     hidden, _ = hidden_states(args, kwargs)
-
-    def has_gradient(value: Any) -> bool:
-        if isinstance(value, Tensor):
-            return value.requires_grad and value is not hidden
-        return isinstance(value, list | tuple) and any(has_gradient(x) for x in value if isinstance(x, Tensor))
-
-    if any(map(has_gradient, args)) or any(map(has_gradient, kwargs.values())):
+    if any(_has_gradient(x, hidden) for x in args) or any(_has_gradient(x, hidden) for x in kwargs.values()):
         named = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
         raise PlanError(
-            f"{type(module).__name__} is given {', '.join(n for n, value in named.items() if has_gradient(value))} "
+            f"{type(module).__name__} is given {', '.join(n for n, x in named.items() if _has_gradient(x, hidden))} "
             "beside its hidden states, and this input requires a gradient. Under tensor parallelism each rank would "
             "have only a part of that gradient. Use ParallelPlan(tp=1)"
         )
+
+
+def _has_gradient(value: Any, hidden: Tensor) -> bool:
+    # Not a function inside its caller: one that calls itself would hold the hidden states until a garbage collection.
+    if isinstance(value, Tensor):
+        return value.requires_grad and value is not hidden
+    return isinstance(value, list | tuple) and any(_has_gradient(x, hidden) for x in value if isinstance(x, Tensor))
 
 
 class _WideNorm:
