@@ -18,6 +18,9 @@ from benchmarks.workload import Workload
 
 WARM_UP_STEPS = 3
 TOLERANCE = 1e-4  # relative; float32 sums in another order stay well below it over the warm-up
+# torch's own norm of one process, in float32 on CPU, is off by 2e-4 here (by up to 1e-3 on larger tensors). Gradients
+# that are averaged or summed wrongly are off by a factor.
+NORM_TOLERANCE = 1e-3
 
 
 class WrongAnswerError(RuntimeError):
@@ -94,9 +97,10 @@ def check(name: str, steps: Sequence[Sequence[Turn]], expected: Sequence[Sequenc
     """
     for number, (turns, of_one) in enumerate(zip(steps, expected, strict=True)):
         one = of_one[0]
-        figures = [("loss", fmean(turn.loss for turn in turns), one.loss)]
+        figures = [("loss", fmean(turn.loss for turn in turns), one.loss, TOLERANCE)]
         if one.norm is not None:
-            figures += [("gradient norm", turn.norm, one.norm) for turn in turns if turn.norm is not None]
-        for figure, found, wanted in figures:
-            if not abs(found - wanted) <= TOLERANCE * abs(wanted):
+            norms = [turn.norm for turn in turns if turn.norm is not None]
+            figures += [("gradient norm", norm, one.norm, NORM_TOLERANCE) for norm in norms]
+        for figure, found, wanted, tolerance in figures:
+            if not abs(found - wanted) <= tolerance * abs(wanted):
                 raise WrongAnswerError(f"{name}: {figure} {found:.6f} in step {number}, not {wanted:.6f}")
