@@ -7,17 +7,14 @@ python -m benchmarks.families.context_page cp2.jsonl cp4.jsonl
 
 Losses, norms and every gradient of plain, packed and padded rows are compared in float64. The tolerance is 1e-10 of a
 tensor's largest value: only the order of sums differs, by about 1e-16 per sum. A family that a method refuses is listed
-with the reason. With ``--results`` each result is appended to a file at once, and results that the file holds are not
-computed again, so a run that was stopped goes on. Exits with status 1 if a family differs.
+with the reason. Exits with status 1 if a family differs. With ``--results FILE`` a sweep that was interrupted goes on
+where it ended.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 import warnings
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -29,56 +26,19 @@ from rich.progress import track
 from torch import nn
 
 import meshwright as mw
+from benchmarks.families.kept_results import KeptResults
 from benchmarks.families.models import DENSE, build, model_types
-from benchmarks.families.one_device import largest_differences, own_groups
+from benchmarks.families.one_device import TIMEOUT, largest_differences
 from benchmarks.families.parity import TOLERANCE
 from meshwright.context.methods import METHODS
 from meshwright.mesh.process_group import start_process_group, world_size
 
-TIMEOUT = 600.0  # seconds that a rank waits for another; a busy machine runs one of them much later
+Differences = dict[str, float]  # for each kind of rows, the largest relative difference from one device
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextRecord:
-    """The result of a family under one plan.
-
-    Args:
-        family: the family.
-        cp: the number of ranks that share each row.
-        method: the method of context parallelism.
-        differences: for each kind of rows, the largest relative difference from one device.
-        refusal: why the plan is refused; None if it is not.
-    """
-
-    family: str
-    cp: int
-    method: str
-    differences: dict[str, float] = field(default_factory=dict)
-    refusal: str | None = None
-
-    @property
-    def key(self) -> tuple[str, int, str]:
-        return self.family, self.cp, self.method
-
-    @property
-    def differs(self) -> bool:
-        return any(not off <= TOLERANCE for off in self.differences.values())
-
-
-def read(path: Path) -> list[ContextRecord]:
-    """Return the results that a file holds."""
-    return [ContextRecord(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def check(family: str, method: str) -> ContextRecord:
+def differences(family: str, method: str) -> Differences:
     """Compare a family with one device; every rank must make the call, and only rank 0 compares."""
-    record = ContextRecord(family=family, cp=world_size(), method=method)
-    try:
-        with own_groups():
-            found = largest_differences(partial(build, family), partial(_plan_for, method=method))
-    except mw.PlanError as error:
-        return dataclasses.replace(record, refusal=str(error))
-    return dataclasses.replace(record, differences=found)
+    return largest_differences(partial(build, family), partial(_plan_for, method=method))
 
 
 def _plan_for(_: nn.Module, method: str) -> mw.ParallelPlan:
@@ -95,27 +55,22 @@ def main(
 ) -> None:
     """Compare every dense decoder under context parallelism with itself on one device; torchrun starts this program."""
     warnings.filterwarnings("ignore")
-    records = read(results) if results else []
     start_process_group(torch.device("cpu"), TIMEOUT)
-    dist.barrier()  # no rank reads the file after the first one has added to it
     is_first = dist.get_rank() == 0
     families = only or sorted(DENSE.keys() & set(model_types()))
     methods = method or [name for name in METHODS if name != "hybrid" or world_size() >= 4]
-    done = {record.key for record in records}
-    wanted = [(family, name) for family in families for name in methods if (family, world_size(), name) not in done]
-    for family, name in track(wanted, "programs", disable=not (is_first and sys.stderr.isatty())):
-        record = check(family, name)
-        records.append(record)
-        if results and is_first:
-            with results.open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-    differ = [record for record in records if record.differs]
+    kept = KeptResults[Differences](results)
+    programs = [(family, name) for family in families for name in methods]
+    for family, name in track(programs, "programs", disable=not (is_first and sys.stderr.isatty())):
+        kept.of(f"{family} {name} cp{world_size()}", partial(differences, family, name))
+    refused = {program: found for program, found in kept.results.items() if isinstance(found, str)}
+    compared = {program: found for program, found in kept.results.items() if not isinstance(found, str)}
+    differ = {program: found for program, found in compared.items() if max(found.values()) > TOLERANCE}
     if is_first:
-        exact = sum(off <= TOLERANCE for record in records for off in record.differences.values())
-        refused = [record for record in records if record.refusal]
+        exact = sum(off <= TOLERANCE for found in compared.values() for off in found.values())
         print(f"{exact} programs are exact, {len(differ)} differ, {len(refused)} families x methods are refused")
-        for record in (*differ, *refused):
-            print(f"{record.family}, {record.method}: {record.refusal or record.differences}")
+        for program, found in (*differ.items(), *refused.items()):
+            print(f"{program}: {found}")
     raise typer.Exit(1 if is_first and differ else 0)
 
 

@@ -27,9 +27,9 @@ import typer
 from torch import Tensor
 
 import meshwright as mw
-from benchmarks.families.kept_results import KeptResults, Result
-from benchmarks.families.one_device import own_groups
-from benchmarks.families.stages import TIMEOUT, build_deeper
+from benchmarks.families.kept_results import KeptResults
+from benchmarks.families.one_device import TIMEOUT
+from benchmarks.families.stages import build_deeper
 from meshwright.mesh.process_group import start_process_group, world_size
 from meshwright.pipeline.schedule import SCHEDULES
 from meshwright.verification.float64_modules import in_float64, relative_difference
@@ -116,13 +116,9 @@ def plan_of(label: str, schedule: str) -> mw.ParallelPlan:
     return mw.ParallelPlan(pp=2, schedule=schedule, gradient_accumulation_steps=4, **PLANS[label])  # type: ignore[arg-type]
 
 
-def result_of(family: str, plan: mw.ParallelPlan, steps: int, dtype: torch.dtype) -> Result:
-    """Return the largest difference from one process, or why the plan is refused; every rank must make the call."""
-    try:
-        with own_groups():
-            actual = train(family, plan, steps, dtype)
-    except mw.PlanError as error:
-        return str(error)
+def difference(family: str, plan: mw.ParallelPlan, steps: int, dtype: torch.dtype) -> float:
+    """Return the largest difference from one process, on rank 0; every rank must make the call."""
+    actual = train(family, plan, steps, dtype)
     if dist.get_rank() > 0:
         return 0.0
     return actual.largest_difference(_on_one_process(family, steps, dtype), dtype)
@@ -150,13 +146,13 @@ def main(
     is_first = dist.get_rank() == 0
     dtype = torch.float32 if float32 else torch.float64
     plans = plan or [label for label in PLANS if plan_of(label, "1f1b").world_size == world_size()]
-    kept, programs, equal = KeptResults(results), 0, 0
+    kept, programs, equal = KeptResults[float](results), 0, 0
     for family in only or FAMILIES:
         largest = 0.0
         for label in plans:
             for name in schedule or SCHEDULES:
                 program = f"{family}, {label}, {name}, {steps} steps, {dtype}"
-                result = kept.of(program, partial(result_of, family, plan_of(label, name), steps, dtype))
+                result = kept.of(program, partial(difference, family, plan_of(label, name), steps, dtype))
                 programs += 1
                 if isinstance(result, str) or not result <= TOLERANCES[dtype]:
                     words = f"refused: {result}" if isinstance(result, str) else f"differs by {result:.1e}"

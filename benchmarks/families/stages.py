@@ -25,16 +25,15 @@ from rich.progress import track
 from torch import nn
 
 import meshwright as mw
-from benchmarks.families.kept_results import KeptResults, Result
+from benchmarks.families.kept_results import KeptResults
 from benchmarks.families.models import DENSE, build, model_types
-from benchmarks.families.one_device import ROWS, largest_difference, own_groups
+from benchmarks.families.one_device import ROWS, TIMEOUT, largest_difference
 from benchmarks.families.parity import TOLERANCE
 from meshwright.mesh.process_group import start_process_group, world_size
 from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 
 LAYERS = 4
-TIMEOUT = 600.0  # seconds that a rank waits for another; a busy machine runs one of them much later
 _OTHER_NAMES = ("n_layers", "num_layers", "decoder_layers")  # of the number of layers, in a family's tiny config
 
 
@@ -69,15 +68,11 @@ def plan_for_stages(model: nn.Module, schedule: str, method: str | None = None) 
     )  # fmt: skip
 
 
-def result_of(family: str, kind: str, schedule: str, method: str | None) -> Result:
-    """Return the largest relative difference from one device, or why the plan is refused; every rank must call it."""
-    try:
-        with own_groups():
-            return largest_difference(
-                partial(build_deeper, family), partial(plan_for_stages, schedule=schedule, method=method), kind
-            )
-    except mw.PlanError as error:
-        return str(error)
+def difference(family: str, kind: str, schedule: str, method: str | None) -> float:
+    """Return the largest relative difference from one device; every rank must make the call."""
+    return largest_difference(
+        partial(build_deeper, family), partial(plan_for_stages, schedule=schedule, method=method), kind
+    )
 
 
 def main(
@@ -95,11 +90,11 @@ def main(
     start_process_group(torch.device("cpu"), TIMEOUT)
     is_first = dist.get_rank() == 0
     families = only or sorted(DENSE.keys() & set(model_types()))
-    kept, exact, others = KeptResults(results), 0, []
+    kept, exact, others = KeptResults[float](results), 0, []
     for family in track(families, "families", disable=not (is_first and sys.stderr.isatty())):
         for kind in ROWS:
             name = " ".join(filter(None, (family, kind, schedule, method, f"ranks={world_size()}")))
-            result = kept.of(name, partial(result_of, family, kind, schedule, method))
+            result = kept.of(name, partial(difference, family, kind, schedule, method))
             if isinstance(result, str):
                 others.append(f"{family}, {kind}: refused: {result}")
             elif result > TOLERANCE:

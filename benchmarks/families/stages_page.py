@@ -7,7 +7,7 @@ python -m benchmarks.families.stages_page stages.jsonl
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,8 @@ import torch
 import transformers
 import typer
 
-from benchmarks.families.kept_results import Result
+from benchmarks.families.kept_results import read
+from benchmarks.families.markdown import paragraph, table
 from benchmarks.families.models import DENSE
 from benchmarks.families.one_device import ROWS
 from benchmarks.families.page import verdict
@@ -25,7 +26,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "families_pipeline.md"
 STAGES = (2, 4)
 
 
-def render(found: dict[str, Result]) -> str:
+def render(found: Mapping[str, float | str]) -> str:
     """Return the page's text, given the result of each program of a sweep."""
     families = sorted(family for family in DENSE if any(name.split()[0] == family for name in found))
     rows = [[_cell(found, family, kind, size) for size in STAGES for kind in ROWS] for family in families]
@@ -33,11 +34,13 @@ def render(found: dict[str, Result]) -> str:
     lines = [
         "# Families over pipeline stages",
         "",
-        f"{exact} of {len(rows) * len(STAGES) * len(ROWS)} programs equal one device: models of four layers with "
-        "random weights, cut into 2 and 4 stages under 1f1b with two micro-batches, in float64, with transformers "
-        f"{transformers.__version__} and torch {torch.__version__}. The loss, the norm and the gradient of every "
-        f"parameter differ by at most {TOLERANCE:g} of a tensor's largest value. A packed row has two documents, and "
-        "padded rows have padding on either side. The page is written by:",
+        paragraph(
+            f"{exact} of {len(rows) * len(STAGES) * len(ROWS)} programs equal one device: models of four layers with "
+            "random weights, cut into 2 and 4 stages under 1f1b with two micro-batches, in float64, with transformers "
+            f"{transformers.__version__} and torch {torch.__version__}. The loss, the norm and the gradient of every "
+            f"parameter differ by at most {TOLERANCE:g} of a tensor's largest value. A packed row has two documents, "
+            "and padded rows have padding on either side. The page is written by:"
+        ),
         "",
         "```bash",
         "torchrun --nproc-per-node 2 -m benchmarks.families.stages --results stages.jsonl",
@@ -45,14 +48,15 @@ def render(found: dict[str, Result]) -> str:
         "python -m benchmarks.families.stages_page stages.jsonl",
         "```",
         "",
-        f"| family | {' | '.join(f'pp{size} {kind}' for size in STAGES for kind in ROWS)} |",
-        f"|{'---|' * (1 + len(STAGES) * len(ROWS))}",
-        *(f"| {family} | {' | '.join(cells)} |" for family, cells in zip(families, rows, strict=True)),
+        *table(
+            ["family", *(f"pp{size} {kind}" for size in STAGES for kind in ROWS)],
+            ([family, *cells] for family, cells in zip(families, rows, strict=True)),
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _cell(found: dict[str, Result], family: str, kind: str, size: int) -> str:
+def _cell(found: Mapping[str, float | str], family: str, kind: str, size: int) -> str:
     result = found.get(f"{family} {kind} 1f1b ranks={size}")
     if isinstance(result, str):
         return f"refused: {result.split('. Use')[0].replace('|', '/')}"
@@ -64,10 +68,7 @@ def main(
     output: Annotated[Path, typer.Option(help="the page to write")] = PAGE,
 ) -> None:
     """Write the page of the families over pipeline stages."""
-    found: dict[str, Result] = {}
-    for path in results:
-        for line in path.read_text().splitlines():
-            found |= json.loads(line)
+    found = read(results)
     output.write_text(render(found))
     print(f"{len(found)} results: {output}")
 
