@@ -109,8 +109,8 @@ def _times(turn: Turn) -> Times:
 def row(name: str, ours: list[Times], other: list[Times], goal: float) -> str:
     """Return a line: the median seconds, and the medians of ours / other within a round with their 95 % intervals."""
     seconds = [f"{statistics.median(times.wall for times in side):.3f}" for side in (ours, other)]
-    of_wall = Ratio.of([a.wall / b.wall for a, b in zip(ours, other, strict=True)])
-    of_cpu = Ratio.of([a.cpu / b.cpu for a, b in zip(ours, other, strict=True)])
+    of_wall = Ratio.paired([times.wall for times in ours], [times.wall for times in other])
+    of_cpu = Ratio.paired([times.cpu for times in ours], [times.cpu for times in other])
     return f"| {' | '.join([name, *seconds, str(of_wall), str(of_cpu), f'<= {goal:.2f}'])} |"
 
 

@@ -75,6 +75,7 @@ def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], 
         f"{contest}: ratios", caption, ["rounds", "of wall time", "goal", "of CPU time", "clips"], box.MARKDOWN
     )
     clips = {entry.name: entry.clips for entry in entries}
+    who = "ours" if comparisons[0].base != ONE_PROCESS else ONE_PROCESS
     for found in comparisons:
         goal = TIME_GOALS.get((found.base, found.other))
         reached = "" if goal is None else f"<= {goal:.2f}, {'met' if found.wall.high <= goal else 'missed'}"
@@ -85,7 +86,7 @@ def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], 
             str(found.wall),
             reached,
             str(found.cpu),
-            "both" if clips[found.base] and clips[found.other] else "ours only",
+            "both" if clips[found.base] and clips[found.other] else f"{who} only",
         )
     _show(table, [])
 

@@ -85,9 +85,11 @@ def test_the_share_of_a_clip_is_taken_within_its_step() -> None:
     assert Standing.within([], "a") is None
 
 
-def test_compared_without_ours() -> None:
+def test_compared_without_ours(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = rounds_of({ONE_PROCESS: 1, STOCK_TP: 2})
     assert [(x.base, x.other) for x in compared(rounds, [ONE_PROCESS, STOCK_TP])] == [(ONE_PROCESS, STOCK_TP)]
+    print_time("tp", rounds, [entry for entry in CONTESTS["tp"] if entry.name in (ONE_PROCESS, STOCK_TP)], [])
+    assert f"{ONE_PROCESS} only |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("last", "verdict"), [(0.60, "met"), (0.61, "missed")])
