@@ -35,7 +35,7 @@ help:
 	@echo 'make test-oldest   a subset with the oldest torch, transformers and accelerate, in .venv-oldest (5 GB)'
 	@echo 'make lint          style, types, which package may import which, and whether the docs build'
 	@echo 'make docs          build the documentation into site/, without network'
-	@echo 'make bench         step times beside transformers TP, DeepSpeed and DDP, with intervals; 20 minutes'
+	@echo 'make bench         step times beside transformers TP, DeepSpeed and DDP, with intervals; 20 to 25 minutes'
 	@echo 'make bench-data    what the mesh-aware loader costs against a plain DataLoader'
 	@echo 'make bench-checkpoints  what digests cost, how long a save stops training, and torch DCP and accelerate'
 	@echo 'make bench-context context parallelism: DeepSpeed Ulysses, weak scaling, balanced rows'
