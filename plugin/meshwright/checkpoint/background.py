@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.checkpoint.host_memory import HostMemory
+from meshwright.compiling import without_compilation
 from meshwright.faults.together import Meeting
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,10 @@ class Background:
 
     @staticmethod
     def of(model: nn.Module) -> Background:
-        """Return the background saves of a model."""
+        """Return the background saves of a model, compiled or not."""
         if not _OF_MODELS:
             atexit.register(_fail_at_exit)
-        return _OF_MODELS.setdefault(model, Background())
+        return _OF_MODELS.setdefault(without_compilation(model), Background())
 
     def start(self, save: Job) -> None:
         """Write a save in a thread, once the one before is complete; every rank makes the call."""
@@ -127,7 +128,7 @@ def wait_for_checkpoints(model: nn.Module) -> None:
     """Wait until a checkpoint of a model that is saved asynchronously is complete; every rank makes the call.
 
     Args:
-        model: the model that was passed to ``save_checkpoint``.
+        model: the model that was passed to ``save_checkpoint``, compiled or not.
 
     Raises:
         Exception: on every rank, the error of the save if it failed.

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import disk
-from meshwright.checkpoint.part_files import digest, read_exactly, reading
+from meshwright.checkpoint.part_files import digest
+from meshwright.checkpoint.read_files import read_exactly, reading
 from meshwright.checkpoint.untrusted_json import MAX_BYTES, parse_json
 from meshwright.errors import CheckpointError
 

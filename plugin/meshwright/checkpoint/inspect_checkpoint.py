@@ -14,17 +14,9 @@ from meshwright.checkpoint.folders import foreign_files
 from meshwright.checkpoint.manifest import NAME, Manifest
 from meshwright.checkpoint.opened import uncovered
 from meshwright.checkpoint.optimizer_manifest import is_encoded, master_key, state_key
-from meshwright.checkpoint.part_files import (
-    CHUNK,
-    FileRecord,
-    PartIndex,
-    check_header,
-    digest,
-    file_names,
-    read_into,
-    reading,
-)
+from meshwright.checkpoint.part_files import CHUNK, FileRecord, PartIndex, check_header, digest, file_names
 from meshwright.checkpoint.random_state import check_random_state
+from meshwright.checkpoint.read_files import read_into, reading
 from meshwright.checkpoint.regions import numel
 from meshwright.checkpoint.run_state import optimizer_manifest
 from meshwright.checkpoint.safetensors_file import memory_of, read_header

@@ -74,8 +74,8 @@ def miscovered(blocks: list[Block], total: int) -> str | None:
 
 def _miscovered_by_many(blocks: list[Block], total: int) -> str | None:
     ends = torch.tensor([0, total])
-    starts, order = torch.cat([*(b.whole + torch.arange(b.count) * b.whole_stride for b in blocks), ends[:0]]).sort()
-    stops = starts + torch.cat([*(torch.full((b.count,), b.length) for b in blocks), ends[:0]])[order]
+    starts, order = torch.cat([b.whole + torch.arange(b.count) * b.whole_stride for b in blocks]).sort()
+    stops = starts + torch.cat([torch.full((b.count,), b.length) for b in blocks])[order]
     expected, found = torch.cat([ends[:1], stops]), torch.cat([starts, ends[1:]])
     if not (wrong := (expected != found).nonzero()).numel():
         return None

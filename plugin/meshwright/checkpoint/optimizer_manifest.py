@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.part_files import read_json
+from meshwright.checkpoint.read_files import read_json
 from meshwright.errors import CheckpointError
 
 NAME = "optimizer.json"

@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from meshwright.checkpoint import disk
+from meshwright.checkpoint.read_files import read_exactly, read_into, reading
 from meshwright.checkpoint.regions import Block, numel, packed
 from meshwright.checkpoint.safetensors_file import MAX_HEADER, file_header, memory_of
 from meshwright.checkpoint.shares import copies
@@ -353,57 +352,3 @@ def _checked(path: Path, record: FileRecord, length: int) -> bytes | bytearray:
     if digest(content) != record.digest:
         raise CheckpointError(f"{path} is damaged: its first {length} bytes are not those that were saved")
     return content
-
-
-@contextlib.contextmanager
-def reading(path: Path) -> Iterator[int]:
-    """Open a file of a checkpoint, which must be an ordinary file, for reading."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    try:
-        yield descriptor
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-
-
-def read_json(path: Path, *, has_nan: bool = False) -> Any:
-    """Read a file of JSON, which must be an ordinary file.
-
-    Raises:
-        CheckpointError: if it cannot be read, is too large, or is not JSON (see ``parse_json``).
-    """
-    with reading(path) as descriptor:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise CheckpointError(f"{path} is not an ordinary file")
-        if (size := os.fstat(descriptor).st_size) > MAX_BYTES:
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes, which no such file has")
-        content = read_exactly(descriptor, path, 0, size)
-    return parse_json(content, path, has_nan=has_nan)
-
-
-def read_exactly(descriptor: int, path: Path, offset: int, length: int) -> bytearray:
-    """Read ``length`` bytes from ``offset`` on.
-
-    Raises:
-        CheckpointError: if the file ends earlier.
-    """
-    content = bytearray(length)
-    read_into(descriptor, path, offset, memoryview(content))
-    return content
-
-
-def read_into(descriptor: int, path: Path, offset: int, memory: memoryview) -> None:
-    """Fill some memory with the bytes from ``offset`` on.
-
-    Raises:
-        CheckpointError: if the file ends earlier.
-    """
-    while len(memory):
-        count = os.preadv(descriptor, [memory], offset)
-        if count == 0:
-            raise CheckpointError(f"{path} is damaged: it ends at byte {offset}, and more was saved")
-        memory, offset = memory[count:], offset + count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -160,12 +160,8 @@ def optimizer_fields(found: OptimizerParts, state: State) -> dict[str, Any]:
     Raises:
         CheckpointError: if an option is neither a number nor a text.
     """
-    described = describe_optimizer(found, state, {})
-    return {
-        field.name: getattr(described, field.name)
-        for field in fields(described)
-        if field.name not in ("weight_map", "format")
-    }
+    described = vars(describe_optimizer(found, state, {}))
+    return {name: value for name, value in described.items() if name not in ("weight_map", "format")}
 
 
 def optimizer_manifest(fields: dict[str, Any], folder: str) -> OptimizerManifest:

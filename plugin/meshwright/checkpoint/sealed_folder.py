@@ -16,7 +16,8 @@ import torch.distributed as dist
 import xxhash
 
 from meshwright.checkpoint import disk
-from meshwright.checkpoint.part_files import digest, reading
+from meshwright.checkpoint.part_files import digest
+from meshwright.checkpoint.read_files import reading
 from meshwright.checkpoint.seal import CHUNK, NAME, Seal, holds_only_what_was_sealed, sizes_in
 from meshwright.checkpoint.staging import Staging
 from meshwright.errors import CheckpointError, PeerFailedError

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.part_files import read_json
+from meshwright.checkpoint.read_files import read_json
 from meshwright.checkpoint.safetensors_file import Entry, ShardSlice, read_header, read_rows
 from meshwright.errors import CheckpointError
 from meshwright.parallel.row_layout import global_shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,60 +45,37 @@ class Context(StrEnum):
 
 
 OWN_PLAN = "A plan of your own, which is estimated instead of searching"  # the group of these options in plan's help
+_option = partial(typer.Option, rich_help_panel=OWN_PLAN)
 
-TpSize = Annotated[int | None, typer.Option(help="Tensor-parallel size (default: 1).", rich_help_panel=OWN_PLAN)]
-CpSize = Annotated[
-    int | None,
-    typer.Option(help="Context-parallel size: ranks that share each sequence (default: 1).", rich_help_panel=OWN_PLAN),
-]
+TpSize = Annotated[int | None, _option(help="Tensor-parallel size (default: 1).")]
+CpSize = Annotated[int | None, _option(help="Context-parallel size: ranks that share each sequence (default: 1).")]
 ContextMethod = Annotated[
-    Context | None,
-    typer.Option(
-        help="With --cp, method by which attention reaches the whole sequence (default: gather).",
-        rich_help_panel=OWN_PLAN,
-    ),
+    Context | None, _option(help="With --cp, method by which attention reaches the whole sequence (default: gather).")
 ]
 UlyssesSize = Annotated[
-    int | None,
-    typer.Option(
-        help="With --context hybrid, number of neighbouring ranks that exchange heads.", rich_help_panel=OWN_PLAN
-    ),
+    int | None, _option(help="With --context hybrid, number of neighbouring ranks that exchange heads.")
 ]
-PpSize = Annotated[
-    int | None,
-    typer.Option(help="Pipeline-parallel size: ranks that share the layers (default: 1).", rich_help_panel=OWN_PLAN),
-]
+PpSize = Annotated[int | None, _option(help="Pipeline-parallel size: ranks that share the layers (default: 1).")]
 PipelineSchedule = Annotated[
-    Schedule | None,
-    typer.Option(help="With --pp, the order of forwards and backwards (default: 1f1b).", rich_help_panel=OWN_PLAN),
+    Schedule | None, _option(help="With --pp, the order of forwards and backwards (default: 1f1b).")
 ]
 SequenceParallel = Annotated[
     bool | None,
-    typer.Option(
+    _option(
         "--sequence-parallel/--no-sequence-parallel",
         help="With --tp, also shard the activations between blocks over tp (default: no).",
-        rich_help_panel=OWN_PLAN,
     ),
 ]
 ZeroStage = Annotated[
     int | None,
-    typer.Option(
-        help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0).",
-        rich_help_panel=OWN_PLAN,
-    ),
+    _option(help="ZeRO stage over dp: 1 shards the optimizer state, 2 gradients too, 3 parameters too (default: 0)."),
 ]
 RecomputeKind = Annotated[
-    Recompute | None,
-    typer.Option(
-        help="What backward recomputes: no layers, or whole layers (default: none).", rich_help_panel=OWN_PLAN
-    ),
+    Recompute | None, _option(help="What backward recomputes: no layers, or whole layers (default: none).")
 ]
 RecomputedLayers = Annotated[
     int | None,
-    typer.Option(
-        help="With --recompute full, number of layers of each rank to recompute (default: all of them).",
-        rich_help_panel=OWN_PLAN,
-    ),
+    _option(help="With --recompute full, number of layers of each rank to recompute (default: all of them)."),
 ]
 
 
