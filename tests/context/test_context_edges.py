@@ -203,6 +203,22 @@ def test_other_losses_equal_one_process(kind: str, pool2: Any) -> None:
             assert relative_difference(result[name], expected[name]) <= 1e-10
 
 
+def with_kernels_on_one_rank(method: str) -> tuple[int, dict[str, Tensor]]:
+    on_first = mock.patch.object(attention, "has_flash", lambda *_: dist.get_rank() == 0)
+    with on_first, mock.patch.object(attention, "flash_attention", wraps=attention.flash_attention) as kernels:
+        found = gradients_of_other_losses(METHODS[method], "own")
+    return kernels.call_count, found
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_ranks_with_and_without_flash_kernels_share_collectives(method: str, pool2: Any) -> None:
+    (calls, found), (no_calls, _) = pool2.run(with_kernels_on_one_rank, method)
+    expected = gradients_of_other_losses(None, "own")
+    largest = max(value.abs().max() for value in expected.values())
+    assert calls > 0 == no_calls and found.keys() == expected.keys()
+    assert max((found[name] - value).abs().max() / largest for name, value in expected.items()) <= 1e-10
+
+
 def second_derivative(plan: dict[str, Any]) -> str:
     """What a penalty on a gradient says, whose gradient would lack what passed the collectives."""
     model = distributed(plan, attn_implementation="eager")

@@ -62,7 +62,11 @@ def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the device has kernels for these tensors that find what plain operations find."""
+    """Return whether the device has kernels for these tensors that find what plain operations find.
+
+    Each rank asks for itself. Ranks with different answers still make the same collectives: with and without the
+    kernels, attention brings keys and gradients by the same :class:`KeyExchange`, in the same order and dtypes.
+    """
     device, dtype, width = q.device, q.dtype, q.shape[-1]
     if not (k.dtype == v.dtype == dtype and k.shape[-1] == v.shape[-1] == width):
         return False

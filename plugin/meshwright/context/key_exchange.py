@@ -122,7 +122,7 @@ class _RingGradients:
 
     def __init__(self, axis: Axis, k: Tensor, v: Tensor, dtype: torch.dtype):
         self.axis, self.size = axis, k.shape[-1]
-        self._like = torch.cat([k, v], -1).shape, dtype, k.device
+        self._like = (*k.shape[:3], k.shape[3] + v.shape[3]), dtype, k.device
         self._arrive: Callable[[], Tensor] | None = None
 
     def of_block(self) -> tuple[Tensor, Tensor]:

@@ -205,10 +205,10 @@ def _reach_of(function: Any) -> _Reach:
     if maker != "and_masks":
         return _Reach()
     parts = [_reach_of(part) for part in inside.get("mask_functions", ())]
-    documents = next((part.documents for part in parts if part.documents is not None), None)
+    numbers = [part.documents for part in parts if part.documents is not None]
+    documents = numbers[0] if numbers else None
     remaps = any(getattr(f, "__qualname__", "").startswith("remap_") for f in inside.get("mask_functions", ()))
     is_causal = any(part.is_causal for part in parts) and (documents is not None or not remaps)
-    numbers = [part.documents for part in parts if part.documents is not None]
     is_all = all(part.is_all for part in parts) and len(numbers) <= 1
     return _Reach(is_causal=is_causal, documents=documents, is_all=is_all)
 

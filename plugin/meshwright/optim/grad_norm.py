@@ -14,6 +14,7 @@ from meshwright.parallel.collectives import Axis, all_gather
 Counted = tuple[Tensor, "Tensor | float"]
 
 _BLOCK = 256  # elements whose norm is computed in float32 on CPU
+_LEAST_SQUARES = 1e-20  # a sum of squares in which those that float32 loses, below 1e-38 each, do not count
 
 
 def global_norm(gradients: Iterable[Counted], *, norm_type: float, axes: Iterable[Axis], like: Tensor) -> Tensor:
@@ -43,30 +44,36 @@ def _power_sum(gradients: list[Counted], p: float, device: torch.device) -> Tens
     total = torch.zeros((), dtype=torch.float64, device=device)
     # By the number of copies, since a tensor of these numbers would have to be copied to the device in each step.
     for shared in sorted({copies for _, copies in whole}):
-        norms = _norms([grad for grad, own in whole if own == shared], p)
-        total = total + norms.pow(p).sum() / shared
+        total = total + _sum_of_powers([grad for grad, own in whole if own == shared], p) / shared
     for grad, copies in mixed:
         total = total + (grad.abs().double().pow(p) / copies).sum()
     return total
 
 
-def _norms(gradients: list[Tensor], p: float) -> Tensor:
-    """Return norms in float64 whose p-norm is that of all elements of the gradients.
+def _sum_of_powers(gradients: list[Tensor], p: float) -> Tensor:
+    """Return the sum of the p-th powers of all elements, in float64."""
+    if p == 2.0 and all(grad.device.type == "cpu" for grad in gradients):
+        squares = _sum_of_squares(gradients)
+        if _LEAST_SQUARES < squares < math.inf:  # else float32 cannot represent the squares of these gradients
+            return squares
+    return torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float64)).pow(p).sum()
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of the squares, which are added up in float32 within short blocks.
 
     In float32, torch's CPU kernel is off by up to 1e-3 on large tensors, and by a different amount per shard, so the
-    norm would depend on the plan. Over a short block it is exact to 1e-7, and the errors of many blocks cancel. The
-    float64 kernel needs ten times as long, since it converts all elements first.
+    norm would depend on the plan. Over a short block it is off by less than 1e-6, and the errors of many blocks cancel.
+    The float64 kernel needs ten times as long, since it converts all elements first.
     """
-    if p != 2.0 or any(grad.device.type != "cpu" for grad in gradients):
-        return torch.stack(torch._foreach_norm(gradients, p, dtype=torch.float64))
     blocks = []
     for grad in gradients:
         wide = torch.promote_types(grad.dtype, torch.float32)
         flat = grad.reshape(-1)
         last = flat.numel() // _BLOCK * _BLOCK
-        blocks.append(torch.linalg.vector_norm(flat[:last].view(-1, _BLOCK), p, dim=1, dtype=wide).double())
-        blocks.append(torch.linalg.vector_norm(flat[last:].view(1, -1), p, dim=1, dtype=wide).double())
-    return torch.cat(blocks)
+        blocks.append(torch.linalg.vector_norm(flat[:last].view(-1, _BLOCK), dim=1, dtype=wide).double())
+        blocks.append(torch.linalg.vector_norm(flat[last:].view(1, -1), dim=1, dtype=wide).double())
+    return torch.cat(blocks).square().sum()
 
 
 def scale_by_norm(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -55,7 +55,7 @@ class BlockHooks:
         self._is_checked = False
         self._pass: _Pass | None = None
         self._head_inputs = None if block.heads is None else HeadInputs(block.module, block.heads, axis)
-        self._projections = RegatheredProjections(list(block.columns)) if sequence is not None else None
+        self._regathered = RegatheredProjections(list(block.columns)) if sequence is not None else None
         columns = block.columns if self._is_whole_module else ()
         self._columns = ColumnProjections(columns, is_gathered=sequence is not None)
         for entry in block.entries:
@@ -75,8 +75,8 @@ class BlockHooks:
 
         The output projection is not compiled: it runs between two hooks, and would be a graph of one operation.
         """
-        if self._projections is not None and self._is_whole_module:
-            self._projections.span_block()
+        if self._regathered is not None and self._is_whole_module:
+            self._regathered.span_block()
         self._columns.remove()
         self._output.forward = EagerMethod(self._output.forward)
 
@@ -94,20 +94,19 @@ class BlockHooks:
                 self._restore = self.streams.enter_shard(x)
             full = self._columns.enter(x, self.axis) if overlaps else share(x, self.axis)
         else:
-            assert self._projections is not None
             full = self.sequence.gather(x, self._columns.enter if overlaps else gather_rows)
-            if not overlaps:
-                self._projections.open(full, x, self.axis)
         if overlaps:
             self._columns.open(full)
+        elif self._regathered is not None:
+            self._regathered.open(full, x, self.axis)
         is_checked_now = self._is_whole_module and not self._is_checked and not torch.compiler.is_compiling()
         self._pass = _Pass(full if is_checked_now else None)
         return put_back(full)
 
     def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._columns.close(has_ended=output is not None)
-        if self._projections is not None:
-            self._projections.close()
+        if self._regathered is not None:
+            self._regathered.close()
         if not self._is_whole_module:  # an input projection of an MLP that the layer owns
             return
         current, self._pass = self._pass, None

@@ -20,10 +20,12 @@ def weight_gradient(x: Tensor, gradient: Tensor, transposed: bool) -> Tensor:
         gradient: the gradient of the layer's output, ``[..., out]``.
         transposed: whether the weight is ``[in, out]``.
     """
-    rows, gradients = flat_rows(x, gradient)
-    return rows.t() @ gradients if transposed else gradients.t() @ rows
+    left, right = weight_factors(x, gradient, transposed)
+    return left.t() @ right
 
 
-def flat_rows(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a linear layer's input and the gradient of its output, with one row for each token."""
-    return x if x.ndim == 2 else x.flatten(0, -2), gradient if gradient.ndim == 2 else gradient.flatten(0, -2)
+def weight_factors(x: Tensor, gradient: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return ``left, right`` such that ``left.T @ right`` is :func:`weight_gradient`."""
+    rows = x if x.ndim == 2 else x.flatten(0, -2)
+    gradients = gradient if gradient.ndim == 2 else gradient.flatten(0, -2)
+    return (rows, gradients) if transposed else (gradients, rows)

@@ -4,8 +4,9 @@ All projections of a block save the block's input for their weight gradients. Un
 this input is the whole sequence, and keeping it would cost most of the memory that sharding the activations
 saves. As in Megatron (Korthikanti et al. 2022, section 4.2.2), backward does one more all-gather instead.
 
-This module serves the projections that column_projections.py does not: those with adapters or another forward, and
-compiled blocks.
+A pass through a block uses column_projections.py if ``ColumnProjections.can_enter``, and this module otherwise: for a
+compiled block, a projection with an adapter or another forward, a part of a layer that is no module of its own, and an
+input that requires no gradient.
 """
 
 from __future__ import annotations

@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parallel import saved_tensors as saved
-from meshwright.parallel.linear_layers import flat_rows, is_stock_linear, weight_gradient
+from meshwright.parallel.linear_layers import is_stock_linear, weight_factors, weight_gradient
 from meshwright.parallel.method_override import MethodOverride
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.schedule import Kind, Operation
 from meshwright.roles.projection import is_transposed
 
-_Waiting = tuple[
-    nn.Parameter, Callable[[], Tensor], Tensor, bool
-]  # weight, its input, its output's gradient, transposed
+# A weight, the layer's input, the gradient of its output, and whether the weight is transposed.
+_Waiting = tuple[nn.Parameter, Callable[[], Tensor], Tensor, bool]
 
 
 class WeightGradients:
@@ -67,8 +66,7 @@ class WeightGradients:
     def add_to(self, sums: SummedGradients, stage: int, micro_batch: int) -> None:
         """Compute the gradients that wait for a stage and a micro-batch, and add them to the sums."""
         for weight, read_input, gradient, transposed in self._waiting.pop((stage, micro_batch)):
-            rows, gradients = flat_rows(read_input(), gradient)
-            sums.add_product(weight, *((rows, gradients) if transposed else (gradients, rows)))
+            sums.add_product(weight, *weight_factors(read_input(), gradient, transposed))
 
 
 class _LinearForward(MethodOverride):
