@@ -244,8 +244,8 @@ def test_zero_3_that_is_compared_with_pipelines_is_calibrated_on_its_own(tmp_pat
 def test_a_malformed_row_is_named_by_its_line(tmp_path: Path, column: str, value: str, words: str) -> None:
     with EXCERPT.open(newline="") as file:
         rows = list(csv.DictReader(file))[:3]
-    rows[1].update({"zero_stage": "1", "dp": "16", "n_gpus": "16", "tp": "1", "pp": "1", "global_batch": "64",
-                    "micro_batch": "1"} if column == "notes" else {})  # fmt: skip
+    if column == "notes":
+        rows[1] = sharded_row()
     rows[1][column] = value
     path = write(rows, tmp_path)
     with pytest.raises(PlanError, match="line 3") as caught:

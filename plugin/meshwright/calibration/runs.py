@@ -32,7 +32,7 @@ _DEVICES = (
 # Frameworks that one publisher's table may contain; each is calibrated separately, since their kernels differ.
 _FRAMEWORKS = ("maxtext", "paxml", "jax-toolbox")
 # Dtypes of the layers' matrix multiplications; "amp_" and what follows in parentheses say what is kept in more bits.
-_PRECISIONS = (
+_PRECISIONS: tuple[tuple[str, Precision], ...] = (
     (r"(amp_)?(bf16|fp16|bfloat16|float16)", "bf16"),
     (r"(amp_)?(mx)?(fp8|float8)(-(cs|ds|mx|sc))?", "fp8"),
     (r"(nv|mx)?fp4", "fp4"),
@@ -245,7 +245,7 @@ def _precision(text: str) -> Precision:
     name = text.split("(")[0].strip().lower()
     for pattern, precision in _PRECISIONS:
         if re.fullmatch(pattern, name):
-            return cast(Precision, precision)
+            return precision
     raise PlanError(
         f"precision={text!r} is not known; leave the row out, or write one of bf16, fp16, amp_bf16, fp8, float8, "
         "mxfp8, fp4, nvfp4, mxfp4"
@@ -255,11 +255,10 @@ def _precision(text: str) -> Precision:
 def _state_ranks(notes: str, dp: int) -> int:
     """Return the number of data-parallel ranks that share one optimizer state."""
     found = _STATE_RANKS.search(notes)
-    ranks = int(found[1]) if found else -1
-    if ranks == -1 or ranks > dp:
+    if found is None or (ranks := int(found[1])) == -1 or ranks > dp:
         return dp
     if ranks < 1 or dp % ranks:
-        raise PlanError(f"notes: {found[0] if found else ''!r}: {ranks} ranks do not divide dp={dp}")
+        raise PlanError(f"notes: {found[0]!r}: {ranks} ranks do not divide dp={dp}")
     return ranks
 
 

@@ -147,6 +147,6 @@ def candidate_of(plan: ParallelPlan, rows: int, passes: int = 1) -> Candidate:
         'dp2 tp2 zero1 mb1x4'
     """
     count = max(1, plan.count_micro_batches(rows))
-    micro = max(1, -(-rows // count))  # the micro-batches of a batch that they do not divide differ
+    micro = max(1, -(-rows // count))  # the largest, if their sizes differ
     job = Job(seq_len=1, global_batch=plan.dp * micro * count * passes)
     return own_plan.candidate_of({**asdict(plan), "micro_batch_size": micro}, job)

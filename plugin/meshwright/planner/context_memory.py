@@ -37,14 +37,14 @@ def attention_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, elemen
     forward, backward = _of_blocks(shape, plan, seq_len, b) if not has_flash else _of_flash(rows * query, b)
     if plan.context == "gather":
         gathered, sums = (plan.cp * rows * 2 * keys * size for size in (b, max(4, b)))
-        in_blocks = gathered + sums + backward + gathered  # of which a block finds the gradients of most keys
-        return max(2 * gathered, gathered + forward), max(2 * gathered + sums, in_blocks, gathered + 2 * sums)
+        in_blocks = 2 * gathered + sums + backward  # the keys, and a block's gradients of most of them
+        return max(2 * gathered, gathered + forward), max(in_blocks, gathered + 2 * sums)
     shifted = 2 * rows * 2 * keys * b
     return max(forward + shifted, sent), max(backward + shifted + 3 * rows * 2 * keys * 4, sent)
 
 
 def _of_flash(queries: float, b: int) -> tuple[float, float]:
-    """Return the bytes of blocks of up to half of a rank's queries, besides those of keys."""
+    """Return the bytes of forward and of backward, without keys, in blocks of up to half of a rank's queries."""
     wide = max(4, b)
     copies = queries * wide if b < wide else 0.0  # the result, before it is rounded
     block = queries / 2

@@ -145,9 +145,9 @@ def matmul_peak(device: Device, precision: str) -> float:
         >>> matmul_peak(device("gb200"), "fp4") / 1e15
         10.0
     """
-    peak = {"bf16": device.flops, "fp8": device.flops_8bit, "fp4": device.flops_4bit}[precision]
+    field = {"bf16": "flops", "fp8": "flops_8bit", "fp4": "flops_4bit"}[precision]
+    peak: float | None = getattr(device, field)
     if peak is None:
-        field = {"fp8": "flops_8bit", "fp4": "flops_4bit"}[precision]
         able = ", ".join(name for name, known in CATALOGUE.items() if getattr(known, field) is not None)
         raise PlanError(
             f"--precision {precision} needs matrix units of {precision.removeprefix('fp')} bits, and {device.name} has "

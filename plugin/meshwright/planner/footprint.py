@@ -162,14 +162,11 @@ class _MicroBatch:
 def _forward(micro: _MicroBatch) -> float:
     shape, plan, b, n = micro.shape, micro.plan, micro.element_bytes, micro.positions
     saved, recomputed, gathered = micro.saved, micro.recomputed, micro.gathered
-    at_loss = (
-        saved.total(shape.layers, recomputed)
-        - saved.of_head
-        + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits)
-    )
+    total = saved.total(shape.layers, recomputed)
+    at_loss = total - saved.of_head + head_peak(shape, plan, n, b, cpu=micro.cpu, logits=micro.logits)
     # When the last layer ends, its saved tensors are alive, and so is its output, both before and after the
     # reduction over tp.
-    before = saved.total(shape.layers, recomputed) - saved.head
+    before = total - saved.head
     is_last_kept = recomputed < shape.layers
     in_layer = before + (0 if is_last_kept else saved.layer - saved.kept) + _joined(shape, plan, n, b)
     in_attention = before + saved.attention - (saved.layer if is_last_kept else saved.kept) + micro.attention[0]
@@ -210,7 +207,7 @@ def _backward(micro: _MicroBatch, members: Sequence[Parameter], gradients: _Grad
             rest += micro.held_below(layer) + of_attention * saved.attention + (saved.arguments if recomputed else 0)
             if left <= 0.5:
                 rest += attention + of_mlp
-            elif layer < recomputed:  # what was recomputed is free once it is read, and the norm reads it last
+            elif layer < recomputed:  # backward frees a recomputed tensor after its last reader, which is the norm
                 rest += max(norm, of_mlp + n * b * (2 * shape.ffn / plan.tp + shape.hidden))
             else:
                 rest += mlp + of_mlp
@@ -249,28 +246,28 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
     missing = [len(bucket) for bucket in groups]
     sizes = [sum(members[index].numel for index in bucket) for bucket in groups]
     is_sharded = plan.zero_stage > 0
+    wide = 4 if is_sharded else b
+    sent = [size * plan.sent_bytes(wide) for size in sizes]
     held, started, most = 0.0, 0, 0.0
 
     def start(number: int) -> None:
         """Start the reduction of a bucket, and finish the oldest reduction if too many are in flight."""
         nonlocal held, most
-        wide = 4 if is_sharded else b
         flat, raw = sizes[number] * wide, sizes[number] * b
         held += flat
         # The sum over tp holds partial gradients twice: as whole parameters, and joined into one tensor.
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
-        sent = sizes[number] * plan.sent_bytes(wide)
-        copied = sent if sent != flat else 0  # a copy travels, and what was copied is free when the copy is under way;
-        # under ZeRO-3 it is free before the copy arrives, as traces show
-        held += copied
-        most = max(most, held)
-        if copied and is_gathered:
+        is_copied = sent[number] != flat  # a bucket in fewer bytes is a copy
+        if is_copied:
+            held += sent[number]
+            most = max(most, held)
+        if is_copied and is_gathered:  # ZeRO-3 frees the bucket before it sends the copy, as traces show
             held -= flat
         if is_sharded:
             # gloo receives into its own buffer, and frees the tensor that it has sent.
-            most = max(most, held + flat / plan.data_ranks + (sent if cpu else 0))
+            most = max(most, held + flat / plan.data_ranks + (sent[number] if cpu else 0))
             held += flat / plan.data_ranks - raw
-        if copied and not is_gathered:
+        if is_copied and not is_gathered:
             held -= flat
         most = max(most, held)
         if number >= in_flight:
@@ -278,9 +275,7 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
 
     def finish(number: int) -> None:
         nonlocal held
-        wide = 4 if is_sharded else b
-        flat, raw, sent = sizes[number] * wide, sizes[number] * b, sizes[number] * plan.sent_bytes(wide)
-        held -= sent if is_sharded else raw + sent - flat
+        held -= sent[number]
 
     for index in range(len(members) - 1, -1, -1):
         held += members[index].numel * b

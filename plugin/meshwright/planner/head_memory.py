@@ -46,12 +46,13 @@ def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: b
         0.78
     """
     if logits != "chunked":
-        own, lost = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
-        gathered = b * lost if lost > own else 0.0
+        own, read = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
         # The loss of a part of the words overwrites 32-bit logits, and torch's keeps the logarithm of the softmax.
-        in_loss = 4 * lost * ((b < 4) + _is_whole(plan, logits))
-        return tokens * shape.hidden * b + b * own + max(gathered, gathered + in_loss - (b * own if gathered else 0.0))
-    words, chunk = -(-shape.vocab // plan.tp), head_chunk(tokens, shape.hidden)
+        in_loss = 4 * read * ((b < 4) + _is_whole(plan, logits))
+        # A rank's own logits are freed before the loss reads the gathered ones.
+        peak = b * read + max(b * own, in_loss) if read > own else b * own + in_loss
+        return tokens * shape.hidden * b + peak
+    words, chunk = _words(shape, plan, logits), head_chunk(tokens, shape.hidden)
     scores, weight = b * chunk * words, words * shape.hidden * b
     # The loss overwrites 32-bit logits; a cap keeps its result.
     in_loss = scores * (1 + shape.traits.caps_logits) + (4 * chunk * words if b < 4 else 0)
@@ -70,11 +71,11 @@ def after_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: 
     """
     if logits == "chunked":
         return 0.0
-    own, lost = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
+    words, read = _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
     # The loss of a part of the words overwrites the softmax by the gradient of the logits; torch's makes two tensors.
-    in_loss = 8 * lost if _is_whole(plan, logits) else b * lost * (b < 4)
-    weight = b * own + _words(shape, plan, "sharded") * shape.hidden * b + tokens * shape.hidden * b
-    return max(in_loss, weight - 4 * lost)
+    in_loss = 8 * read if _is_whole(plan, logits) else b * read * (b < 4)
+    in_head = b * (tokens * words + words * shape.hidden + tokens * shape.hidden)
+    return max(in_loss, in_head - 4 * read)  # the softmax is free when the head begins
 
 
 def _words(shape: ModelShape, plan: Candidate, logits: Logits) -> int:

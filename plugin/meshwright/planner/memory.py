@@ -80,7 +80,8 @@ def layer_checkpoint(shape: ModelShape, plan: Candidate, job: Job) -> float:
 def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
     """Return a lower bound on ``peak_memory(shape, plan, job).total`` that costs little.
 
-    It counts what one virtual stage saves for one micro-batch, and the layer that backward computes again.
+    It counts what one virtual stage saves for one micro-batch and the layer that backward recomputes. It leaves out the
+    weights and the optimizer state, which ``state_memory`` bounds for all devices together.
 
     Example:
         >>> shape = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008,
@@ -90,7 +91,7 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
         True
     """
     saved = _saved(shape, plan, job)
-    # Of even stages, the first one is among the shortest; of uneven stages, the memory of all is computed.
+    # If stages are even, ``peak_memory`` computes the first rank, but may leave out that of the longest stage.
     count = max(plan.stages) if plan.stages else stage_layers(plan, shape.layers)[0]
     if plan.recompute != "full":
         return count * saved.layer
@@ -309,11 +310,8 @@ def state_memory(shape: ModelShape, job: Job) -> float:
         >>> 0.5 < state_memory(shape, job) / (8 * peak_memory(shape, plan, job).total) < 1
         True
     """
-    elements = shape.layers * (shape.layer_parameters - shape.norm_parameters) + shape.embedding_parameters
-    elements += 0 if shape.tied else shape.vocab * shape.hidden
-    # This runtime holds the fewest bytes without ZeRO: Adam's moments have the dtype of the weights.
-    optimizer = 2 * job.weight_bytes if job.own_runtime else job.optimizer_bytes
-    return elements * (job.weight_bytes + optimizer)
+    # Without ZeRO, the optimizer of this runtime has the fewest bytes per weight.
+    return shape.parameters * (job.weight_bytes + _optimizer_bytes(Candidate(), job))
 
 
 def _groups(plan: Candidate) -> int:

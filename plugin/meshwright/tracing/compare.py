@@ -74,7 +74,7 @@ def trace_and_compare(model: Any, shape: ModelShape, plan: Candidate, job: Job, 
         model, ParallelPlan(**runnable_fields(plan)), rows=rows_per_step, length=job.seq_len, config=config
     )
     sizes = {"seq_len": job.seq_len, "element_bytes": job.weight_bytes}
-    held = footprint(shape, plan, seq_len=job.seq_len, element_bytes=job.weight_bytes, cpu=True, logits=job.logits)
+    held = footprint(shape, plan, cpu=True, logits=job.logits, **sizes)
     rows: list[tuple[str, ...]] = [("bytes of rank 0", "estimated", "traced", "ratio")]
     for name in ("parameters", "activations", "gradients", "optimizer", "peak"):
         if name != "activations" or count == 1:
