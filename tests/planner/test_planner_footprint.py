@@ -53,8 +53,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp8": {"tp": 8},  # two ranks to a key head
     "dp2+reduce": {"dp": 2, "reduce_dtype": "bfloat16"},
     "dp2xtp2+sp+zero1+reduce": {
-        "dp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1, "reduce_dtype": "bfloat16"
-    },  # fmt: skip
+        "dp": 2,
+        "tp": 2,
+        "sequence_parallel": True,
+        "zero_stage": 1,
+        "reduce_dtype": "bfloat16",
+    },
     "dp2+zero3+reduce": {"dp": 2, "zero_stage": 3, "reduce_dtype": "bfloat16"},
     "dp2xtp2+sp+micro": {"dp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 1},
 }
