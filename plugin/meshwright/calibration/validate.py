@@ -1,4 +1,4 @@
-"""Compare the estimator with measured runs: errors, bias, the band, and the regret of its choices."""
+"""Compare the estimator with measured runs: which are held out of the fit, errors, bias, the band, and regret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the answers of ``meshwright plan``: the fastest plans, plans of the user's own, or a table over a setting."""
+"""The outputs of ``meshwright plan``: which go together, and how plans, own plans and tables are printed."""
 
 from __future__ import annotations
 

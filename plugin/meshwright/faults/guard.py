@@ -1,4 +1,4 @@
-"""The guard of a process, which makes one rank's failure known to the other ranks.
+"""The guard of a process: makes one rank's failure known to the others, and names it in errors of the backend.
 
 The guard counts steps, makes the ranks compare what they do, ends this process when another rank has failed, and
 tells the other ranks when this process fails or ends normally.

@@ -1,6 +1,4 @@
-"""Describe the result of a search: the chosen plan, its time and memory, the reasons against the other plans, and the
-changes that would lead to another plan.
-"""
+"""Describe the result of a search: the plan, its cost, the reasons against others, and what would change it."""
 
 from __future__ import annotations
 
