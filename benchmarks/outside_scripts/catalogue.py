@@ -129,7 +129,7 @@ def _trl(kind: str, trainer: str, *more: str, model: str = "llama", remark: str 
         path=f"trl/scripts/{kind}.py",
         arguments=(
             *("--model_name_or_path", f"{{inputs}}/{model}", "--dataset_name", f"{{inputs}}/{kind}", "--dtype", "auto"),
-            # With SGD, since Adam makes a whole step of a gradient that is nothing but rounding.
+            # With SGD, since Adam takes a full step even if a gradient is only a rounding error.
             *("--bf16", "False", *_TRAINING, "--optim", "sgd", "--learning_rate", "0.5", *more),
         ),
         tolerance=1e-5,
