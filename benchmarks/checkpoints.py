@@ -1,4 +1,4 @@
-"""``python -m benchmarks.checkpoints``: what digests cost, how long training waits, and DCP and accelerate."""
+"""``python -m benchmarks.checkpoints``: measure what digests cost, how long training waits, and other libraries."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure (default: /tmp).")] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop files from the system's cache before each load.")] = False,
 ) -> None:
-    """Print what the digests of checkpoints cost, how long an asynchronous save stops training, and times of others.
+    """Print what digests cost, how long an asynchronous save stops training, and the times of other libraries.
 
     Four processes of one thread hold a Llama of 45 M parameters and its AdamW state, 0.54 GB in float32. The two sides
     of a ratio take turns in one run, in a new order each round, and the ratio is the median of the rounds with its
@@ -265,7 +265,8 @@ def main(
     has the calls of torch's tutorial, the other only the writing and reading of DTensors that exist already.
 
     accelerate: save and load under data parallelism, against save_state and load_state, which do not flush. In one row
-    the files are flushed afterwards, within the time. In the last row the optimizers have no state before the load.
+    the files are flushed afterwards, and the time includes this. In the last row the optimizers have no state before
+    the load.
 
     Files are read from the system's cache unless --cold is given.
 

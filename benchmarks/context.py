@@ -53,7 +53,7 @@ Build = Callable[[LongRows], Any]
 
 
 def ours(context: str, **plan: Any) -> Build:
-    """Return what builds a model of ours whose rows all ranks share."""
+    """Return a function that builds a model of ours whose rows all ranks share."""
     return partial(Ours, cp=dist.get_world_size(), context=context, zero_stage=1, **plan)
 
 
@@ -115,7 +115,7 @@ class _Clocked(Contender):
 
 
 def balance(rounds: int) -> None:
-    """Print the step time of a packed row dealt by its work over that of zigzag."""
+    """Print the step time of a packed row that is divided by its work, over the step time in zigzag order."""
     workload = replace(LARGE, sequence_length=4096, num_hidden_layers=1, hidden_size=128, intermediate_size=256)
     half = workload.sequence_length // 2
     _say("| method | zigzag: median s | balanced / zigzag |\n|---|---|---|")

@@ -64,7 +64,7 @@ def race(contest: Sequence[Entry], names: Sequence[str], workload: Workload, cou
 def _checked_teams(
     contest: Sequence[Entry], names: Sequence[str], workload: Workload, progress: Progress, shown: TaskID
 ) -> Iterator[dict[str, Team]]:
-    """Start the processes of the contenders, check their first steps, and end the processes at last."""
+    """Start the processes of the contenders, check their first steps, and end the processes after the contest."""
     teams: dict[str, Team] = {}
     entries = sorted(
         (entry for entry in contest if entry.name in {*names, ONE_PROCESS}), key=lambda entry: entry.name != ONE_PROCESS

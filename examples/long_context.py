@@ -42,7 +42,7 @@ def packed_row(length: int) -> dict[str, torch.Tensor]:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let this process allocate so much memory, besides what it has now; Linux alone can."""
+    """Limit the memory that this process may allocate from now on; this works on Linux only."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     limit = int(status["VmData"].split()[0]) * 1024 + megabytes * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--length", type=int, default=32768, help="tokens in the row (default: 32768)")
     parser.add_argument(
-        "--limit-mb", type=int, default=1000, help="MB that each process may allocate; 0 for any (default: 1000)"
+        "--limit-mb", type=int, default=1000, help="MB that each process may allocate; 0 for no limit (default: 1000)"
     )
     arguments = parser.parse_args()
     main(arguments.steps, arguments.context, arguments.length, arguments.limit_mb)

@@ -83,8 +83,8 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "",
         "## Refused",
         "",
-        f"These are {len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the reason; with "
-        "only data parallelism and ZeRO these types run.",
+        f"These are {len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the "
+        "reason; with only data parallelism and ZeRO these types run.",
         "",
         "| family | what it is | first reason given |",
         "|---|---|---|",

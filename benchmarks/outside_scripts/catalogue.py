@@ -209,7 +209,7 @@ SCRIPTS: list[Script] = [
     _feature("by_feature/ddp_comm_hook"),
 ]
 
-# What the checkouts have besides, and why it does not run here.
+# Other scripts of the checkouts, and why they do not run here.
 LEFT_OUT = {
     "accelerate's `cross_validation.py`, `schedule_free.py`": "need scikit-learn and schedulefree",
     "accelerate's `deepspeed_with_config_support.py`, `fsdp_with_peak_mem_tracking.py`, "

@@ -93,7 +93,8 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
         "steps, with a higher learning rate and less data, so that a few steps show a difference. The run in one "
         "process has the same changes.",
         "- transformers' and accelerate's scripts run in float64, where only the order of sums differs. TRL's kernels "
-        "compute in float32, so its scripts use SGD: Adam takes a full step even if a gradient is only a rounding error.",
+        "compute in float32, so its scripts use SGD: Adam takes a full step even if a gradient is only a rounding "
+        "error.",
         "- The package `evaluate` would download its metrics, so accuracy and F1 replace it.",
         "- `run_clm_no_trainer.py` with `--num_train_epochs` computes the length of its schedule from the number of "
         "batches of a process, and rounds it up. So the row marked as an epoch has 96 rows, which batches, dp and "

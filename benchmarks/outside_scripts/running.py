@@ -21,8 +21,8 @@ from meshwright.choose.given_plan import resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 from meshwright.config import ParallelPlan
 
-# Below these, differences are compared as they are. A reward's margin is a difference of log-probabilities of about 60;
-# the bias of a BERT's keys has no gradient but rounding.
+# For numbers below these, a difference is divided by this limit instead of by the number. A reward's margin is a
+# difference of log-probabilities of about 60; the bias of a BERT's keys has no gradient but rounding.
 SMALLEST_FIGURE, SMALLEST_WEIGHT = 0.1, 1e-3
 TIME_LIMIT = 300.0  # seconds
 REFUSALS = ("PlanError", "ValueError", "NotImplementedError")
@@ -49,7 +49,7 @@ def run(script: Script, plan_text: str | None, checkouts: Mapping[Source, Path],
     """Run a script under a plan, or with None as it is in one process, unless ``folder`` has such a run already."""
     plan = ParallelPlan() if plan_text is None else resolve_plan(plan_text)
     if any(not (folder / f"record-{rank}.json").exists() for rank in range(plan.world_size)):
-        shutil.rmtree(folder, ignore_errors=True)  # of a call that was stopped
+        shutil.rmtree(folder, ignore_errors=True)  # left by a call that was stopped
         folder.mkdir(parents=True)
         _start(script, plan, checkouts[script.source] / script.path, inputs / script.inputs, folder, plan_text)
     records = [json.loads((folder / f"record-{rank}.json").read_text()) for rank in range(plan.world_size)]

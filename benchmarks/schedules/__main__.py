@@ -33,7 +33,7 @@ from meshwright.pipeline.links import AHEAD
 from meshwright.pipeline.schedule import SCHEDULES, chunks_of
 
 POINTS = 0.03  # goal: the largest difference between a measured and a simulated bubble
-SENT = 2 * AHEAD  # goal: messages that a rank keeps besides, no more than it receives ahead from two neighbours
+SENT = 2 * AHEAD  # goal: messages that a rank keeps in addition: those that it receives ahead from two neighbours
 GRADIENTS = 1e-4  # float32 with sums in another order, relative to the largest value of a tensor
 
 application = typer.Typer(add_completion=False)

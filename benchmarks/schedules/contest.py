@@ -115,7 +115,7 @@ def _turn(step: Callable[[], None]) -> Turn:
 
 
 def _first_says(what: bool) -> bool:
-    """Return what the first rank says, on every rank."""
+    """Return the first rank's value, on every rank."""
     said = torch.tensor(what)
     dist.broadcast(said, 0)
     return bool(said)

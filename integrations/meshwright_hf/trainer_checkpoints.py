@@ -198,7 +198,7 @@ class CheckpointMixin:
             self._runtime.streams.load_state_dict(progress.streams)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore this rank's random state; on another mesh than the one of the save, that of rank 0."""
+        """Restore this rank's random state, or rank 0's if the mesh differs from the mesh of the save."""
         if checkpoint is None:
             return
         runtime, progress = self._runtime, succeed_together(lambda: Progress.read(checkpoint))

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoint folders: which are whole, which one to resume from, and which may go."""
+"""The Trainer's checkpoint folders: which are whole, which one to resume from, and which may be removed."""
 
 from __future__ import annotations
 

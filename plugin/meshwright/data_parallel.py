@@ -296,7 +296,7 @@ def _join(group: ProcessGroup | None, device: torch.device, timeout_s: float) ->
 
 
 def _guard_of(axis: Axis, timeout_s: float) -> Guard | None:
-    """Return this process's guard, which is started if the axis has all ranks; None if there is no guard."""
+    """Return this process's guard, and start it first if the axis has all ranks; None if there is no guard."""
     if axis.size > 1 and axis.size == dist.get_world_size():
         return start_guard(timeout=timeout_s, coordinates=f"dp={axis.rank}")
     if axis.group is not None:

@@ -1,4 +1,4 @@
-"""The folders of ``save_state``: where they are, which are whole, and which may go."""
+"""The folders of ``save_state``: where they are, which are whole, and which may be removed."""
 
 from __future__ import annotations
 

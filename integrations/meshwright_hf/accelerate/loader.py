@@ -1,4 +1,4 @@
-"""A loader on the plan's mesh with the attributes that accelerate reads: the end and the rows of a batch."""
+"""A loader on the plan's mesh, with the attributes that accelerate reads from an active loader."""
 
 from __future__ import annotations
 
@@ -157,5 +157,5 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _rows(batch: Any) -> int:
-    """Return the number of rows of a batch: the first size of its first tensor with dims."""
+    """Return the number of rows of a batch: the first size of its first tensor that has dims."""
     return next((x.shape[0] for x in tensors_of(batch) if isinstance(x, Tensor) and x.ndim), 0)

@@ -68,7 +68,8 @@ class Background:
     def hold_steps_of(self, optimizer: Optimizer) -> None:
         """From now on, let an optimizer step only when the save in progress has its copy.
 
-        A step that does not wait is as correct, but each tensor that it changes would need memory once more.
+        A step that does not wait would also be correct, but each tensor that it changes would need a second copy in
+        memory.
         """
         if optimizer in self._held:
             return
@@ -153,7 +154,8 @@ def _fail_at_exit() -> None:
 class StoreMeeting:
     """Exchanges texts through the store of the default process group, for a thread beside the training.
 
-    Collectives of a thread would mix with those of the training, and end with ``destroy_process_group``.
+    Collectives of a thread would mix with those of the training, and would no longer work after
+    ``destroy_process_group``.
 
     Args:
         prefix: the beginning of the keys in the store, the same on all ranks and used once.

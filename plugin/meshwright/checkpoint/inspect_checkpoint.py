@@ -1,4 +1,4 @@
-"""Look into a checkpoint without its model: find everything that is wrong with it, where loading stops at the first."""
+"""Look into a checkpoint without its model, and find everything that is wrong; loading stops at the first problem."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Damage:
         file: the name of the file.
         problem: what is wrong, as a sentence.
         tensor: the key of the tensor that is concerned, if it is a single one.
-        byte, bytes: where in the file the damage begins, and how many bytes are read as one with it; None without a
-            place.
+        byte, bytes: the start and the length of the damaged range in the file; None if the damage has no place in it.
     """
 
     file: str
@@ -97,7 +96,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
         part, found = _part(folder, place, manifest)
         damages += found
         parts += [part] if part is not None else []
-    if len(parts) == manifest.dp * manifest.tp:  # else elements are in no file for a reason that is known
+    if len(parts) == manifest.dp * manifest.tp:  # else it is known already why elements are missing
         damages += _uncovered(manifest, parts)
     damages += _inconsistencies(manifest)
     if reads_tensors:
@@ -202,7 +201,7 @@ def _read_all(folder: Path, manifest: Manifest, parts: list[PartIndex]) -> tuple
         )
         for part, keys in zip(parts, known, strict=True):
             if not os.path.lexists(part.path):
-                continue  # which is said already
+                continue  # which is reported already
             for key, dtype in sorted(keys, key=lambda item: part.pieces[item[0]].start):
                 if part.pieces[key].has_digests(dtype):
                     damages += _joined(_bad_chunks(part, key, dtype, progress.add))

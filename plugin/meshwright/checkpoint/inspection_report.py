@@ -19,7 +19,7 @@ from meshwright.checkpoint.safetensors_file import Entry
 from meshwright.errors import CheckpointError
 from meshwright.plan_text import format_plan
 
-_SHOWN = 20  # files or damages in the text
+_SHOWN = 20  # the most files or damages that the text lists
 
 
 def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Load a checkpoint into the objects of a run, under the plan that saved it or another; every rank makes the call.
 
-    Each rank reads the parts of the files that it needs, and checks their digests. Under the plan that saved it the run
-    goes on to the bit as if it had never stopped. Under another plan the random states of all ranks become those of
+    Each rank reads the parts of the files that it needs, and checks their digests. Under the plan that saved it, the
+    run continues bitwise as if it had never stopped. Under another plan the random states of all ranks become those of
     the first rank.
 
     Args:
@@ -75,8 +75,8 @@ def load_checkpoint(
         loader, scheduler, scaler: the objects that were passed to ``save_checkpoint``.
         ignore: components of the checkpoint that are not loaded: ``"optimizer"``, ``"loader"``, ``"scheduler"``,
             ``"scaler"`` or ``"random"``. Anything else that is missing on either side is an error.
-        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet. Checkpoints
-            of which none is whole are an error nevertheless.
+        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet. If there
+            are checkpoints but none is whole, an error is raised nevertheless.
 
     Returns:
         What was loaded, with ``step`` and ``extra``.

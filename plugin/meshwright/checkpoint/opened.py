@@ -15,7 +15,7 @@ from meshwright.checkpoint.regions import Block, numel
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import exchange_together
 
-_FEW = 100  # runs of elements that Python goes through faster than torch starts
+_FEW = 100  # up to this many runs of elements, a Python loop is faster than a call of torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -260,7 +260,7 @@ class PartIndex:
         staging = torch.empty(min(CHUNK // size, numel(piece.blocks)), dtype=dtype)
         staged, direct, run = memory_of(staging), memoryview(b""), None
         if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
-            run = found[0]  # chunks inside it are read to their place: on the CPU, copying costs as much as reading
+            run = found[0]  # its chunks are read in place: on the CPU, copying costs as much as reading
             direct = memory_of(target)[run.local * size : (run.local + run.length) * size]
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):

@@ -236,7 +236,7 @@ def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, 
             raise CheckpointError(f"the state of {name} is not JSON: {error}") from error
         if copied != states[name]:
             raise CheckpointError(
-                f"{name} would come back different from JSON: use text keys, and lists instead of tuples"
+                f"{name} would be read back differently from JSON: use text keys, and lists instead of tuples"
             )
         states[name] = copied  # the program may go on to change its own
     return states
@@ -258,7 +258,7 @@ def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
     }
 
 
-# The same at each save of a run, and longer in the making than all else that training waits for.
+# This is the same at each save of a run, and takes longer to compute than all else that training waits for.
 @functools.lru_cache(maxsize=1)
 def _own_shares(tensors: tuple[tuple[str, Held], ...], mesh: Mesh) -> dict[str, tuple[list[Block], list[Block]]]:
     """What this rank holds of each tensor of which it writes something, and what it writes."""

@@ -62,7 +62,7 @@ def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the device has kernels for these tensors that find what plain operations find.
+    """Return whether the device has kernels for these tensors that give the results of plain operations.
 
     Each rank asks for itself. Ranks with different answers still make the same collectives: with and without the
     kernels, attention brings keys and gradients by the same :class:`KeyExchange`, in the same order and dtypes.
@@ -89,7 +89,7 @@ class _Flash(torch.autograd.Function):
                 own = block.rows, slice(None), block.queries
                 at = block.rows, slice(None), block.keys
                 new, sums = _forward(q[own], keys[at], values[at], block.is_causal, call.scale)
-                if not block.is_causal:  # else these are the first keys that the queries meet
+                if not block.is_causal:  # causal blocks are the first that their queries meet
                     before = total[own]
                     share = torch.sigmoid(sums - before)[..., None]
                     new = output[own].lerp(new.to(dtype), share)
@@ -156,7 +156,7 @@ def _backward(
 @functools.cache
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device's kernels find what plain operations find, on two blocks of random values."""
+    """Return whether a device's kernels give the results of plain operations, on two blocks of random values."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return True  # a trace for a GPU that is not here
     own_tensors = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # checkpointing counts what its layer saves

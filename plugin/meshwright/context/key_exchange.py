@@ -158,7 +158,7 @@ def _start_shift(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
         ]
     )
 
-    sent = x  # must live until it has left
+    sent = x  # must stay alive until it has been sent
 
     def wait() -> Tensor:
         for work in works:

@@ -52,8 +52,8 @@ class ContextRegion:
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._first = structure.layers[0]
-        self._restore: Restore | None = None  # gives the random stream back that the ranks share
-        self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # what several layers are given, cut once in a pass
+        self._restore: Restore | None = None  # restores the random stream that the ranks share
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # arguments that several layers share, cut once per pass
         for layer in structure.layers:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)

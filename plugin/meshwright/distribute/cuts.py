@@ -47,7 +47,8 @@ def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: Par
     """Return what context parallelism needs to know of a decoder; None without context parallelism.
 
     Raises:
-        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run it.
+        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run its
+            attention.
     """
     if plan.cp == 1:
         return None

@@ -301,7 +301,7 @@ class Guard:
         return DivergenceError("\n".join([*lines, *details]))
 
     def _note(self, what: str) -> None:
-        """Pass on what is known of a failure, whose own handling must not fail."""
+        """Pass on what is known of a failure; an error in doing so must not stop the failure's handling."""
         if self.on_failure is not None:
             with contextlib.suppress(Exception):
                 self.on_failure(what)

@@ -5,7 +5,7 @@ carries heartbeats in both directions, notices to the rank, and the rank's repor
 closes, the process has ended, since the kernel closes connections at once, however the process died.
 
 Anybody who reaches the port can connect. Until a connection has sent the token, it may send a short line only, for a
-few seconds, and only so many connections wait at a time.
+few seconds, and the number of such connections is limited.
 """
 
 from __future__ import annotations

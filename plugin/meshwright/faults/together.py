@@ -45,7 +45,7 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
     """
     exchange = texts_of_all if meeting is None else meeting.texts_of_all
     result, error = _attempt(step)
-    # An empty text is a success: if all are empty, one collective has said so.
+    # An empty text means success: if all texts are empty, a single collective shows it.
     texts = exchange("" if error is None else json.dumps(_describe(error)))
     _raise_first([json.loads(text) if text else None for text in texts], error)
     assert error is None

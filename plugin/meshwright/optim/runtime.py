@@ -51,16 +51,16 @@ class Watch(Protocol):
         """The run's last step."""
 
     def saw_norm(self, norm: Tensor) -> None:
-        """The program has clipped the gradients, whose norm was this."""
+        """Called after the program has clipped the gradients, which had this norm."""
 
     def saw_loss(self, loss: Tensor) -> None:
-        """The program has computed a loss of its own, whose mean over the global batch is this."""
+        """Called with the mean over the global batch of a loss that the program has computed itself."""
 
     def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint of this step."""
+        """Called when the run resumes from a checkpoint of this step."""
 
     def end_step(self, *, lr: float | None, norm: Any) -> None:
-        """An engine has stepped its optimizer."""
+        """Called after an engine has stepped its optimizer."""
 
 
 @dataclass(eq=False)

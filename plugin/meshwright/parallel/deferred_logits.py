@@ -114,7 +114,7 @@ class DeferringHead(MethodOverride):
 
 
 class InHead:
-    """Takes the place of a head's input, and runs a function inside the head's call: its weight is whole there."""
+    """Takes the place of a head's input, and runs a function inside the head's call, where its weight is whole."""
 
     def __init__(self, run: Callable[[], Tensor]):
         self.run = run

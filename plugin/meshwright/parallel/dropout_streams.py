@@ -45,8 +45,8 @@ class DropoutStreams:
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
-        """Switch to the stream of a new forward pass. It differs between ranks of other rows and between stages, not
-        between ranks of tp or cp.
+        """Switch to the stream of a new forward pass. The stream differs between ranks that read different rows and
+        between stages, but not between ranks of tp or cp.
 
         Args:
             device: the device on which the pass draws.

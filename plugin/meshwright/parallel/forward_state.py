@@ -150,7 +150,7 @@ class ForwardState:
             guard.meet("forward", self.dp.group, *statements)
 
     def _of_stages(self) -> tuple[Statement, ...]:
-        """Return what the stages of a pipeline compare; one with frozen layers only has no gradients to be cleared."""
+        """Return what the stages of a pipeline compare; a stage with only frozen layers has no gradients to clear."""
         return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

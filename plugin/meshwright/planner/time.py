@@ -25,7 +25,7 @@ _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the p
 # tensor once more, for its largest value, and write a scale for each 16 elements.
 _CAST_BYTES = {"bf16": 0.0, "fp8": 4.0, "fp4": 5.1}
 _SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
-_ROUNDING = 1 - 1e-9  # so that a bound is below the time to which it is equal but for rounding
+_ROUNDING = 1 - 1e-9  # so that rounding does not lift a bound above the time that it equals
 _REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
 

@@ -1,4 +1,4 @@
-"""Hints for what a family's structure does not show, such as the order of fused rows or the role of a bare weight."""
+"""Hints for what a family's structure does not tell, such as the order of fused rows or the role of a bare weight."""
 
 from __future__ import annotations
 

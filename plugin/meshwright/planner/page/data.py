@@ -51,7 +51,7 @@ def page_data(
         settings: the outcome of a search, and the sliders.
         plans: the plans of the table.
         points, front: result of ``pareto``.
-        progress: is called with the number of settings that were computed, and of all of them.
+        progress: a function that is called with the number of settings computed so far, and their total number.
     """
     found, sliders = settings.found, settings.ranges
     tables = {name: _Table() for name in ("words", "ranks", "rows", "labels", "memories", "works", "reasons")}

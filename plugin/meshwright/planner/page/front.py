@@ -84,7 +84,7 @@ class Drawn:
     """The points that the diagram shows.
 
     Args:
-        points: one point for all that fall on one place of the diagram, the fastest.
+        points: for each place of the diagram, the fastest of the points that fall on it.
         slowest: time of the slowest plans that are drawn; the others are counted.
     """
 
