@@ -37,7 +37,7 @@ from meshwright.faults.guard import active_guard
 from meshwright.faults.interpose import observe
 
 PROCESSES = 4
-# 45 M parameters in float32 with two moments each: 0.54 GB that are in one place only.
+# 45 M parameters in float32 with two moments each: 0.54 GB, and no value is held twice.
 WORKLOAD = Workload(sequence_length=32)
 
 

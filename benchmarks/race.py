@@ -45,7 +45,7 @@ def race(contest: Sequence[Entry], names: Sequence[str], workload: Workload, cou
         ContenderFailedError: if a contender raises an error.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # It is redrawn only when a step ends, since the contenders need the cores.
+    # The progress bar is redrawn only when a step ends, since the contenders need the cores.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         shown = progress.add_task("starting", total=len(names))
         with _checked_teams(contest, names, workload, progress, shown) as teams:

@@ -38,7 +38,7 @@ TIME_GOALS = {
     (OURS_ZERO, DEEPSPEED_ZERO): 0.85,
     (OURS_WRAPPED, TORCH_DDP): 1.02,
 }
-CLIP_GOAL = 0.01  # of a step, for the upper end of the interval
+CLIP_GOAL = 0.01  # share of a step, for the upper end of the interval
 MEMORY_GOALS = {OURS_TP: 0.55}
 
 

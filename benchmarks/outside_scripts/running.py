@@ -1,4 +1,4 @@
-"""Runs a script in one process and under plans, and says what came of it."""
+"""Runs a script in one process and under plans, and compares the results."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def edited(text: str, edits: tuple[Edit, ...], names: Mapping[str, Any], path: s
 
 
 def compare(found: Run, expected: Run, tolerance: float) -> Verdict:
-    """Return what a run under a plan shows, against the run in one process."""
+    """Return the verdict on a run under a plan, compared with the run in one process."""
     if found.error is not None:
         is_refusal = found.error.split(":")[0] in REFUSALS and found.passes == 0
         return Verdict(kind="refused" if is_refusal else "late", detail=found.error)
@@ -130,8 +130,8 @@ def _weights(folder: Path) -> dict[str, Any]:
     return load_file(paths[0])
 
 
-# Times and memory differ, of which MeshwrightTrainer logs more, and the floating-point operations of a rank are counted
-# as the Trainer counts them.
+# Times and memory differ between runs, and MeshwrightTrainer logs more of them. The Trainer counts floating-point
+# operations per rank.
 _NOT_COMPARED = ("runtime", "per_second", "flos", "step_time", "per_step", "mfu", "peak_memory", "slowest_rank")
 
 

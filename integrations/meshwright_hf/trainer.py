@@ -116,7 +116,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
                 self.create_optimizer()
             # Registered before the guard's exit hook, to run after it: exit hooks run in reverse order.
             atexit.register(leave_process_group)
-            with torch.random.fork_rng(devices=[]):  # keeps the Trainer's later random draws equal to one process
+            with torch.random.fork_rng(devices=[]):  # keeps the Trainer's later random draws those of one process
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         self._evaluation_loss = EvaluationLoss(self, runtime)

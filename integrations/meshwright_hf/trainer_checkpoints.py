@@ -128,7 +128,7 @@ class CheckpointMixin:
             self._calls_on_save = False
         if self._open is not None:
             checkpoint, self._open = self._open, None
-            close_seal(checkpoint)  # callbacks have written what they write into it
+            close_seal(checkpoint)  # callbacks have written their files into it
             self._push_what_is_due()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

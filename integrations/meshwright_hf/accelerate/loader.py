@@ -105,7 +105,7 @@ class PlannedLoader:
         if self.total_batch_size is not None and self.inner.skip(num_batches * self.total_batch_size):
             self._state = None
         elif not (place.is_fresh and place.samples):
-            self._to_drop = num_batches  # their end is known only after reading them
+            self._to_drop = num_batches  # where they end is known only after reading them
 
     def _rows_of_last(self) -> int:
         """Return the rows of the last batch over all ranks, 0 if it is full, or -1 as in accelerate if unknown."""

@@ -43,10 +43,10 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._is_copied = threading.Event()  # of the save in progress
+        self._is_copied = threading.Event()  # whether the save in progress has its copy
         self._is_copied.set()
         self._held: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.memory = HostMemory()  # of the save in progress
+        self.memory = HostMemory()  # holds the copy of the save in progress
 
     @staticmethod
     def of(model: nn.Module) -> Background:
@@ -199,7 +199,7 @@ class StoreMeeting:
             else:
                 self._wait([f"read/{rank}" for rank in range(1, self._size)])
         except (RuntimeError, TimeoutError) as error:
-            logger.warning("the ranks did not end a save in the background together: %s", error)
+            logger.warning("after a save in the background, another rank did not confirm its end: %s", error)
 
     def _wait(self, keys: list[str]) -> None:
         alone_since = None

@@ -157,13 +157,13 @@ def _components(opened: Opened, given: dict[str, Any], ignore: Collection[str]) 
     passed = {name for name, value in given.items() if value is not None}
     if lost := sorted(has - passed - set(ignore)):
         raise CheckpointError(
-            f"{opened.folder} holds the state of {', '.join(lost)}, which load_checkpoint was not given: the run would "
-            f"go on with other numbers. Pass {lost[0]}=..., or ignore=[{lost[0]!r}]"
+            f"{opened.folder} holds the state of {', '.join(lost)}, which load_checkpoint was not given: the "
+            f"resumed run would give other results. Pass {lost[0]}=..., or ignore=[{lost[0]!r}]"
         )
     if lost := sorted(passed - has - set(ignore)):
         raise CheckpointError(
-            f"{opened.folder} was saved without the state of {', '.join(lost)}, so the run would go on with other "
-            f"numbers. Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
+            f"{opened.folder} was saved without the state of {', '.join(lost)}, so the resumed run would give other "
+            f"results. Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
         )
     for name in ("scheduler", "scaler"):
         if not is_encoded(getattr(opened.manifest, name)):
@@ -233,7 +233,7 @@ class _SavedState:
 
     def __init__(self, opened: Opened, mesh: Mesh, progress: Progress):
         self._opened, self._mesh, self._progress = opened, mesh, progress
-        self._present: dict[str, Tensor] = {}  # of the optimizer, by the keys of the checkpoint
+        self._present: dict[str, Tensor] = {}  # the optimizer's present tensors, by the checkpoint's keys
 
     def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
         return self._opened.manifest.tensors.get(tensor)

@@ -103,7 +103,7 @@ def save_checkpoint(
         found, text = (None, "") if optimizer is None else with_own_text(model, optimizer)
         return (runtime, mesh, _checked(objects, step, keep), found), text
 
-    # The training waits for each exchange of the ranks, so there are few.
+    # Training waits for each exchange between the ranks, so only a few are made.
     (runtime, mesh, states, found), texts = exchange_together(begin)
     runtime.compare_before_save()
 

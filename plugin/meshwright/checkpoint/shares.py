@@ -67,14 +67,14 @@ class Held:
 
     @staticmethod
     def whole(dtype: torch.dtype, shape: tuple[int, ...], sizes: Sizes) -> Held:
-        """Return how a tensor is held that every rank has whole."""
+        """Return the description of a tensor that every rank has whole."""
         rows = RowLayout.replicated(shape[0] if shape else 1, sizes.tp)
         cut = RowLayout.replicated(torch.Size(shape).numel(), sizes.dp)
         return Held(dtype=dtype, shape=shape, layout=rows, cut=cut, stages=tuple(range(sizes.pp)))
 
     @staticmethod
     def shard(dtype: torch.dtype, record: ShardRecord, cut: RowLayout, tp: int) -> Held:
-        """Return how a tensor is held that is sharded like a parameter."""
+        """Return the description of a tensor that is sharded like a parameter."""
         shape = tuple(record.global_shape)
         layout = RowLayout.replicated(shape[0] if shape else 1, tp) if record.layout.is_replicated else record.layout
         return Held(dtype=dtype, shape=shape, layout=layout, cut=cut, stages=record.holders)

@@ -45,7 +45,7 @@ class FlashCall:
         return _blocks(self.documents, self.runs, keys)
 
 
-_blocks = functools.lru_cache(maxsize=64)(causal_blocks)  # all layers of a pass have the same
+_blocks = functools.lru_cache(maxsize=64)(causal_blocks)  # all layers of a pass have the same blocks
 
 
 def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _backward(
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device's kernels give the results of plain operations, on two blocks of random values."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        return True  # a trace for a GPU that is not here
+        return True  # a trace for a GPU that this machine lacks
     own_tensors = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # checkpointing counts what its layer saves
     outside_of_the_pass = _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), own_tensors
     with contextlib.ExitStack() as stack:
@@ -188,7 +188,7 @@ def _equals_plain_operations(device: torch.device, dtype: torch.dtype) -> bool:
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     found = (output, *torch.autograd.grad(output, (q, k, v), grad))
     wanted = (expected, *torch.autograd.grad(expected, wide, grad.float()))
-    # Values of about 1, in float32 or of 8 bits.
+    # The values are of about 1, in float32 or with 8 bits of precision.
     tolerance = 1e-4 if dtype.itemsize > 2 else 5e-2
     pairs = zip(found, wanted, strict=True)
     return all(torch.allclose(x.float(), y, atol=tolerance, rtol=tolerance) for x, y in pairs)

@@ -42,7 +42,7 @@ class KeyExchange(Protocol):
         """Yield all keys and values that this rank's queries may attend to."""
 
     def gradients(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> KeyGradients:
-        """Return what adds up gradients in ``dtype``."""
+        """Return an object that adds up gradients in ``dtype``."""
 
 
 @dataclass(frozen=True)

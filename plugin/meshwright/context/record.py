@@ -116,7 +116,7 @@ class _Pass:
     shapes: dict[nn.Module, dict[Place, tuple[int, ...]]] = field(default_factory=dict)
     sites: list[AttentionSite] = field(default_factory=list)
     gives_masks: bool = True
-    mask: ContextMask | None = None  # what the current layer is given
+    mask: ContextMask | None = None  # the mask that the current layer is given
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parameters = call.module._parameters.items()

@@ -46,7 +46,7 @@ class ContextRegion:
         balances: bool,
     ):
         self.record, self.streams, self.balances = record, streams, balances and record.gives_masks
-        self.parts = self._default = parts  # how they share the last sequence
+        self.parts = self._default = parts  # how the ranks share the last sequence
         self.length = 0  # the number of tokens of the last sequence
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
@@ -139,6 +139,6 @@ class ContextRegion:
         return x if isinstance(output, Tensor) else (x, *others)
 
     def _enter_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
-        if not self.keeps_parted or isinstance(args[0], InHead):  # the loss, which has the tokens of this rank already
+        if not self.keeps_parted or isinstance(args[0], InHead):  # called by the loss, which has its tokens already
             return None
         return self.parts.take(args[0], 1), *args[1:]

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol
 from meshwright.faults.hub_connection import line
 
 CONNECT_TIMEOUT = 30.0  # seconds; rank 0 listens before it publishes its address
-RETRY = 0.2  # seconds until the next try, if strangers have filled the hub
+RETRY = 0.2  # seconds until the next try, if unknown connections have filled the hub
 
 
 class OnNotice(Protocol):
@@ -144,5 +144,5 @@ def _connect(address: tuple[str, int], hello: dict[str, Any]) -> tuple[socket.so
             return connection, lines, json.loads(greeting)
         connection.close()
         if time.monotonic() > deadline:
-            return connection, lines, {"name": "rank 0", "process": None}  # whose end the first question finds
+            return connection, lines, {"name": "rank 0", "process": None}  # the first question finds that it has ended
         time.sleep(RETRY)

@@ -120,7 +120,7 @@ class Meetings:
             return []
         waits_for: dict[int | Meeting, list[int] | list[Meeting]] = {}
         for meeting in self._meetings.values():
-            # Ranks between the meetings, rather than edges between all ranks, keep the graph linear.
+            # Edges run between ranks and meetings only, since edges between all ranks would make the graph quadratic.
             waits_for[meeting] = [rank for rank in meeting.absent() if rank in self._of_rank]
             waits_for |= {rank: [self._of_rank[rank]] for rank in waits_for[meeting] if isinstance(rank, int)}
         try:

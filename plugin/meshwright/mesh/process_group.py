@@ -64,7 +64,7 @@ def device_for(model_device: torch.device) -> torch.device:
     """Return this process's device of the model's device type; a CUDA device becomes the current one."""
     if model_device.type != "cuda":
         return model_device
-    # Two ranks on one GPU are found by all ranks together, when they join the process group.
+    # All ranks together check whether two of them use one GPU, when they join the process group.
     device = torch.device("cuda", local_rank(_rank(), world_size()) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

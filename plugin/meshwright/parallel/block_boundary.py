@@ -89,7 +89,7 @@ class BlockHooks:
         x = _cast_for_autocast(x)
         overlaps = self._columns.can_enter(x)
         if self.sequence is None:
-            # For the second input projection of an MLP that the layer owns, _restore is set.
+            # _restore is set already for the second input projection of an MLP that the layer owns.
             if self._restore is None and self._rates.is_any_on():
                 self._restore = self.streams.enter_shard(x)
             full = self._columns.enter(x, self.axis) if overlaps else share(x, self.axis)

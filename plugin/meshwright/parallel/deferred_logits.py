@@ -33,7 +33,7 @@ _CHANGED = (
     "outputs.logits of training with labels are computed when they are first read, and the head's weights have changed "
     f"since the forward pass. Read them before optimizer.step(), or {_GATHER}"
 )
-_SAMPLED = 8  # of a weight's rows, and of its columns
+_SAMPLED = 8  # number of a weight's rows, and of its columns, to compare
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshwright.parallel.collectives import Axes, Axis
 
 _MAX_SEED = 2**62
-_NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the stream to go on with, or another one; rank r: _OWN + r
+_NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the next, a shared or an own stream (_OWN + r for rank r)
 
 Restore = Callable[[], None]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 
-_FLAG = "gradient_checkpointing"  # of a transformers module: whether backward recomputes it
+_FLAG = "gradient_checkpointing"  # attribute of a transformers module: whether backward recomputes it
 
 
 def can_recompute(model: nn.Module) -> bool:

@@ -69,7 +69,7 @@ class Step:
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
     _arrived: dict[Key, int] = field(default_factory=dict)  # how many tensors a transfer shows to have arrived
-    _handed: dict[Key, Tensor] = field(default_factory=dict)  # between two stages of this rank
+    _handed: dict[Key, Tensor] = field(default_factory=dict)  # what one stage of this rank gives to another
     _alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def open(self, *, trains: bool) -> None:

@@ -78,7 +78,7 @@ class Links:
     def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
         self.pp, self.device = pp, device
         self._groups = groups
-        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver; of each tensor, its messages
+        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver: the messages of each tensor
         self._arrived: dict[int, int] = {}  # by receiver, the number of tensors that were settled
 
     @own_collectives()

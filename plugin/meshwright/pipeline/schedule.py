@@ -228,7 +228,7 @@ def most_held(schedule: str, p: int, v: int, m: int) -> tuple[tuple[_Moment, ...
             counts = held[operation.stage]
             if operation.kind is Kind.FORWARD:
                 counts[0] += 1
-                if following is None or following.kind is not Kind.FORWARD:  # the next forward would hold more
+                if following is None or following.kind is not Kind.FORWARD:  # else the next forward holds more
                     moments.add(tuple((active, waiting) for active, waiting in held.values()))
             elif operation.kind is Kind.WEIGHT_GRAD:
                 counts[1] -= 1

@@ -12,7 +12,7 @@ from functools import lru_cache
 from meshwright.pipeline.schedule import Kind, Operation, rank_of_stage, rank_operations
 
 _KINDS = tuple(Kind)
-_PERIODS = 8  # after so many times ``ranks`` micro-batches, a pipeline of even stages and a slower last one is periodic
+_PERIODS = 8  # after this many times ``ranks`` micro-batches, even stages with a slower last one are periodic
 _Step = tuple[int, int, int, int, bool]  # rank, kind, virtual stage, index of the step it waits for, over the network?
 
 

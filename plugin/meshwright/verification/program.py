@@ -205,7 +205,7 @@ class Distributed(Training):
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
         with runtime_of(self.model).gathering_logits():
             outputs, logits = super().evaluate()
-        # The layers of other pipeline stages hand their input on.
+        # The layers of other pipeline stages return their input unchanged.
         held = {name for name, module in self.model.named_modules() if all(map(is_held, module.parameters()))}
         return {name: output for name, output in outputs.items() if name in held}, logits
 
