@@ -1,4 +1,4 @@
-"""What saves and loads a checkpoint: this project, torch's distributed checkpoints, and accelerate."""
+"""The contenders that save and load a checkpoint: this project, torch's distributed checkpoints, and accelerate."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ torchrun --nproc-per-node 2 -m benchmarks.context --figure balance
 torchrun --nproc-per-node 2 -m benchmarks.context --figure kernels
 
 equal: loss and gradient norm in float32, over those of one process. time: step times, in turn. scaling: CPU seconds of
-forward and backward per token, since the ranks may share cores, against those that a formula predicts from ranks alone.
-balance: step times of a packed row whose work is spread evenly, against zigzag. kernels: step times with flash kernels,
-against blocks with a mask.
+forward and backward per token, since the ranks may share cores, compared with a prediction from processes that train
+alone. balance: step times of a packed row whose work is spread evenly, against zigzag. kernels: step times with flash
+kernels, against blocks with a mask.
 """
 
 from __future__ import annotations

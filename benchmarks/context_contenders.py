@@ -1,4 +1,4 @@
-"""What trains a sequence on several ranks: this project's methods, and DeepSpeed's Ulysses for transformers."""
+"""The contenders that train a sequence on several ranks: our methods, and DeepSpeed's Ulysses for transformers."""
 
 from __future__ import annotations
 

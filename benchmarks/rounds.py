@@ -1,4 +1,4 @@
-"""What one round of a contest measures, and the figures of all rounds."""
+"""The measurements of one round of a contest, and the figures of all rounds."""
 
 from __future__ import annotations
 

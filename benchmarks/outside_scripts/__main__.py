@@ -23,7 +23,7 @@ TRL_PRELOAD = ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.traine
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one call runs, and the folder in which it does."""
+    """The runs of one call, and the folder in which they run."""
 
     scripts: Sequence[Script]
     plans: Sequence[str]

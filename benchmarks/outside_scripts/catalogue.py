@@ -1,4 +1,4 @@
-"""Which scripts run, with which arguments, and which of their lines change."""
+"""Lists which scripts run, with which arguments, and which of their lines change."""
 
 from __future__ import annotations
 

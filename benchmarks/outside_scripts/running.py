@@ -46,7 +46,7 @@ class Run:
 
 
 def run(script: Script, plan_text: str | None, checkouts: Mapping[Source, Path], inputs: Path, folder: Path) -> Run:
-    """Run a script under a plan, or with None as it is in one process, unless ``folder`` has such a run already."""
+    """Run a script under a plan, or unchanged in one process if the plan is None, unless ``folder`` has this run."""
     plan = ParallelPlan() if plan_text is None else resolve_plan(plan_text)
     if any(not (folder / f"record-{rank}.json").exists() for rank in range(plan.world_size)):
         shutil.rmtree(folder, ignore_errors=True)  # left by a call that was stopped

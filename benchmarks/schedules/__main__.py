@@ -1,4 +1,4 @@
-"""Figures of the pipeline schedules, beside what the planner and the design compute, and beside torch's own schedules.
+"""Compares the pipeline schedules with what the planner and the design compute, and with torch's own schedules.
 
 torchrun --nproc-per-node 4 -m benchmarks.schedules bubble
 torchrun --nproc-per-node 4 -m benchmarks.schedules counts

@@ -23,7 +23,7 @@ from meshwright.verification.float64_modules import relative_difference
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a step took: seconds of wall time, and seconds of CPU time of all ranks."""
+    """The time of a step: seconds of wall time, and seconds of CPU time of all ranks."""
 
     wall: float
     cpu: float

@@ -188,7 +188,7 @@ def _run(job: Launch, arguments: list[str]) -> int:
         os.execvpe(command[0], command, environment)
     try:
         with elastic_agent(job):
-            if job.num_processes == 1:  # accelerate would start it without torchrun, which restarts it
+            if job.num_processes == 1:  # accelerate would start it without torchrun, which does the restarts
                 accelerate.multi_gpu_launcher(accelerate._validate_launch_command(options)[0])
             else:
                 accelerate.launch_command(options)

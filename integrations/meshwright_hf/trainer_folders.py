@@ -135,8 +135,8 @@ def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
     if missing:
         raise CheckpointError(
             f"{folder} has no {', '.join(missing)}, so the resumed run would give other results. It is not whole, or "
-            "was saved with save_only_model=True or by another engine. Resume from another checkpoint; to start a new run "
-            f"from these weights, call meshwright.load_weights(trainer.model, {str(folder)!r}) before train()"
+            "was saved with save_only_model=True or by another engine. Resume from another checkpoint; to start a new "
+            f"run from these weights, call meshwright.load_weights(trainer.model, {str(folder)!r}) before train()"
         )
     if not any((folder / name).is_file() for name in ADAPTERS):
         WeightFiles.open(folder)

@@ -44,7 +44,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What a checkpoint holds, and what is wrong with it.
+    """The content of a checkpoint, and everything that is wrong with it.
 
     Args:
         folder: its folder.
@@ -130,7 +130,7 @@ def _part(folder: Path, place: int, manifest: Manifest) -> tuple[PartIndex | Non
 
 
 def _disagreements(part: PartIndex, manifest: Manifest, record: FileRecord) -> Iterator[Damage]:
-    """Where the header of a tensor file and its index differ."""
+    """Yield the differences between the header of a tensor file and its index."""
     name = part.path.name
     try:
         entries = read_header(part.path)
@@ -164,13 +164,13 @@ def _form(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> str:
 
 
 def _uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[Damage]:
-    """The tensors that have elements in no file, or in several."""
+    """Yield the tensors that have elements in no file, or in several."""
     for key, problem in uncovered(manifest, parts):
         yield Damage(file=NAME, tensor=key, problem=f"has {key}, of which {problem}")
 
 
 def _inconsistencies(manifest: Manifest) -> Iterator[Damage]:
-    """What is wrong with the states in the manifest."""
+    """Yield what is wrong with the states in the manifest."""
     for name in ("scheduler", "scaler"):
         if not is_encoded(getattr(manifest, name)):
             yield Damage(file=NAME, problem=f"has a state of {name} of no known form")

@@ -55,7 +55,7 @@ def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str,
 
 
 def miscovered(blocks: list[Block], total: int) -> str | None:
-    """What is wrong with blocks that must have each of ``total`` elements once."""
+    """Return what is wrong with blocks that must have each of ``total`` elements once; None if nothing is."""
     for b in blocks:
         if (last := b.whole + (b.count - 1) * b.whole_stride + b.length) > total:
             return f"the files have {last} elements or more, not {total}"
@@ -83,7 +83,7 @@ def _miscovered_by_many(blocks: list[Block], total: int) -> str | None:
 
 
 def _problem(expected: int, found: int) -> str:
-    """What is wrong if the next run after the elements up to ``expected`` begins at ``found``."""
+    """Return what is wrong if the next run after the elements up to ``expected`` begins at ``found``."""
     return f"element {expected} is in no file" if expected < found else f"element {found} is in more than one place"
 
 

@@ -33,7 +33,7 @@ _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a rank writes of one tensor.
+    """The part of one tensor that a rank writes.
 
     Args:
         dtype: its dtype.
@@ -173,7 +173,7 @@ def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one file has of one tensor: from byte ``start`` on, the elements of ``blocks``, with their digests."""
+    """The part of one tensor in one file: the elements of ``blocks``, from byte ``start`` on, with their digests."""
 
     start: int
     blocks: list[Block]

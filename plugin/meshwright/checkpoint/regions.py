@@ -121,7 +121,7 @@ def _shared(mine: Block, other: Block) -> Iterator[Block]:
 
 
 def _are_aligned(a: Block, b: Block) -> bool:
-    """Whether the runs of both are columns of the same rows, which neither leaves."""
+    """Whether the runs of both are columns of the same rows, and stay inside the rows."""
     width = a.whole_stride
     return width == b.whole_stride and all(x.whole % width + x.length <= width for x in (a, b))
 

@@ -261,7 +261,7 @@ def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
 # This is the same at each save of a run, and takes longer to compute than all else that training waits for.
 @functools.lru_cache(maxsize=1)
 def _own_shares(tensors: tuple[tuple[str, Held], ...], mesh: Mesh) -> dict[str, tuple[list[Block], list[Block]]]:
-    """What this rank holds of each tensor of which it writes something, and what it writes."""
+    """For each tensor that this rank writes a part of: the elements that it holds, and those that it writes."""
     held = dict(tensors)
     own = shares(held, mesh.sizes)[mesh.index]
     return {key: (held[key].part(mesh.place), share) for key, share in own.items()}

@@ -1,4 +1,4 @@
-"""Which rank writes which elements of a checkpoint: each element once, by one of the ranks that hold it, evenly."""
+"""Decides which rank writes which elements of a checkpoint: each element once, evenly over the ranks that hold it."""
 
 from __future__ import annotations
 

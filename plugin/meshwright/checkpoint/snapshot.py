@@ -1,4 +1,4 @@
-"""What a rank writes as it was at one moment, copied in a thread while training goes on."""
+"""A copy of what a rank writes, as of one moment, which a thread makes while training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a plan with pipeline stages may be picked for a model."""
+"""Decides whether a plan with pipeline stages may be picked for a model."""
 
 from __future__ import annotations
 

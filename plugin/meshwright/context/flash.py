@@ -81,7 +81,7 @@ class _Flash(torch.autograd.Function):
     def forward(ctx: Any, call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         rows, heads, length, width = q.shape
-        # In memory, a token's heads are neighbours, so that the output projection reads what is kept for backward.
+        # A token's heads are adjacent in memory, so that the output projection reads the tensor that backward keeps.
         output = torch.empty(rows, length, heads, width, dtype=dtype, device=q.device).transpose(1, 2)
         total = torch.empty(rows, heads, length, dtype=dtype, device=q.device)
         for runs, keys, values in call.keys.round(k, v):

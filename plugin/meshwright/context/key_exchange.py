@@ -1,4 +1,4 @@
-"""How a rank's queries meet the keys of the other ranks, and how the gradients of the keys return.
+"""Brings the keys of the other ranks to a rank's queries, and the gradients of the keys back.
 
 ``round`` yields keys and values in turn, each with the places of its tokens in the sequence, this rank's own first. In
 backward they go round again, and ``gradients`` adds up what each rank has found.

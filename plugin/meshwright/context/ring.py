@@ -121,7 +121,7 @@ class _Ring(torch.autograd.Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         grouped = _grouped(q, k.shape[1])
         rows, key_heads, groups, length, _ = grouped.shape
-        # In memory, a token's heads are neighbours, so that the output projection reads what is kept for backward.
+        # A token's heads are adjacent in memory, so that the output projection reads the tensor that backward keeps.
         output = torch.zeros(rows, length, key_heads, groups, v.shape[-1], dtype=dtype, device=q.device)
         output = output.permute(0, 2, 3, 1, 4)
         if sinks is None:

@@ -1,4 +1,4 @@
-"""How a plan cuts one decoder: its weights over tp, its layers over pp, its tokens over cp."""
+"""Determines how a plan cuts one decoder: its weights over tp, its layers over pp, its tokens over cp."""
 
 from __future__ import annotations
 

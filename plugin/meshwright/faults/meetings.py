@@ -1,4 +1,4 @@
-"""Which ranks wait at which meeting, and which of them wait for each other.
+"""Tracks which ranks wait at which meeting, and finds ranks that wait for each other.
 
 Recording a rank's arrival costs the same however many ranks the group has, since all ranks' arrivals are recorded by
 one thread, beside the training of rank 0.

@@ -37,7 +37,7 @@ _SOON = 5.0  # seconds that a caller waits for the figures of the other ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What a monitor reads of a model before the model is distributed.
+    """The facts that a monitor reads from a model before the model is distributed.
 
     Args:
         machine: the model's sizes and the devices, or why they are unknown.

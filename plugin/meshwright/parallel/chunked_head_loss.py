@@ -23,7 +23,7 @@ from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLoss:
-    """What the head and the loss compute from hidden states.
+    """Describes what the head and the loss compute from hidden states.
 
     Args:
         words: the part of the vocabulary that this rank scores.

@@ -1,4 +1,4 @@
-"""What models do to logits between the head and the loss: scale them, cap them, cast them."""
+"""The operations that models apply to logits between the head and the loss: scaling, capping and casting."""
 
 from __future__ import annotations
 

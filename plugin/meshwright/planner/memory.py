@@ -259,7 +259,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
 
 
 def _new_gradients(shape: ModelShape, plan: Candidate, job: Job, stage: int, elements: float) -> float:
-    """Return by how much a backward pass in this runtime's pipeline grows the memory, beside the sum of earlier ones.
+    """Return the memory that a backward pass in this runtime's pipeline adds to the sum of earlier gradients.
 
     When it ends, it has made the gradients of a virtual stage, and has freed the activations of a micro-batch.
     """

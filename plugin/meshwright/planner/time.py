@@ -222,7 +222,7 @@ class StepModel:
         )
 
     def balanced(self, plan: Candidate, job: Job) -> Candidate | None:
-        """Return the plan with fewer layers beside the head; None if its slowest stage would not be faster."""
+        """Return the plan with fewer layers on the head's stage; None if its slowest stage would not be faster."""
         layer, head = self.layer(plan, job), self.head(plan, job)
         layers, count = self.shape.layers, plan.pp * plan.chunks
         # Layers are equal, so the head's share of a layer decides; it is rounded, so that few partitions are computed.

@@ -59,7 +59,7 @@ class Issued:
 
     @property
     def is_native(self) -> bool:
-        """Whether its tensors are on one kind of device, and each is one piece of memory, as NCCL takes it.
+        """Whether its tensors are on one kind of device, and each is one piece of memory, as NCCL requires.
 
         One on the CPU is an agreement of the hosts, which goes over gloo and waits for no GPU.
         """

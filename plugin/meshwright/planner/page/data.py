@@ -1,4 +1,4 @@
-"""What the page's JavaScript draws from: every listed plan at every setting, as compact JSON."""
+"""The data from which the page's JavaScript draws: every listed plan at every setting, as compact JSON."""
 
 from __future__ import annotations
 
