@@ -55,7 +55,7 @@ class Turn:
     """One thing that is timed.
 
     Args:
-        saver: what saves or loads.
+        saver: the contender that saves or loads.
         act: the call that is timed.
         folder: the folder that it writes, which is removed after each turn; None if it only reads.
         after: function that is called after each turn, without being timed.
@@ -250,10 +250,10 @@ def main(
     """Print what digests cost, how long an asynchronous save stops training, and the times of other libraries.
 
     Four processes of one thread hold a Llama of 45 M parameters and its AdamW state, 0.54 GB in float32. The two sides
-    of a ratio take turns in one run, in a new order each round, and the ratio is the median of the rounds with its
-    95 % interval (with fewer than six rounds, all of them). The next column has the same ratio of the CPU time of all
-    ranks, which other load and the disk affect less. Before anything is timed, each contender must load what it
-    saved, to the bit.
+    of a ratio take turns in one run, in a new order each round, and the ratio is the median of the rounds with its 95 %
+    interval (with fewer than six rounds, with the range of all rounds). The next column has the same ratio of the CPU
+    time of all ranks, which other load and the disk affect less. Before anything is timed, each contender must load
+    what it saved, to the bit.
 
     digest: a save and a load with digests, against the same without them, under ZeRO-3.
 

@@ -188,7 +188,7 @@ class Entry:
 
     Args:
         name: its name in the tables.
-        build: what builds it on every rank.
+        build: a function that builds it on every rank.
         library: the package that must be installed.
         clips: whether a step clips the gradients.
         ranks: the number of its processes.

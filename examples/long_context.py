@@ -4,8 +4,9 @@ torchrun --nproc-per-node 4 -m examples.long_context
 torchrun --nproc-per-node 4 -m examples.long_context --context ring --steps 5
 python -m examples.long_context
 
-The model is a small Llama that learns the bytes of Meshwright's source files, packed into one row; no file sees
-another. With four processes each holds a quarter of the row. One process holds all of it and exceeds the limit.
+The model is a small Llama that learns the bytes of Meshwright's source files, packed into one row; the tokens of a file
+attend to that file only. With four processes each holds a quarter of the row. One process holds all of it and exceeds
+the limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train over pipeline stages, and print which stage computed what when.
+"""Train over pipeline stages, and print what each rank computed, in order.
 
 torchrun --nproc-per-node 4 -m examples.pipeline_train
 torchrun --nproc-per-node 4 -m examples.pipeline_train --schedule interleaved --steps 5

@@ -171,7 +171,7 @@ def _in_words(job: Launch, on_cpu: bool) -> str:
 
 
 def _run(job: Launch, arguments: list[str]) -> int:
-    """Run accelerate's launcher in this process and return the exit code; a single process replaces this one."""
+    """Run accelerate's launcher in this process and return the exit code. For one process, exec the script instead."""
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed import DistError

@@ -206,7 +206,7 @@ def _names(opened: Opened, tensors: dict[str, RunTensor], ties: dict[str, str]) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """The tensors of a model, the model's own tensor objects, and the checkpoint's keys, each by the model's key."""
+    """For each of the model's keys: how the ranks hold the tensor, the tensor itself, and its key in the checkpoint."""
 
     tensors: dict[str, RunTensor]
     objects: dict[str, Tensor]

@@ -90,7 +90,7 @@ class StaticStep:
     """A program's step as one call, made by ``to_static``.
 
     In the mode ``train``, a call runs forward, loss, backward, clip and update, and clears the gradients. In the mode
-    ``eval``, it computes the loss without gradients. It returns the loss, a scalar without a graph that every rank has.
+    ``eval``, it computes the loss without gradients. It returns the loss on every rank, as a scalar without a graph.
 
     Args of a call:
         The model's inputs, and last the label: ``step(inputs, label)``. An input that is a list stands for several

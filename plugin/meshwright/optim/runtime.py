@@ -90,7 +90,7 @@ class Runtime:
         gathers_logits: whether ``outputs.logits`` are whole in training.
         gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
         trained: the object that tracks which parameters require a gradient.
-        watch: what watches the steps, to show what the run does; None if nothing does.
+        watch: the object that watches the steps, to show what the run does; None if nothing does.
         plan_source: where the plan comes from, in words.
         names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
     """

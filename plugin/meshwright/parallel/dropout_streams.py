@@ -140,7 +140,7 @@ def _derived(seed: int, purpose: int) -> int:
 
     Args:
         seed: the seed of the current stream: its upper 32 bits are shared, its lower 32 bits may be the rank's own.
-        purpose: what for: _NEXT, _SHARED, or _OWN plus a rank's coordinate.
+        purpose: the purpose of the new seed: _NEXT, _SHARED, or _OWN plus a rank's coordinate.
     """
     shared = _mixed(seed >> 32, min(purpose, _OWN))
     own = shared if purpose == _SHARED else _mixed(seed, purpose)
