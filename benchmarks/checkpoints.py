@@ -127,7 +127,7 @@ def undigested(call: Callable[[Path], None], folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Drop the files of a folder from the cache of the system, which can then only read them from the disk."""
+    """Drop the files of a folder from the system's cache, so that they are then read from the disk."""
     if dist.get_rank() == 0:
         for path in folder.rglob("*"):
             if path.is_file():

@@ -101,7 +101,7 @@ def step_time(rounds: int, methods: Sequence[str] = ("ulysses", "gather", "ring"
 
 
 class _Clocked(Contender):
-    """A contender whose CPU seconds are measured, which other programs on the machine change less than its time."""
+    """A contender that measures CPU seconds, since other programs on the machine change them less than wall time."""
 
     def __init__(self, contender: Contender):
         self.contender, self.watched = contender, contender.watched

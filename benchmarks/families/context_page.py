@@ -116,7 +116,7 @@ def main(
     found = read(results)
     missing = (DENSE.keys() & set(model_types())) - {program.split()[0] for program in found}
     if missing:
-        raise typer.BadParameter(f"no results of {', '.join(sorted(missing))}; run the sweep again, which goes on")
+        raise typer.BadParameter(f"no results of {', '.join(sorted(missing))}; run the sweep again, and it continues")
     output.write_text(render(found))
 
 

@@ -105,7 +105,7 @@ def _hop(piece: Tensor, source: int, axis: Axis) -> None:
 
 
 def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int) -> None:
-    """Write a piece of a rank's flattened shard, which begins at ``start``, into the full tensor, without padding."""
+    """Write a piece of a rank's flattened shard, from position ``start`` on, into the full tensor, without padding."""
     shape = full.shape or torch.Size([1])
     inner = shape[layout.dim + 1 :].numel()
     table = full.view(-1, shape[layout.dim] * inner)

@@ -90,7 +90,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
             bytes_read=done,
         )
     surplus = sorted(files.keys() - manifest.files.keys() - {NAME} - {damage.file for damage in damages})
-    damages += [Damage(file=name, problem=f"is not a file of this checkpoint, says {NAME}") for name in surplus]
+    damages += [Damage(file=name, problem=f"is not a file of this checkpoint, according to {NAME}") for name in surplus]
     parts = []
     for place in range(manifest.sizes.ranks):
         part, found = _part(folder, place, manifest)

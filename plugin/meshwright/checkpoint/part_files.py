@@ -343,7 +343,7 @@ def check_header(path: Path, record: FileRecord) -> None:
 
 
 def _checked(path: Path, record: FileRecord, length: int) -> bytes | bytearray:
-    """The first bytes of a file, which must have the recorded size, and these bytes the recorded digest."""
+    """Return the first bytes of a file, after checking the file's size and the digest of these bytes."""
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
         content = read_exactly(descriptor, path, 0, length) if size == record.bytes else b""

@@ -73,9 +73,9 @@ def save_checkpoint(
         extra: anything that JSON can hold; ``load_checkpoint`` returns it.
         keep: the number of checkpoints to keep in the folder's parent, at least 1; the oldest others are removed after
             this one is complete. None keeps all.
-        asynchronous: whether to copy what this rank writes and return, and to write it in a thread. The next save, the
-            next load, ``wait_for_checkpoints`` and the end of the program wait for it, and raise its error on all
-            ranks. Until it is complete, the newest checkpoint is the one before.
+        asynchronous: whether the call only takes a snapshot of what this rank writes, and a thread writes it while
+            training goes on. The next save, the next load, ``wait_for_checkpoints`` and the end of the program wait for
+            it, and raise its error on all ranks. Until it is complete, the newest checkpoint is the one before.
 
     Returns:
         The folder.

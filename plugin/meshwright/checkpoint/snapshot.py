@@ -1,4 +1,4 @@
-"""A copy of what a rank writes, as of one moment, which a thread makes while training goes on."""
+"""Copies what a rank writes, as of one moment, in a thread while training goes on."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _backward(
             grad, q, k, v, output, sums, 0.0, is_causal, scale=scale
         )
         return d_q, d_k, d_v
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which is not used
     d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, output, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale
     )
@@ -188,7 +188,7 @@ def _equals_plain_operations(device: torch.device, dtype: torch.dtype) -> bool:
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     found = (output, *torch.autograd.grad(output, (q, k, v), grad))
     wanted = (expected, *torch.autograd.grad(expected, wide, grad.float()))
-    # The values are of about 1, in float32 or with 8 bits of precision.
+    # The values are about 1, and the tolerance is that of float32, or of 8 bits of precision.
     tolerance = 1e-4 if dtype.itemsize > 2 else 5e-2
     pairs = zip(found, wanted, strict=True)
     return all(torch.allclose(x.float(), y, atol=tolerance, rtol=tolerance) for x, y in pairs)

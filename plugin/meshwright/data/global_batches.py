@@ -155,7 +155,7 @@ class Portion:
 
     @classmethod
     def of(cls, share: Share, batch: Any, total: int) -> Portion:
-        """Return the portion for a share, whose collated rows are ``batch``."""
+        """Return the portion for a share with the collated rows ``batch``."""
         held = share.high - share.low
         return cls(batch, total, held, share.counted, is_whole=held == total)
 

@@ -166,7 +166,7 @@ class Guard:
             raise self._diverged((self._rank, ranks[source]), finding)
 
     def post(self, topic: str, value: Any) -> None:
-        """Send rank 0 a value, which JSON can hold, without waiting; see ``take_posted``."""
+        """Send rank 0 a value that JSON can hold, without waiting; see ``take_posted``."""
         if self.is_current:
             self._link.announce({"kind": "post", "topic": topic, "value": value})
 

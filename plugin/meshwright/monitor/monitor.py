@@ -190,7 +190,7 @@ class Monitor:
         self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
 
     def _send(self, values: HostValues) -> Pending | None:
-        """Send this rank's figures to rank 0, which returns the line that it puts together from them."""
+        """Send this rank's figures to rank 0; on rank 0, return the line that will be put together from them."""
         count = self.steps.steps
         if self._sent is not None and self._sent[0] == count:
             return self._sent[1]  # two lines after the same step are one

@@ -34,7 +34,7 @@ class CausalLMLoss:
 
     def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
         self.vocab_size, self.tp, self.mean = vocab_size, tp, mean
-        self.region: Parted | None = None  # under context parallelism, which tokens this rank's logits are of
+        self.region: Parted | None = None  # under context parallelism: knows the tokens of this rank's logits
 
     def __call__(
         self,

@@ -148,7 +148,7 @@ def _derived(seed: int, purpose: int) -> int:
 
 
 def _mixed(seed: int, purpose: int) -> int:
-    """Return the 64 bits of a counter-based generator (splitmix64), of which each depends on all bits of the seed."""
+    """Return the 64 bits of a counter-based generator (splitmix64); each bit depends on all bits of the seed."""
     x = (seed + purpose * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64

@@ -83,7 +83,7 @@ class Links:
 
     @own_collectives()
     def send(self, x: Tensor, receiver: int, *, announces: bool = False) -> None:
-        """Start to send a tensor to a rank of the pipeline, which must not be changed until it has arrived.
+        """Start to send a tensor to a rank of the pipeline; the tensor must not be changed until it has arrived.
 
         Args:
             x: the tensor.

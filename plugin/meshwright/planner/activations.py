@@ -113,7 +113,7 @@ def saved_activations(
         attention=attention,
         kept=n * sizes.hidden * b,
         shared=shared,
-        # Under cp, masks are functions, of which a block is made where it is needed.
+        # Under cp, masks are functions, and a block of a mask is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 else 0),
         head=norm + of_head,
         of_head=of_head,

@@ -265,7 +265,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | N
 
 
 def table(choices: Sequence[Choice], tied: int) -> str:
-    """Return the table of plans, of which the first ``tied`` are marked as ties."""
+    """Return the table of plans, with the first ``tied`` of them marked as ties."""
     head = ("", "plan", "step", "tokens/s/GPU", "MFU", "memory", "compute", "comm", "bubble", "other")
     rows: list[tuple[str, ...]] = [head]
     for index, choice in enumerate(choices):

@@ -159,7 +159,7 @@ class StepModel:
         )
 
     def _launched(self, busy: float, launches: float) -> float:
-        """Return the time of kernels with launches, which do not overlap if the device is the host's processor."""
+        """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
     def _exchanged(self, sent: Sequence[Exchange], attention: float, plan: Candidate) -> tuple[float, float]:

@@ -61,7 +61,7 @@ class Issued:
     def is_native(self) -> bool:
         """Whether its tensors are on one kind of device, and each is one piece of memory, as NCCL requires.
 
-        One on the CPU is an agreement of the hosts, which goes over gloo and waits for no GPU.
+        A collective on the CPU is an agreement of the hosts; it goes over gloo and waits for no GPU.
         """
         return len(self.devices) < 2 and self.kind not in _OF_LISTS
 

@@ -200,7 +200,7 @@ class Distributed(Training):
     """The training under the plan."""
 
     loader: Any
-    has_global_loss: bool  # false for a user's loss of one rank's rows, whose mean over ranks is compared
+    has_global_loss: bool  # false for a user's loss of one rank's rows: its mean over ranks is compared
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
         with runtime_of(self.model).gathering_logits():

@@ -30,7 +30,7 @@ class _Table:
         self._indices: dict[Hashable, int] = {}
 
     def index(self, key: Hashable, entry: Callable[[], Any]) -> int:
-        """Return the index of the entry with this key, which is made if it is new."""
+        """Return the index of the entry with this key; a new key makes an entry."""
         if key not in self._indices:
             self._indices[key] = len(self.entries)
             self.entries.append(entry())
