@@ -234,7 +234,7 @@ class Contests:
             if self.is_cold:
                 forget(folder)
             if is_new:
-                saver.drop_state()  # for the next turn; the first one is not counted
+                saver.drop_state()  # so that the next load starts with a new optimizer; the first load is not counted
 
         return Turn(saver=saver, act=partial(load, folder), after=after)
 
@@ -281,7 +281,7 @@ def main(
     if "RANK" in os.environ:
         assert folder is not None
         dist.init_process_group("gloo")
-        logging.getLogger("meshwright").setLevel(logging.ERROR)  # it warns of optimizers that are not its own
+        logging.getLogger("meshwright").setLevel(logging.ERROR)  # it warns of optimizers that it did not make
         contests = Contests(folder, rounds, cold)
         for chosen in contest or Contest:
             for line in getattr(contests, chosen.value)():

@@ -123,7 +123,7 @@ class DeepSpeedUlysses(contenders.Contender):
             raise ValueError(f"{workload.sequence_length} tokens cannot be cut into {size} equal parts")
         whole = workload.batch()
         whole["position_ids"] = workload.positions.expand(workload.batch_size, -1)
-        whole["shift_labels"] = shift(whole.pop("labels"))  # as DeepSpeed's loader does, which cuts rows evenly
+        whole["shift_labels"] = shift(whole.pop("labels"))  # DeepSpeed's loader also shifts, then cuts evenly
         self.batch = {name: x.chunk(size, 1)[dist.get_rank()].contiguous() for name, x in whole.items()}
 
     def forward(self) -> Tensor:

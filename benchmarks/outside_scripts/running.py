@@ -21,8 +21,8 @@ from meshwright.choose.given_plan import resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 from meshwright.config import ParallelPlan
 
-# For numbers below these, a difference is divided by this limit instead of by the number. A reward's margin is a
-# difference of log-probabilities of about 60; the bias of a BERT's keys has no gradient but rounding.
+# A difference is divided by the number, or by this limit if the number is smaller. A reward's margin is a difference of
+# log-probabilities of about 60; the bias of a BERT's keys has no gradient but rounding.
 SMALLEST_FIGURE, SMALLEST_WEIGHT = 0.1, 1e-3
 TIME_LIMIT = 300.0  # seconds
 REFUSALS = ("PlanError", "ValueError", "NotImplementedError")

@@ -19,7 +19,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
-_CHUNK = 4 * 2**20  # bytes in flight, which the first rank holds beside the full tensor
+_CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
 
 
 def is_first(runtime: Runtime) -> bool:

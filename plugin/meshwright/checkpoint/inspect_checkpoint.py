@@ -96,7 +96,7 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
         part, found = _part(folder, place, manifest)
         damages += found
         parts += [part] if part is not None else []
-    if len(parts) == manifest.dp * manifest.tp:  # else it is known already why elements are missing
+    if len(parts) == manifest.dp * manifest.tp:  # otherwise a missing part explains the missing elements
         damages += _uncovered(manifest, parts)
     damages += _inconsistencies(manifest)
     if reads_tensors:

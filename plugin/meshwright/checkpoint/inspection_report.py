@@ -37,7 +37,7 @@ def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> di
 
 def listing(parent: Path) -> list[dict[str, Any]]:
     """Return a row for each checkpoint in a folder: its name, step, date, size, and what is wrong at first sight."""
-    rows = []  # each with its time, by which they are sorted
+    rows = []  # pairs of a time and a row, to sort the rows by time
     for folder in checkpoint_folders(parent):
         row: dict[str, Any] = {"name": folder.name, "step": None, "written": None}
         row["bytes"] = sum(path.lstat().st_size for path in folder.iterdir())

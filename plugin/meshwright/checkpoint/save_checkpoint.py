@@ -238,7 +238,7 @@ def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, 
             raise CheckpointError(
                 f"{name} would be read back differently from JSON: use text keys, and lists instead of tuples"
             )
-        states[name] = copied  # the program may go on to change its own
+        states[name] = copied  # a copy, since the program may change its own object during the save
     return states
 
 

@@ -146,7 +146,7 @@ def _backward(
             grad, q, k, v, output, sums, 0.0, is_causal, scale=scale
         )
         return d_q, d_k, d_v
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which is not used
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # in place of dropout's random state
     d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, output, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale
     )

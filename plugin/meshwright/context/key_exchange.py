@@ -19,7 +19,7 @@ from meshwright.mesh.messages import wait_for_message
 from meshwright.parallel.collectives import Axis, all_gather, reduce_scatter
 from meshwright.parallel.sequence_parts import Run, SequenceParts
 
-Keys = tuple[tuple[Run, ...], Tensor, Tensor]  # where tokens lie in the sequence, their keys, their values
+Keys = tuple[tuple[Run, ...], Tensor, Tensor]  # places of tokens in the sequence, the tokens' keys and values
 
 
 class KeyGradients(Protocol):

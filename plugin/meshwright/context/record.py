@@ -15,7 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.structure import DecoderStructure
 
-_ROWS, _LENGTHS = 2, (11, 13)  # two lengths: a size that differs between them counts tokens
+_ROWS, _LENGTHS = 2, (11, 13)  # a size that differs between the two lengths counts tokens
 INSTEAD = "ParallelPlan(cp=1)"
 Place = tuple[Any, ...]  # the keys that lead to a tensor inside a layer's (args, kwargs)
 

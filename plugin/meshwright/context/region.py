@@ -1,8 +1,9 @@
 """The region of a forward pass in which each rank of cp has its own tokens: the layers of a decoder.
 
 It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it.
-It ends after the final norm: the head and the causal-LM loss take each token by itself. Under a pipeline it starts on
-every stage, since the first layer's hook runs also where the layer passes its input on, and ends with the stage.
+It ends after the final norm: the head and the causal-LM loss take each token by itself. Under a pipeline every stage
+has such a region, which ends with the stage. It starts at the first layer's hook, which also runs on the stages where
+this layer only passes its input on.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 
 class Ending(Protocol):
-    """The part of a guard that must know of the end of its process."""
+    """The methods of a guard that these hooks call when the process ends."""
 
     def fail(self, error: BaseException) -> None:
         """Called when the process ends with an exception, which has not been printed yet."""

@@ -33,7 +33,7 @@ from meshwright.faults.together import on_first_rank
 from meshwright.mesh.listening import listening_address
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
-FOLLOWS = 0.5  # seconds by which the exit of such a rank is later, so that launchers see the first failure first
+FOLLOWS = 0.5  # seconds that such a program waits before it exits, so that launchers see the other rank's failure first
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
 # Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.

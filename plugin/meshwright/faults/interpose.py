@@ -67,7 +67,7 @@ _state = _State()
 _observer: Observer | None = None
 
 
-class own_collectives:  # in lower case, since callers use it like a function
+class own_collectives:  # named in lower case, since callers use it like a function
     """Mark the collectives inside this context, or of a decorated function, as the runtime's own.
 
     Each meeting compares a digest of their log. This is a class with its own decorator, since a decorator of contextlib

@@ -193,7 +193,7 @@ class Monitor:
         """Send this rank's figures to rank 0; on rank 0, return the line that will be put together from them."""
         count = self.steps.steps
         if self._sent is not None and self._sent[0] == count:
-            return self._sent[1]  # two lines after the same step are one
+            return self._sent[1]  # the line after this step exists already
         own, per_step = self.steps.take(), self.steps.seconds_per_step
         topic = f"figures {self._number}.{count}"
         if self._runtime.guard is not None:

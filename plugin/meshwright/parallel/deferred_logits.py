@@ -178,8 +178,9 @@ class Deferred:
         """Return the differentiable logits, computed now unless they are already."""
         if self._values is None:
             self._check_readable()
-            # With a graph, even if the first reader has none: an autograd function's forward, or a metric. And not as
-            # a part of what torch.utils.checkpoint runs twice: the second time they are not computed again.
+            # Compute the logits with a graph, even if the first reader needs none (an autograd function's forward, a
+            # metric). Keep them out of what torch.utils.checkpoint runs twice, since the second run would not compute
+            # them again.
             with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 logits = self._in_head(self._whole)
                 for step in self.steps:

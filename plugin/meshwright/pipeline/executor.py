@@ -18,7 +18,7 @@ from meshwright.pipeline.transfers import received_by, receiving_stage, transfer
 from meshwright.pipeline.weight_gradients import WeightGradients
 
 Batch = dict[str, Any]
-Key = tuple[bool, int, int]  # whether it is an activation (or a gradient), the stage that gets it, the micro-batch
+Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), its receiving stage, its micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)

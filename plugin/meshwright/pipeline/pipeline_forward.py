@@ -292,7 +292,7 @@ class PipelineForward(MethodOverride):
             if record_of(parameter).stage_copies > 1:
                 own = sums.of(parameter)
                 if own is None:
-                    dtype = torch.promote_types(parameter.dtype, torch.float32)  # as the other stage's sum has
+                    dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum
                     own = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
 

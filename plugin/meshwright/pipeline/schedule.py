@@ -109,7 +109,7 @@ def chunks_of(schedule: str, chunks: int | None = None) -> int:
     if chunks is None:
         return own
     if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise ValueError(f"chunks={chunks!r} must be a whole number, the stages of the model on each rank")
+        raise ValueError(f"chunks={chunks!r} must be a whole number: how many stages of the model each rank has")
     if schedule == "interleaved" and chunks < 2:
         raise ValueError(
             f"schedule='interleaved' needs at least 2 stages on each rank, but chunks={chunks}: pass chunks=2, or "
@@ -228,7 +228,7 @@ def most_held(schedule: str, p: int, v: int, m: int) -> tuple[tuple[_Moment, ...
             counts = held[operation.stage]
             if operation.kind is Kind.FORWARD:
                 counts[0] += 1
-                if following is None or following.kind is not Kind.FORWARD:  # else the next forward holds more
+                if following is None or following.kind is not Kind.FORWARD:  # the next forward holds more
                     moments.add(tuple((active, waiting) for active, waiting in held.values()))
             elif operation.kind is Kind.WEIGHT_GRAD:
                 counts[1] -= 1

@@ -95,7 +95,7 @@ def _remedies(found: Search) -> Iterator[str]:
 
     def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
         if state_memory(found.shape, job) > cluster.gpus * found.budget:
-            return None  # a search would find the same, after weighing every plan
+            return None  # a search would find none either, but only after it has weighed every plan
         space = found.space(cluster, job, allow_future=later)
         try:
             other = search(space, found.profile, top=1, budget=found.budget)

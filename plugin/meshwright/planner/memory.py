@@ -261,7 +261,7 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
 def _new_gradients(shape: ModelShape, plan: Candidate, job: Job, stage: int, elements: float) -> float:
     """Return the memory that a backward pass in this runtime's pipeline adds to the sum of earlier gradients.
 
-    When it ends, it has made the gradients of a virtual stage, and has freed the activations of a micro-batch.
+    At its end, the gradients of a virtual stage exist, and the activations of a micro-batch are free.
     """
     if plan.accumulation == 1:
         return 0.0

@@ -84,7 +84,7 @@ class HostWaitMode(TorchDispatchMode):
         self.copies: Counter[str] = Counter()
         self.unawaited: Counter[str] = Counter()
         self.issued: list[Issued] = []
-        self._pending: dict[int, tuple[Any, list[Tensor]]] = {}  # by id of a work: what it writes, kept alive
+        self._pending: dict[int, tuple[Any, list[Tensor]]] = {}  # id of a work -> the work, and what it writes
 
     def host_waits(self, what: str) -> None:
         """Record that the host waits for the device."""
