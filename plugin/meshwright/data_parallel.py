@@ -54,7 +54,7 @@ class DataParallel(nn.Module):
     no backward pass, and the other ranks wait for it.
 
     The wrapper forwards attribute access to the model, as in ``ddp.config``, and parameters keep their names without a
-    prefix. A wrapper can be copied and pickled. Every rank must make or load the copy, whose ``group`` is all ranks.
+    prefix. A wrapper can be copied and pickled. Every rank must make or load the copy; its ``group`` has all ranks.
 
     Args:
         model: the model, with its weights, on this rank's device. Nothing else may have distributed it.

@@ -31,7 +31,7 @@ class Opened:
         """Read the manifest and all indexes of a checkpoint.
 
         Raises:
-            CheckpointError: if one is missing or damaged, or they do not have every element; it names what is wrong.
+            CheckpointError: if one is missing or damaged, or an element is in none; the message names what is wrong.
         """
         manifest = Manifest.read(folder)
         parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.sizes.ranks)]

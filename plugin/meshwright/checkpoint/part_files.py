@@ -79,7 +79,7 @@ class FileRecord:
 
     Args:
         bytes: its size.
-        digest: the digest of all of it; of a safetensors file, of its header.
+        digest: the digest of the whole file; for a safetensors file, the digest of its header.
     """
 
     bytes: int

@@ -126,8 +126,8 @@ class SavedState(Protocol):
         """Return the dtype and the shape of a tensor; None if it was not saved."""
 
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of a tensor, on the CPU in the shape of the part; all of it if it has another shape
-        than its parameter."""
+        """Return this rank's part of a tensor, on the CPU in the shape of the part; return the whole tensor if its
+        shape is not that of its parameter."""
 
 
 def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_state: SavedState) -> None:

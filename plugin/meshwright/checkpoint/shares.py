@@ -141,7 +141,7 @@ def shares(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, list[Blo
 def copies(here: list[Block], there: list[Block], start: int, stop: int) -> list[Block]:
     """Return the elements that a part shares with the positions from ``start`` up to ``stop`` of another one's storage.
 
-    In the blocks returned, ``local`` is a position in the storage of ``here``, and ``whole`` one relative to ``start``.
+    In the returned blocks, ``local`` is a position in the storage of ``here``, and ``whole`` is relative to ``start``.
     """
     return list(overlap(here, between(there, start, stop)))
 

@@ -108,7 +108,7 @@ class ContextRegion:
             if place not in known and self.length in x.shape and not self._is_input(x):
                 raise ValueError(
                     f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
-                    "which it is not given with input_ids and labels alone, so it is not known how to cut it for "
+                    "but not in a call with input_ids and labels alone, so it is not known how to cut it for "
                     "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
                 )
 

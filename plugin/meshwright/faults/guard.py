@@ -152,7 +152,7 @@ class Guard:
             self._link.announce({"kind": "send", "to": ranks[to], "slot": f"{group.group_name}/{tag}", "what": what})
 
     def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
-        """Compare one of the program's own receives with its send."""
+        """Compare a receive of the program with the send that it belongs to."""
         if not self.is_current:
             return
         ranks = dist.get_process_group_ranks(group)

@@ -53,7 +53,7 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
 
 
 def exchange_together(step: Callable[[], tuple[T, str]], meeting: Meeting | None = None) -> tuple[T, list[str]]:
-    """Run a step without communication on every rank, and tell all ranks a text.
+    """Run a step without communication on every rank, and exchange the ranks' texts.
 
     Args:
         step: the step, which returns its result and its text.
