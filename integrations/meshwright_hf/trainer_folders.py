@@ -82,7 +82,7 @@ def is_sealed(folder: Path) -> bool:
     """Return whether a folder is a checkpoint of MeshwrightTrainer, not of the stock Trainer.
 
     Raises:
-        CheckpointError: if it is one without its seal.
+        CheckpointError: if MeshwrightTrainer wrote it, but its seal is missing.
     """
     if (folder / SEAL).exists():
         return True

@@ -333,7 +333,7 @@ def check_header(path: Path, record: FileRecord) -> None:
     """Check the size and the header of a tensor file.
 
     Raises:
-        CheckpointError: if the file is missing, or they are not those that were saved; it names the file.
+        CheckpointError: if the file is missing, or its size or header is not what was saved; the message names it.
     """
     with reading(path) as descriptor:
         length = int.from_bytes(read_exactly(descriptor, path, 0, 8), "little")
