@@ -137,7 +137,7 @@ def optimizer_tensors(found: OptimizerParts, state: State, device: torch.device)
     """Return the tensors of an optimizer's state, by key.
 
     Args:
-        found: the optimizer's parts, whose ``has_master`` holds for all ranks.
+        found: the optimizer's parts, with ``has_master`` as it is on all ranks together.
         state: the description of the state of all ranks.
         device: the device of elements that have no state yet.
     """

@@ -89,7 +89,7 @@ class _Flash(torch.autograd.Function):
                 own = block.rows, slice(None), block.queries
                 at = block.rows, slice(None), block.keys
                 new, sums = _forward(q[own], keys[at], values[at], block.is_causal, call.scale)
-                if not block.is_causal:  # causal blocks are the first that their queries meet
+                if not block.is_causal:  # for its queries, a causal block comes first
                     before = total[own]
                     share = torch.sigmoid(sums - before)[..., None]
                     new = output[own].lerp(new.to(dtype), share)

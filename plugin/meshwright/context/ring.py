@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round the ranks, and each rank adds up the attention of its own queries.
 
 Each block's contribution is merged by the logarithm of its sum of exponentials. Forward keeps only this rank's tensors;
-backward sends the keys and values round again, and the gradients of each block with them, one hop more.
+backward sends the keys and values round again. The gradients of each block go with them, and one hop further.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023; the recomputed probabilities are those of Dao et
 al., "FlashAttention", 2022.

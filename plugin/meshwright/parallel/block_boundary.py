@@ -182,7 +182,7 @@ _TWINS = frozenset({"q", "k", "v", "query", "key", "value", "queries", "keys", "
 def hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = ()
 ) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Return the activation among a block's arguments, and a function that returns the arguments with another one.
+    """Return the activation among a block's arguments, and a function that puts another activation in its place.
 
     Args:
         args: the block's positional arguments.
