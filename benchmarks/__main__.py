@@ -61,7 +61,7 @@ def launch(arguments: list[str]) -> int:
 
 
 def time_contests(contests: Sequence[str], names: Sequence[str], count: int, json_file: Path | None) -> int:
-    """Measure and print step times. What is measured before Ctrl-C or an error is printed and written too.
+    """Measure and print step times. Measurements from before Ctrl-C or an error are printed and written too.
 
     Returns:
         The exit status: 130 after Ctrl-C, 1 after an error.

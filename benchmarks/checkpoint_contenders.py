@@ -1,4 +1,4 @@
-"""What saves and loads a checkpoint: this project, torch's distributed checkpoints, and accelerate."""
+"""The contenders that save and load a checkpoint: this project, torch's distributed checkpoints, and accelerate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WrongAnswer(RuntimeError):
 class Saver(contenders.Contender):
     """A trained model on this rank, and how its library saves and loads it."""
 
-    saved: Path  # where it has saved once, for loading
+    saved: Path  # the folder of its first save, from which it loads
 
     def save(self, folder: Path) -> None:
         """Save into a folder that does not exist; every rank makes the call."""
@@ -40,7 +40,7 @@ class Saver(contenders.Contender):
         raise NotImplementedError
 
     def drop_state(self) -> None:
-        """Remove the optimizer's state, which a new process has not either."""
+        """Remove the optimizer's state, which a new process does not have either."""
         unwrapped(self.optimizer).state.clear()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -119,7 +119,7 @@ class FullySharded(Saver):
 
 
 class ReadyState(FullySharded):
-    """The same without the making and taking over of state dicts: DTensors that are written, and read into."""
+    """``FullySharded`` without the time for state dicts: it writes DTensors that exist, and reads into them."""
 
     def step(self) -> Tensor | None:
         loss = super().step()

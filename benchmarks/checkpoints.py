@@ -1,4 +1,4 @@
-"""``python -m benchmarks.checkpoints``: what digests cost, how long training waits, and DCP and accelerate."""
+"""``python -m benchmarks.checkpoints``: measure what digests cost, how long training waits, and other libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from meshwright.faults.guard import active_guard
 from meshwright.faults.interpose import observe
 
 PROCESSES = 4
-# 45 M parameters in float32 with two moments each: 0.54 GB that are in one place only.
+# 45 M parameters in float32 with two moments each: 0.54 GB, and no value is held twice.
 WORKLOAD = Workload(sequence_length=32)
 
 
@@ -55,7 +55,7 @@ class Turn:
     """One thing that is timed.
 
     Args:
-        saver: what saves or loads.
+        saver: the contender that saves or loads.
         act: the call that is timed.
         folder: the folder that it writes, which is removed after each turn; None if it only reads.
         after: function that is called after each turn, without being timed.
@@ -127,7 +127,7 @@ def undigested(call: Callable[[Path], None], folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Drop the files of a folder from the cache of the system, which can then only read them from the disk."""
+    """Drop the files of a folder from the system's cache, so that they are then read from the disk."""
     if dist.get_rank() == 0:
         for path in folder.rglob("*"):
             if path.is_file():
@@ -234,7 +234,7 @@ class Contests:
             if self.is_cold:
                 forget(folder)
             if is_new:
-                saver.drop_state()  # for the next turn; the first one is not counted
+                saver.drop_state()  # so that the next load starts with a new optimizer; the first load is not counted
 
         return Turn(saver=saver, act=partial(load, folder), after=after)
 
@@ -247,13 +247,13 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Folder on the disk to measure (default: /tmp).")] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop files from the system's cache before each load.")] = False,
 ) -> None:
-    """Print what the digests of checkpoints cost, how long an asynchronous save stops training, and times of others.
+    """Print what digests cost, how long an asynchronous save stops training, and the times of other libraries.
 
     Four processes of one thread hold a Llama of 45 M parameters and its AdamW state, 0.54 GB in float32. The two sides
-    of a ratio take turns in one run, in a new order each round, and the ratio is the median of the rounds with its
-    95 % interval (with fewer than six rounds, all of them). The next column has the same ratio of the CPU time of all
-    ranks, which other load and the disk affect less. Before anything is timed, each contender must load what it
-    saved, to the bit.
+    of a ratio take turns in one run, in a new order each round, and the ratio is the median of the rounds with its 95 %
+    interval (with fewer than six rounds, with the range of all rounds). The next column has the same ratio of the CPU
+    time of all ranks, which other load and the disk affect less. Before anything is timed, each contender must load
+    what it saved, to the bit.
 
     digest: a save and a load with digests, against the same without them, under ZeRO-3.
 
@@ -265,7 +265,8 @@ def main(
     has the calls of torch's tutorial, the other only the writing and reading of DTensors that exist already.
 
     accelerate: save and load under data parallelism, against save_state and load_state, which do not flush. In one row
-    the files are flushed afterwards, within the time. In the last row the optimizers have no state before the load.
+    the files are flushed afterwards, and the time includes this. In the last row the optimizers have no state before
+    the load.
 
     Files are read from the system's cache unless --cold is given.
 
@@ -280,7 +281,7 @@ def main(
     if "RANK" in os.environ:
         assert folder is not None
         dist.init_process_group("gloo")
-        logging.getLogger("meshwright").setLevel(logging.ERROR)  # it warns of optimizers that are not its own
+        logging.getLogger("meshwright").setLevel(logging.ERROR)  # it warns of optimizers that it did not make
         contests = Contests(folder, rounds, cold)
         for chosen in contest or Contest:
             for line in getattr(contests, chosen.value)():

@@ -188,7 +188,7 @@ class Entry:
 
     Args:
         name: its name in the tables.
-        build: what builds it on every rank.
+        build: a function that builds it on every rank.
         library: the package that must be installed.
         clips: whether a step clips the gradients.
         ranks: the number of its processes.
@@ -208,7 +208,8 @@ class Entry:
 OURS_TP, OURS_DP, OURS_ZERO = "ours tp2+sp", "ours dp2", "ours dp2+zero1"
 OURS_WRAPPED, TORCH_DDP, DEEPSPEED_ZERO = "ours DataParallel dp2", "torch DDP dp2", "deepspeed zero1 dp2"
 STOCK_TP = "stock transformers tp2"
-# DeepSpeed's default gathers the logits of the whole vocabulary. We compare with its better setting.
+# By default DeepSpeed gathers the logits of the whole vocabulary. We compare with the better setting, which leaves this
+# gather out.
 AUTOTP, AUTOTP_DEFAULT = "deepspeed autotp tp2 zero1", "the same, full logits"
 ONE_PROCESS = "one process"
 

@@ -7,9 +7,9 @@ torchrun --nproc-per-node 2 -m benchmarks.context --figure balance
 torchrun --nproc-per-node 2 -m benchmarks.context --figure kernels
 
 equal: loss and gradient norm in float32, over those of one process. time: step times, in turn. scaling: CPU seconds of
-forward and backward per token, since the ranks may share cores, against those that a formula predicts from ranks alone.
-balance: step times of a packed row whose work is spread evenly, against zigzag. kernels: step times with flash kernels,
-against blocks with a mask.
+forward and backward per token, since the ranks may share cores, compared with a prediction from processes that train
+alone. balance: step times of a packed row whose work is spread evenly, against zigzag. kernels: step times with flash
+kernels, against blocks with a mask.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Build = Callable[[LongRows], Any]
 
 
 def ours(context: str, **plan: Any) -> Build:
-    """Return what builds a model of ours whose rows all ranks share."""
+    """Return a function that builds a model of ours whose rows all ranks share."""
     return partial(Ours, cp=dist.get_world_size(), context=context, zero_stage=1, **plan)
 
 
@@ -101,7 +101,7 @@ def step_time(rounds: int, methods: Sequence[str] = ("ulysses", "gather", "ring"
 
 
 class _Clocked(Contender):
-    """A contender whose CPU seconds are measured, which other programs on the machine change less than its time."""
+    """A contender that measures CPU seconds, since other programs on the machine change them less than wall time."""
 
     def __init__(self, contender: Contender):
         self.contender, self.watched = contender, contender.watched
@@ -115,7 +115,7 @@ class _Clocked(Contender):
 
 
 def balance(rounds: int) -> None:
-    """Print the step time of a packed row dealt by its work over that of zigzag."""
+    """Print the step time of a packed row that is divided by its work, over the step time in zigzag order."""
     workload = replace(LARGE, sequence_length=4096, num_hidden_layers=1, hidden_size=128, intermediate_size=256)
     half = workload.sequence_length // 2
     _say("| method | zigzag: median s | balanced / zigzag |\n|---|---|---|")

@@ -1,4 +1,4 @@
-"""What trains a sequence on several ranks: this project's methods, and DeepSpeed's Ulysses for transformers."""
+"""The contenders that train a sequence on several ranks: our methods, and DeepSpeed's Ulysses for transformers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class DeepSpeedUlysses(contenders.Contender):
         # DeepSpeed's shared-memory all-reduce needs a compiler at run time; all other contenders use gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed()
-        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None  # it knows one model per process
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None  # DeepSpeed supports one model per process
         parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
         model, size = workload.model(), dist.get_world_size()
         with _stock_attention():
@@ -123,7 +123,7 @@ class DeepSpeedUlysses(contenders.Contender):
             raise ValueError(f"{workload.sequence_length} tokens cannot be cut into {size} equal parts")
         whole = workload.batch()
         whole["position_ids"] = workload.positions.expand(workload.batch_size, -1)
-        whole["shift_labels"] = shift(whole.pop("labels"))  # as its loader does, which cuts rows into equal parts
+        whole["shift_labels"] = shift(whole.pop("labels"))  # DeepSpeed's loader also shifts, then cuts evenly
         self.batch = {name: x.chunk(size, 1)[dist.get_rank()].contiguous() for name, x in whole.items()}
 
     def forward(self) -> Tensor:

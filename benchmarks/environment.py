@@ -1,4 +1,4 @@
-"""Describes the machine and the libraries, on which measured figures depend besides the code."""
+"""Describes the machine and the libraries; measured figures depend on them as well as on the code."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def narrow_model(layers: int) -> Any:
 
 
 def distribute(model: nn.Module, plan: ParallelPlan) -> None:
-    """Make a model that of rank 0 of the plan, with real shards."""
+    """Turn a model into the model of rank 0 under the plan, with real shards."""
     installation = Installation.on_fake_rank(model, plan)
     installation.make_weights(InitialWeights.find(model, None).make).attach(model)
     installation.install(torch.optim.AdamW(model.parameters()), seed=0)

@@ -162,7 +162,7 @@ def as_rank() -> Iterator[None]:
 
 def main(
     rows: Annotated[int, typer.Option(help="Rows of 512 tokens in the dataset.")] = 16_000,
-    rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 9,
+    rounds: Annotated[int, typer.Option(help="Epochs of each contender; the contenders take turns.")] = 9,
 ) -> None:
     """Print the medians of ours / plain within a round, the cost of the digest, and the cost of seeking.
 

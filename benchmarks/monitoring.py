@@ -1,4 +1,4 @@
-"""What status lines and the log cost: the share of a step on the training thread, bytes and collectives per line.
+"""Measures what status lines and the log cost: time of the training thread, and bytes and collectives per line.
 
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.monitoring [--plan dp2] [--rounds 40]
 

@@ -18,7 +18,7 @@ def main(
     documents: Annotated[int, typer.Option(help="Number of documents, whose lengths are log-normal.")] = 100_000,
     median: Annotated[float, typer.Option(help="Median length of a document in tokens.")] = 245.0,
     sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of a document's length.")] = 1.0,
-    rounds: Annotated[int, typer.Option(help="Number of measurements, whose median counts.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Number of measurements; the result is their median.")] = 3,
 ) -> None:
     """Print a table of fill, tokens lost and time."""
     chooser = random.Random(0)

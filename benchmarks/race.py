@@ -45,7 +45,7 @@ def race(contest: Sequence[Entry], names: Sequence[str], workload: Workload, cou
         ContenderFailedError: if a contender raises an error.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # It is redrawn only when a step ends, since the contenders need the cores.
+    # The progress bar is redrawn only when a step ends, since the contenders need the cores.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         shown = progress.add_task("starting", total=len(names))
         with _checked_teams(contest, names, workload, progress, shown) as teams:
@@ -64,7 +64,7 @@ def race(contest: Sequence[Entry], names: Sequence[str], workload: Workload, cou
 def _checked_teams(
     contest: Sequence[Entry], names: Sequence[str], workload: Workload, progress: Progress, shown: TaskID
 ) -> Iterator[dict[str, Team]]:
-    """Start the processes of the contenders, check their first steps, and end the processes at last."""
+    """Start the processes of the contenders, check their first steps, and end the processes after the contest."""
     teams: dict[str, Team] = {}
     entries = sorted(
         (entry for entry in contest if entry.name in {*names, ONE_PROCESS}), key=lambda entry: entry.name != ONE_PROCESS

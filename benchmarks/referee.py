@@ -25,7 +25,7 @@ TOKEN = "benchmark"
 
 
 def referee_seconds(groups: list[list[int]]) -> float:
-    """Return the CPU seconds of one meeting of each group, with reading the questions and writing the answers."""
+    """Return the CPU seconds of one meeting of each group, including reading questions and writing answers."""
     referee = Referee(120.0)
     for rank in (rank for ranks in groups for rank in ranks):
         referee.join(rank, f"rank {rank}", 0.0)

@@ -38,7 +38,7 @@ TIME_GOALS = {
     (OURS_ZERO, DEEPSPEED_ZERO): 0.85,
     (OURS_WRAPPED, TORCH_DDP): 1.02,
 }
-CLIP_GOAL = 0.01  # of a step, for the upper end of the interval
+CLIP_GOAL = 0.01  # share of a step, for the upper end of the interval
 MEMORY_GOALS = {OURS_TP: 0.55}
 
 
@@ -92,7 +92,7 @@ def print_time(contest: str, rounds: Sequence[Round], entries: Sequence[Entry], 
 
 
 def compared(rounds: Sequence[Round], names: Sequence[str]) -> list[Comparison]:
-    """Return the comparisons of each of ours with each other contender; of all with one process if none is ours."""
+    """Compare each of ours with each other contender, or every contender with one process if none is ours."""
     ours = [name for name in names if name.startswith("ours")]
     pairs = [(base, other) for base in ours for other in names if other not in ours]
     if not ours:

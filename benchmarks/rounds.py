@@ -1,4 +1,4 @@
-"""What one round of a contest measures, and the figures of all rounds."""
+"""The measurements of one round of a contest, and the figures of all rounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Step:
     Args:
         wall: seconds from the start of the first rank to the end of the last.
         user, kernel: CPU seconds of all ranks.
-        waited: seconds for which the ranks could run and had no core, in sum; None if unknown.
+        waited: seconds for which the ranks could run and had no core, summed over the ranks; None if unknown.
         clip: seconds of the call that clips; None if there is none. The shortest of the ranks, since the last rank
             to call does not wait for the others, and the others would wait in the next collective anyway.
         clip_cpu: CPU seconds of that call on all ranks.

@@ -26,7 +26,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens per document.")] = 512,
     batch_size: Annotated[int, typer.Option(help="Rows per batch.")] = 32,
     form: Annotated[str, typer.Option(help="The dataset's format: python, numpy or torch.")] = "numpy",
-    rounds: Annotated[int, typer.Option(help="Epochs of each contender, which take turns.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Epochs of each contender; the contenders take turns.")] = 4,
 ) -> None:
     """Print the medians of the ratios within a round, and the cost of resuming from the middle."""
     table = Dataset.from_dict({"input_ids": [list(range(tokens))] * documents})

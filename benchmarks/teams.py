@@ -113,7 +113,7 @@ class Team:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank answers instead of a turn."""
+    """The answer of a rank whose turn failed."""
 
     text: str
 

@@ -21,7 +21,7 @@ def guard_shares(contender: Contender, warm_up: int, rounds: int) -> list[float]
     """Return the share of each step's time that the guard and the comparison of replicas take, one per round.
 
     For every call, the shortest time over the ranks counts. The last rank to call does not wait, and the others would
-    wait for it in the following collective anyway. (Steps with and without the guard in turn would show less, since
+    wait for it in the following collective anyway. (Alternating steps with and without the guard would show less, since
     the difference is far below the noise of a step.) For the comparison of weights, CPU time counts instead of wall
     time: the comparison runs while gradients are reduced, and its collective waits for them, as the step would anyway.
     """

@@ -86,7 +86,7 @@ def main(steps: int, folder: Path) -> None:
             if step == steps:
                 break
 
-    model.save_pretrained(folder / "adapters")  # whole, and without the base model
+    model.save_pretrained(folder / "adapters")  # the whole adapters, without the base model
     if is_first:
         answer(folder / "adapters", torch.arange(5, 5 + PROMPT))
 

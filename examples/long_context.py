@@ -4,8 +4,9 @@ torchrun --nproc-per-node 4 -m examples.long_context
 torchrun --nproc-per-node 4 -m examples.long_context --context ring --steps 5
 python -m examples.long_context
 
-The model is a small Llama that learns the bytes of Meshwright's source files, packed into one row; no file sees
-another. With four processes each holds a quarter of the row. One process holds all of it and exceeds the limit.
+The model is a small Llama that learns the bytes of Meshwright's source files, packed into one row; the tokens of a file
+attend to that file only. With four processes each holds a quarter of the row. One process holds all of it and exceeds
+the limit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def packed_row(length: int) -> dict[str, torch.Tensor]:
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let this process allocate so much memory, besides what it has now; Linux alone can."""
+    """Limit the memory that this process may allocate from now on; this works on Linux only."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     limit = int(status["VmData"].split()[0]) * 1024 + megabytes * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -85,7 +86,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--length", type=int, default=32768, help="tokens in the row (default: 32768)")
     parser.add_argument(
-        "--limit-mb", type=int, default=1000, help="MB that each process may allocate; 0 for any (default: 1000)"
+        "--limit-mb", type=int, default=1000, help="MB that each process may allocate; 0 for no limit (default: 1000)"
     )
     arguments = parser.parse_args()
     main(arguments.steps, arguments.context, arguments.length, arguments.limit_mb)

@@ -1,4 +1,4 @@
-"""Train over pipeline stages, and print which stage computed what when.
+"""Train over pipeline stages, and print what each rank computed, in order.
 
 torchrun --nproc-per-node 4 -m examples.pipeline_train
 torchrun --nproc-per-node 4 -m examples.pipeline_train --schedule interleaved --steps 5
@@ -63,7 +63,7 @@ def main(steps: int, schedule: str) -> None:
     while step < steps:
         for batch in loader:
             if len(batch["input_ids"]) % ROWS:
-                continue  # the last rows of an epoch
+                continue  # too few rows are left at the end of the epoch
             loss = model(**batch).loss
             loss.backward()
             mw.clip_grad_norm_(model, 1.0)

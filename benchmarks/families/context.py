@@ -50,7 +50,7 @@ def main(
     method: Annotated[list[str] | None, typer.Option(help="a method; may be given several times")] = None,
     only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
     results: Annotated[
-        Path | None, typer.Option(help="a file to keep results in, and to read those of an interrupted sweep from")
+        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
     ] = None,
 ) -> None:
     """Compare every dense decoder under context parallelism with itself on one device; torchrun starts this program."""

@@ -57,7 +57,7 @@ def render(programs: Mapping[str, Differences | str]) -> str:
             f"{_list(ROWS)} rows. The loss, the norm and every gradient are compared with one device. "
             f"{sum(off <= TOLERANCE for off in differences)} of {len(differences)} programs differ by at most "
             f"{TOLERANCE:g} of a tensor's largest value; the largest difference is {max(differences):.0e}. "
-            '"hybrid" is 2 ranks that exchange heads in a ring of 2, on 4 ranks.'
+            'Under "hybrid", pairs of ranks exchange heads, and the two pairs form a ring.'
         ),
         "",
         *table(
@@ -116,7 +116,7 @@ def main(
     found = read(results)
     missing = (DENSE.keys() & set(model_types())) - {program.split()[0] for program in found}
     if missing:
-        raise typer.BadParameter(f"no results of {', '.join(sorted(missing))}; run the sweep again, which goes on")
+        raise typer.BadParameter(f"no results of {', '.join(sorted(missing))}; run the sweep again, and it continues")
     output.write_text(render(found))
 
 

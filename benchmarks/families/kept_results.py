@@ -30,7 +30,7 @@ class KeptResults(Generic[Found]):
     def of(self, program: str, run: Callable[[], Found]) -> Found | str:
         """Return the result of a program, which runs unless the file has its result; every rank must make the call.
 
-        Only the first rank's result is right on every program, since only it compares.
+        Only the first rank's result is valid for every program, since only that rank compares.
         """
         if program not in self.results:
             try:

@@ -17,7 +17,7 @@ from meshwright.parallel.head_losses import find_loss
 from meshwright.verification.float64_modules import in_float64, relative_difference
 
 ROWS = ("plain", "packed", "padded")
-TIMEOUT = 600.0  # seconds that a rank waits for another; a busy machine runs one of them much later
+TIMEOUT = 600.0  # seconds that a rank waits for another, which may be late on a busy machine
 
 
 def rows_of(kind: str) -> dict[str, Tensor]:

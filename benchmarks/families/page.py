@@ -51,9 +51,10 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "",
         "## A model that is not in the table",
         "",
-        "Roles are inferred from the structure. What the structure does not show (the order of fused rows, the role "
-        "of a single weight) is listed in `plugin/meshwright/roles/family_hints.py`, in a line or two per family. The "
-        "same rules infer the roles of a class that is not in the table. If a parameter has no clear role, "
+        "Roles are inferred from the structure. Some facts cannot be inferred from the structure, such as the order of "
+        "fused rows or the role of a single weight. `plugin/meshwright/roles/family_hints.py` lists them, in a line or "
+        "two per family. The same rules infer the roles of a class that is not in the table. If a parameter has no "
+        "clear role, "
         "`to_distributed` raises an error that lists the names, before anything is changed. Most such classes need "
         "only a hint:",
         "",
@@ -82,8 +83,8 @@ def render(records: Iterable[Record], refusals: Iterable[Refusal]) -> str:
         "",
         "## Refused",
         "",
-        f"{len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the reason; with "
-        "only data parallelism and ZeRO these types run.",
+        f"These are {len(refusals)} types. `to_distributed` with tp above 1 raises a `PlanError` that gives the "
+        "reason; with only data parallelism and ZeRO these types run.",
         "",
         "| family | what it is | first reason given |",
         "|---|---|---|",

@@ -136,7 +136,7 @@ def main(
     plan: Annotated[list[str] | None, typer.Option(help="a plan of the table; may be given several times")] = None,
     schedule: Annotated[list[str] | None, typer.Option(help="a schedule; may be given several times")] = None,
     results: Annotated[
-        Path | None, typer.Option(help="a file to keep results in, and to read those of an interrupted sweep from")
+        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
     ] = None,
 ) -> None:
     """Train families under every plan and schedule, and compare them with one process; torchrun starts this program."""

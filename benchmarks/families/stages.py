@@ -34,11 +34,11 @@ from meshwright.parallel.structure import describe
 from meshwright.roles import plan_for
 
 LAYERS = 4
-_OTHER_NAMES = ("n_layers", "num_layers", "decoder_layers")  # of the number of layers, in a family's tiny config
+_OTHER_NAMES = ("n_layers", "num_layers", "decoder_layers")  # fields of a family's tiny config for the number of layers
 
 
 def build_deeper(family: str) -> nn.Module:
-    """Return a tiny model of four layers; of two, if the family's config does not say how to have four."""
+    """Return a tiny model of four layers, or of two if no config field sets the number of layers."""
     given = DENSE[family]
     fields = {name: LAYERS for name in _OTHER_NAMES if name in given} or {"num_hidden_layers": LAYERS}
     if "layer_types" in given:
@@ -82,7 +82,7 @@ def main(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="a family; may be given several times")] = None,
     results: Annotated[
-        Path | None, typer.Option(help="a file to keep results in, and to read those of an interrupted sweep from")
+        Path | None, typer.Option(help="a file for the results; results that it already has are not computed again")
     ] = None,
 ) -> None:
     """Compare every dense decoder over pipeline stages with itself on one device; torchrun starts this program."""

@@ -39,7 +39,7 @@ def render(found: Mapping[str, float | str]) -> str:
             "random weights, cut into 2 and 4 stages under 1f1b with two micro-batches, in float64, with transformers "
             f"{transformers.__version__} and torch {torch.__version__}. The loss, the norm and the gradient of every "
             f"parameter differ by at most {TOLERANCE:g} of a tensor's largest value. A packed row has two documents, "
-            "and padded rows have padding on either side. The page is written by:"
+            "and padded rows have padding on either side. This command writes the page:"
         ),
         "",
         "```bash",

@@ -23,7 +23,7 @@ TRL_PRELOAD = ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.traine
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one call runs, and the folder in which it does."""
+    """The runs of one call, and the folder in which they run."""
 
     scripts: Sequence[Script]
     plans: Sequence[str]
@@ -40,7 +40,7 @@ def main(
     ] = None,
     plan: Annotated[list[str] | None, typer.Option(help="plan; may be repeated; then no page is written")] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="folder that keeps the outputs, and whose runs are not repeated")
+        Path | None, typer.Option(help="folder for the outputs; runs whose outputs it has are not repeated")
     ] = None,
     output: Annotated[Path, typer.Option(help="page to write")] = PAGE,
 ) -> None:

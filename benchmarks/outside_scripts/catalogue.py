@@ -1,4 +1,4 @@
-"""Which scripts run, with which arguments, and which of their lines change."""
+"""Lists which scripts run, with which arguments, and which of their lines change."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _trl(kind: str, trainer: str, *more: str, model: str = "llama", remark: str 
         path=f"trl/scripts/{kind}.py",
         arguments=(
             *("--model_name_or_path", f"{{inputs}}/{model}", "--dataset_name", f"{{inputs}}/{kind}", "--dtype", "auto"),
-            # With SGD, since Adam makes a whole step of a gradient that is nothing but rounding.
+            # With SGD, since Adam takes a full step even if a gradient is only a rounding error.
             *("--bf16", "False", *_TRAINING, "--optim", "sgd", "--learning_rate", "0.5", *more),
         ),
         tolerance=1e-5,
@@ -209,10 +209,10 @@ SCRIPTS: list[Script] = [
     _feature("by_feature/ddp_comm_hook"),
 ]
 
-# What the checkouts have besides, and why it does not run here.
+# Other scripts of the checkouts, and why they do not run here.
 LEFT_OUT = {
-    "accelerate's `cross_validation.py`, `schedule_free.py`": "need scikit-learn and schedulefree",
-    "accelerate's `deepspeed_with_config_support.py`, `fsdp_with_peak_mem_tracking.py`, "
+    "accelerate's `cross_validation.py` and `schedule_free.py`": "need scikit-learn and schedulefree",
+    "accelerate's `deepspeed_with_config_support.py`, `fsdp_with_peak_mem_tracking.py` and "
     "`megatron_lm_gpt_pretraining.py`": "are about another engine, whose plugin `prepare` refuses",
-    "TRL's `grpo.py`, `rloo.py`": "draw their completions at random; [trainer.md](trainer.md) says what a plan does",
+    "TRL's `grpo.py` and `rloo.py`": "draw their completions at random; [trainer.md](trainer.md) says what a plan does",
 }

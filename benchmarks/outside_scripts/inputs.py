@@ -47,7 +47,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def _save(kind: type[PreTrainedModel], config: Any, folder: Path) -> None:
-    """Save in float64, in which the scripts then train: only the order of sums differs, by about 1e-15."""
+    """Save in float64, so that the scripts train in float64: only the order of sums differs, by about 1e-15."""
     torch.manual_seed(0)
     kind(config).double().save_pretrained(folder)
     words = tokenizer()
@@ -107,7 +107,7 @@ def _thirds(lines: list[str]) -> list[tuple[str, str, str]]:
 
 
 def _comparisons(lines: list[str]) -> list[dict[str, Any]]:
-    """Sentence pairs as in MRPC, of which every third is a sentence with itself."""
+    """Sentence pairs as in MRPC; every third pair is a sentence with itself."""
     return [
         {"sentence1": line, "sentence2": line if index % 3 == 0 else lines[index - 1], "label": int(index % 3 == 0)}
         | {"idx": index}

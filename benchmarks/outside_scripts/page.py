@@ -93,11 +93,12 @@ def render(rows: Sequence[Row], plans: Sequence[str], versions: Mapping[Source, 
         "steps, with a higher learning rate and less data, so that a few steps show a difference. The run in one "
         "process has the same changes.",
         "- transformers' and accelerate's scripts run in float64, where only the order of sums differs. TRL's kernels "
-        "compute in float32, so its scripts use SGD: Adam makes a whole step of a gradient that is only rounding.",
+        "compute in float32, so its scripts use SGD: Adam takes a full step even if a gradient is only a rounding "
+        "error.",
         "- The package `evaluate` would download its metrics, so accuracy and F1 replace it.",
         "- `run_clm_no_trainer.py` with `--num_train_epochs` computes the length of its schedule from the number of "
-        "batches of a process, and rounds it up. So the row marked as an epoch has 96 rows, which batches, dp and "
-        "accumulation divide. With 98 rows it differed by 3e-2 under dp2: the learning rate ended after 6.5 "
+        "batches of a process, and rounds it up. So the row marked as an epoch has 96 rows, which is divisible by the "
+        "batches, dp and accumulation. With 98 rows it differed by 3e-2 under dp2: the learning rate ended after 6.5 "
         "updates instead of 7. Pass `--max_train_steps` for other numbers of rows.",
         "- Dropout is 0, since a plan draws other masks ([equality.md](equality.md#by-design)).",
         "",

@@ -83,7 +83,7 @@ def _save_weights_at_the_end(record: Path) -> None:
 
     def end_training(self: Any) -> None:
         if self._models:
-            state = self.get_state_dict(self._models[-1])  # whole on rank 0; every rank makes the call
+            state = self.get_state_dict(self._models[-1])  # every rank makes the call; rank 0 gets all weights
             if self.is_main_process:
                 save_file({name: value.clone() for name, value in state.items()}, record / "weights.safetensors")
         end(self)

@@ -1,4 +1,4 @@
-"""Runs a script in one process and under plans, and says what came of it."""
+"""Runs a script in one process and under plans, and compares the results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from meshwright.choose.given_plan import resolve_plan
 from meshwright.choose.plan_file import PLAN_VARIABLE, plan_line
 from meshwright.config import ParallelPlan
 
-# Below these, differences are compared as they are. A reward's margin is a difference of log-probabilities of about 60;
-# the bias of a BERT's keys has no gradient but rounding.
+# A difference is divided by the number, or by this limit if the number is smaller. A reward's margin is a difference of
+# log-probabilities of about 60; the bias of a BERT's keys has no gradient but rounding.
 SMALLEST_FIGURE, SMALLEST_WEIGHT = 0.1, 1e-3
 TIME_LIMIT = 300.0  # seconds
 REFUSALS = ("PlanError", "ValueError", "NotImplementedError")
@@ -46,10 +46,10 @@ class Run:
 
 
 def run(script: Script, plan_text: str | None, checkouts: Mapping[Source, Path], inputs: Path, folder: Path) -> Run:
-    """Run a script under a plan, or with None as it is in one process, unless ``folder`` has such a run already."""
+    """Run a script under a plan, or unchanged in one process if the plan is None, unless ``folder`` has this run."""
     plan = ParallelPlan() if plan_text is None else resolve_plan(plan_text)
     if any(not (folder / f"record-{rank}.json").exists() for rank in range(plan.world_size)):
-        shutil.rmtree(folder, ignore_errors=True)  # of a call that was stopped
+        shutil.rmtree(folder, ignore_errors=True)  # left by a call that was stopped
         folder.mkdir(parents=True)
         _start(script, plan, checkouts[script.source] / script.path, inputs / script.inputs, folder, plan_text)
     records = [json.loads((folder / f"record-{rank}.json").read_text()) for rank in range(plan.world_size)]
@@ -100,7 +100,7 @@ def edited(text: str, edits: tuple[Edit, ...], names: Mapping[str, Any], path: s
 
 
 def compare(found: Run, expected: Run, tolerance: float) -> Verdict:
-    """Return what a run under a plan shows, against the run in one process."""
+    """Return the verdict on a run under a plan, compared with the run in one process."""
     if found.error is not None:
         is_refusal = found.error.split(":")[0] in REFUSALS and found.passes == 0
         return Verdict(kind="refused" if is_refusal else "late", detail=found.error)
@@ -130,8 +130,8 @@ def _weights(folder: Path) -> dict[str, Any]:
     return load_file(paths[0])
 
 
-# Times and memory differ, of which MeshwrightTrainer logs more, and the floating-point operations of a rank are counted
-# as the Trainer counts them.
+# Times and memory differ between runs, and MeshwrightTrainer logs more of them. The Trainer counts floating-point
+# operations per rank.
 _NOT_COMPARED = ("runtime", "per_second", "flos", "step_time", "per_step", "mfu", "peak_memory", "slowest_rank")
 
 

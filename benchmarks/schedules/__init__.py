@@ -1,1 +1,1 @@
-"""What a pipeline schedule costs: idle time, messages, activations, and its step time beside torch's schedules."""
+"""Measures the cost of a schedule: idle time, messages, activations, and its step time against torch's schedules."""

@@ -1,4 +1,4 @@
-"""Figures of the pipeline schedules, beside what the planner and the design compute, and beside torch's own schedules.
+"""Compares the pipeline schedules with what the planner and the design compute, and with torch's own schedules.
 
 torchrun --nproc-per-node 4 -m benchmarks.schedules bubble
 torchrun --nproc-per-node 4 -m benchmarks.schedules counts
@@ -33,7 +33,7 @@ from meshwright.pipeline.links import AHEAD
 from meshwright.pipeline.schedule import SCHEDULES, chunks_of
 
 POINTS = 0.03  # goal: the largest difference between a measured and a simulated bubble
-SENT = 2 * AHEAD  # goal: messages that a rank keeps besides, no more than it receives ahead from two neighbours
+SENT = 2 * AHEAD  # goal: messages that a rank keeps in addition: those that it receives ahead from two neighbours
 GRADIENTS = 1e-4  # float32 with sums in another order, relative to the largest value of a tensor
 
 application = typer.Typer(add_completion=False)

@@ -23,7 +23,7 @@ from meshwright.verification.float64_modules import relative_difference
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a step took: seconds of wall time, and seconds of CPU time of all ranks."""
+    """The time of a step: seconds of wall time, and seconds of CPU time of all ranks."""
 
     wall: float
     cpu: float
@@ -115,7 +115,7 @@ def _turn(step: Callable[[], None]) -> Turn:
 
 
 def _first_says(what: bool) -> bool:
-    """Return what the first rank says, on every rank."""
+    """Return the first rank's value, on every rank."""
     said = torch.tensor(what)
     dist.broadcast(said, 0)
     return bool(said)

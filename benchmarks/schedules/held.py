@@ -31,7 +31,7 @@ class Held:
     def counted(self) -> list[int]:
         """Return the bytes after each operation as counted: what one micro-batch holds, times the micro-batches held.
 
-        What a micro-batch holds on a stage is read off the stage's first operations: its first forward, and the first
+        What a micro-batch holds on a stage is taken from the stage's first operations: its first forward, and the first
         backward whose gradients of weights wait.
         """
         differences = [now - before for now, before in zip(self.after, [0, *self.after], strict=False)]

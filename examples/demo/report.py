@@ -73,7 +73,7 @@ def plot_losses(settings: Settings, run: TrainResult, proof: Proof, path: Path) 
 
 
 def make_table(settings: Settings, run: TrainResult, proof: Proof) -> Table:
-    """Return a table of the distributed run beside one process, with the verdict."""
+    """Return a table that compares the distributed run with one process, and gives the verdict."""
     table = Table(title=f"dp={run.plan['dp']} x tp={run.plan['tp']} against one process", title_justify="left")
     table.add_column()
     table.add_column(f"{settings.world_size} processes", justify="right")

@@ -22,7 +22,7 @@ import meshwright as mw
 from meshwright.data.packing import Packing
 from meshwright_hf.datasets import pack_dataset
 
-ROWS = 8  # of a step, whatever the plan
+ROWS = 8  # rows per step, under every plan
 LENGTH = 64
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

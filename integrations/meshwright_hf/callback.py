@@ -157,7 +157,7 @@ class MeshwrightCallback(TrainerCallback):
             dist.all_gather(parts, own)
             ranks = torch.stack(parts)
         runtime = find_runtime(model)
-        copies = 1 if runtime is None else runtime.axes.row_copies  # ranks with the same rows
+        copies = 1 if runtime is None else runtime.axes.row_copies  # number of ranks with the same rows
         found = {"peak_memory_gb": round(ranks[:, 2].max().item() / 1e9, 3)}
         tokens, length = ranks[:, 0].sum().item() / copies, int(ranks[:, 1].max())
         if self._hook is not None and elapsed > 0:

@@ -53,7 +53,7 @@ def _replace(launch: Any, agent: Any) -> None:
 
 
 def meeting(config: Any, job: Launch) -> Any:
-    """Return torch's LaunchConfig with the rendezvous of a launch; without restarts, as it is.
+    """Return torch's LaunchConfig with the rendezvous of a launch; without restarts, return it unchanged.
 
     The static rendezvous of accelerate cannot restart: its store keeps the addresses of ended processes, and it does
     not notice machines that are gone.
@@ -61,7 +61,7 @@ def meeting(config: Any, job: Launch) -> Any:
     if not job.max_restarts:
         return config
     assert job.main_process_ip is not None
-    last_call = min(30, job.start_timeout)  # seconds that the fewest machines wait for further ones
+    last_call = min(30, job.start_timeout)  # seconds for which the smallest allowed number of machines waits for more
     options = {
         "is_host": str(job.machine_rank == 0),
         "join_timeout": job.start_timeout + (NOTICES_LOSS + last_call if job.may_shrink else 0),

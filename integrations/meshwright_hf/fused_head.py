@@ -37,7 +37,7 @@ def gather_for_fused_head(model: Any, runtime: Runtime) -> None:
             return forward(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             if runtime.region is not None:
-                stack.enter_context(runtime.region.joining())  # its loss shifts the labels of the whole row
+                stack.enter_context(runtime.region.joining())  # TRL's loss shifts the labels of the whole row
 
             def find_whole_head() -> SimpleNamespace:
                 head = find_head()

@@ -171,7 +171,7 @@ def _in_words(job: Launch, on_cpu: bool) -> str:
 
 
 def _run(job: Launch, arguments: list[str]) -> int:
-    """Run accelerate's launcher in this process and return the exit code; a single process replaces this one."""
+    """Run accelerate's launcher in this process and return the exit code. For one process, exec the script instead."""
     from accelerate.commands import launch as accelerate
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed import DistError
@@ -188,7 +188,7 @@ def _run(job: Launch, arguments: list[str]) -> int:
         os.execvpe(command[0], command, environment)
     try:
         with elastic_agent(job):
-            if job.num_processes == 1:  # accelerate would start it without torchrun, which restarts it
+            if job.num_processes == 1:  # accelerate would start it without torchrun, which does the restarts
                 accelerate.multi_gpu_launcher(accelerate._validate_launch_command(options)[0])
             else:
                 accelerate.launch_command(options)

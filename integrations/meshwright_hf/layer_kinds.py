@@ -56,7 +56,7 @@ def layers_to_keep(config: Any, kinds: Sequence[Hashable], least: int) -> Iterat
     Args:
         config: the config of the whole model.
         kinds: the kinds of its layers.
-        least: the number of layers to keep at least, if there are as many; never less than 2.
+        least: the smallest number of layers to keep, if the model has that many; never less than 2.
     """
     least = max(least, LEAST)
     first = sorted(dict.fromkeys(kinds.index(kind) for kind in kinds))[:MOST]

@@ -21,7 +21,7 @@ def check_replicas(model: nn.Module, *, step: int) -> None:
 
     Without a plan, as under DDP, all ranks hold the same weights. In a distributed model the ranks of the dp axis do,
     and for weights that are not sharded also the ranks of the tp axis. A model whose weights are sharded over dp (FSDP,
-    DeepSpeed stage 3, ZeRO stage 3) is not checked. Of a pipeline, the ranks of a parameter's stage are compared.
+    DeepSpeed stage 3, ZeRO stage 3) is not checked. In a pipeline, the ranks of a parameter's stage are compared.
 
     Raises:
         DivergenceError: on every rank, if weights differ; the message names the first weight that differs and the

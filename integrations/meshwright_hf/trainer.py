@@ -116,13 +116,13 @@ class MeshwrightTrainerMixin(CheckpointMixin):
                 self.create_optimizer()
             # Registered before the guard's exit hook, to run after it: exit hooks run in reverse order.
             atexit.register(leave_process_group)
-            with torch.random.fork_rng(devices=[]):  # keeps the Trainer's later random draws equal to one process
+            with torch.random.fork_rng(devices=[]):  # keeps the Trainer's later random draws those of one process
                 mw.to_distributed(self.model, self.optimizer, self._batches_to_plan_for(), config=self._config())
         self._distributed, runtime = self.model, self._runtime
         self._evaluation_loss = EvaluationLoss(self, runtime)
         check_run(self, runtime)
         check_trl(self, runtime)
-        runtime.gathers_evaluated_logits = False  # prediction_step asks for them where it returns them
+        runtime.gathers_evaluated_logits = False  # prediction_step gathers them only where it returns them
         if runtime.loss is not None:
             runtime.loss.mean.num_items = self._meaning_of_items()  # if the model was distributed earlier
         self.model.no_sync = runtime.no_sync  # accelerate looks for it while gradients accumulate
@@ -180,7 +180,7 @@ class MeshwrightTrainerMixin(CheckpointMixin):
         if runtime is None or self._counts_own_rows:
             return super().get_tp_size()  # type: ignore[misc]
         if self._items.is_active and not self._items.settle(self, runtime):
-            return self.accelerator.num_processes  # a factor of 1
+            return self.accelerator.num_processes  # the Trainer divides by it: a factor of 1
         return runtime.axes.row_copies
 
     # ---- data

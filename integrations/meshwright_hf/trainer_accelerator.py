@@ -13,7 +13,7 @@ from meshwright_hf.compiling import left_to_us
 
 
 class TrainerAccelerator(Accelerator):
-    """An Accelerator whose methods that a Trainer calls follow the plan; all other methods are accelerate's.
+    """An Accelerator for a Trainer: the methods that a Trainer calls follow the plan; all others are accelerate's.
 
     ``become_trainers`` gives this class to the Accelerator that the Trainer has made.
     """
@@ -22,7 +22,7 @@ class TrainerAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """The number of processes; the Trainer records that it was read (see ``ItemsUse``)."""
+        """The number of processes. Each read is recorded, since a loss may be multiplied by it (see ``ItemsUse``)."""
         self._trainer.notice_processes()
         return super().num_processes
 

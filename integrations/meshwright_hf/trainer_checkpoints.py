@@ -128,7 +128,7 @@ class CheckpointMixin:
             self._calls_on_save = False
         if self._open is not None:
             checkpoint, self._open = self._open, None
-            close_seal(checkpoint)  # callbacks have written what they write into it
+            close_seal(checkpoint)  # callbacks have written their files into it
             self._push_what_is_due()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -198,7 +198,7 @@ class CheckpointMixin:
             self._runtime.streams.load_state_dict(progress.streams)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore this rank's random state; on another mesh than the one of the save, that of rank 0."""
+        """Restore this rank's random state, or rank 0's if the mesh differs from the mesh of the save."""
         if checkpoint is None:
             return
         runtime, progress = self._runtime, succeed_together(lambda: Progress.read(checkpoint))

@@ -154,8 +154,8 @@ def check_model(model: nn.Module) -> None:
     """
     if without_compilation(model) is not model:
         raise PlanError(
-            "the model is the wrapper of torch.compile(model), whose forward has no names of arguments, by which the "
-            "Trainer chooses the columns of a batch; pass the plain model, and set TrainingArguments("
+            "the model is the wrapper of torch.compile(model). The Trainer chooses the columns of a batch by the names "
+            "of forward's arguments, and the wrapper hides them; pass the plain model, and set TrainingArguments("
             "torch_compile=True)"
         )
     placed = getattr(model, "hf_device_map", None)

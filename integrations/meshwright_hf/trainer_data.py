@@ -40,7 +40,8 @@ def mesh_loader(
     Args:
         loader: the loader as the Trainer built it.
         runtime: the model's runtime.
-        args: the Trainer's arguments: the device for the batches, and the seed of the shuffling, by default torch's.
+        args: the Trainer's arguments, which give the device of the batches and the seed of the shuffling (default:
+            torch's).
         options: the options of reading.
         is_training: False for evaluation, where rows that only keep a rank in step must not be seen.
         has_seedable_sampler: whether to shuffle by a seed and the epoch, as accelerate does; otherwise as torch does.

@@ -77,7 +77,7 @@ class EvaluationLoss:
                 "%s computes its own loss, and in an evaluation the data-parallel ranks had %s. The evaluation "
                 "averages the ranks' means, so a row or label on a rank with fewer of them has a larger weight than "
                 "on one device. For the mean over the global batch, return meshwright.global_mean(model, loss, count) "
-                "from compute_loss, where count is how many items this rank's loss is the mean of, for example "
+                "from compute_loss, where this rank's loss is a mean over count items, for example "
                 "(labels != -100).sum()",
                 type(self.trainer).__name__,
                 said_of_ranks(ranks.tolist()),

@@ -14,7 +14,7 @@ from meshwright.optim.runtime import Runtime
 
 
 def without_lines(config: ToDistributedConfig) -> ToDistributedConfig:
-    """Return the options without those of status lines, in whose place the Trainer logs."""
+    """Return the options without those for status lines, since the Trainer logs instead."""
     return dataclasses.replace(config, logging_steps=None, logging_dir=None, max_steps=None)
 
 

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoint folders: which are whole, which one to resume from, and which may go."""
+"""The Trainer's checkpoint folders: which are whole, which one to resume from, and which may be removed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def is_sealed(folder: Path) -> bool:
     """Return whether a folder is a checkpoint of MeshwrightTrainer, not of the stock Trainer.
 
     Raises:
-        CheckpointError: if it is one without its seal.
+        CheckpointError: if MeshwrightTrainer wrote it, but its seal is missing.
     """
     if (folder / SEAL).exists():
         return True
@@ -134,9 +134,9 @@ def _check_parts(folder: Path, required: tuple[str, ...]) -> None:
         missing.append("rng_state.pth")
     if missing:
         raise CheckpointError(
-            f"{folder} has no {', '.join(missing)}, so the run would go on with other numbers. It is not whole, or was "
-            "saved with save_only_model=True or by another engine. Resume from another checkpoint; to start a new run "
-            f"from these weights, call meshwright.load_weights(trainer.model, {str(folder)!r}) before train()"
+            f"{folder} has no {', '.join(missing)}, so the resumed run would give other results. It is not whole, or "
+            "was saved with save_only_model=True or by another engine. Resume from another checkpoint; to start a new "
+            f"run from these weights, call meshwright.load_weights(trainer.model, {str(folder)!r}) before train()"
         )
     if not any((folder / name).is_file() for name in ADAPTERS):
         WeightFiles.open(folder)

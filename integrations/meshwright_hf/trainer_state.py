@@ -37,7 +37,7 @@ class Progress:
         mesh: the sizes of the axes pp, dp and tp, and of cp if it is above 1.
         global_batch: the rows of all ranks in one forward pass.
         loader: the state of the training loader; None if it is not on the mesh.
-        epoch_draws: torch's random state when the epoch began, encoded; None if none has begun.
+        epoch_draws: torch's random state when the epoch began, encoded; None if no epoch has begun.
         streams: the positions of the dropout masks; None without them.
     """
 
@@ -113,7 +113,7 @@ def load_random_state_of_first(folder: str | Path, device: torch.device) -> None
             on_device = state["cuda"]
             torch.cuda.set_rng_state(on_device[0] if isinstance(on_device, list) else on_device, device)
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise CheckpointError(f"{path} is damaged, or of another kind of device: {error!r}") from error
+        raise CheckpointError(f"{path} is damaged, or was saved on another kind of device: {error!r}") from error
 
 
 def place_in_epoch(loader: dict[str, Any], *, batch: int, accumulation: int) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def check_trl(trainer: Any, runtime: Runtime) -> None:
         raise PlanError(
             f"{name} computes its loss from the model's hidden states or logits, but under "
             f"ParallelPlan.pp={runtime.pp.size} the backward pass runs inside the model's forward, so the loss must be "
-            "the model's own. Use pp=1, or a MeshwrightTrainer that is no trainer of TRL"
+            "the model's own. Use pp=1, or a MeshwrightTrainer that is not one of TRL's trainers"
         )
     if tp > 1 and _generates(type(trainer)):
         raise PlanError(

@@ -333,7 +333,7 @@ class ToDistributedConfig:
             settings are compared in every step.
         logging_steps: number of steps from one status line to the next; None shows neither the card at the start nor
             lines. Rank 0 prints them: loss, norm, throughput, MFU, memory and the slowest rank; see docs/monitoring.md.
-        logging_dir: folder to whose file ``meshwright.jsonl`` rank 0 appends the figures of each line, for
+        logging_dir: folder of the file ``meshwright.jsonl``, to which rank 0 appends the figures of each line, for
             ``meshwright report``. It needs ``logging_steps``.
         max_steps: number of steps of the run, from which the lines tell the time that is left.
         timeout_s: number of seconds that a rank may keep the others waiting before all ranks end with an error that

@@ -54,7 +54,7 @@ class DataParallel(nn.Module):
     no backward pass, and the other ranks wait for it.
 
     The wrapper forwards attribute access to the model, as in ``ddp.config``, and parameters keep their names without a
-    prefix. A wrapper can be copied and pickled. Every rank must make or load the copy, whose ``group`` is all ranks.
+    prefix. A wrapper can be copied and pickled. Every rank must make or load the copy; its ``group`` has all ranks.
 
     Args:
         model: the model, with its weights, on this rank's device. Nothing else may have distributed it.
@@ -296,7 +296,7 @@ def _join(group: ProcessGroup | None, device: torch.device, timeout_s: float) ->
 
 
 def _guard_of(axis: Axis, timeout_s: float) -> Guard | None:
-    """Return this process's guard, which is started if the axis has all ranks; None if there is no guard."""
+    """Return this process's guard, and start it first if the axis has all ranks; None if there is no guard."""
     if axis.size > 1 and axis.size == dist.get_world_size():
         return start_guard(timeout=timeout_s, coordinates=f"dp={axis.rank}")
     if axis.group is not None:

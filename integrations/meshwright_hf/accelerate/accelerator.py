@@ -152,7 +152,7 @@ class PlannedAccelerator(Accelerator):
         return gather(input_data, dp, is_blank=is_blank, rows=rows)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Log values, and the last figures of the planned models, to all trackers; a value's own name comes first."""
+        """Log values and the newest figures of planned models to all trackers; of two equal names, the value's wins."""
         figures: dict[str, Any] = {}
         for model in state.planned_models(self):
             monitor = monitor_of(find_runtime(model))
@@ -210,7 +210,8 @@ class PlannedAccelerator(Accelerator):
             raise ValueError("safe_serialization=False would pickle the weights; a planned model's are safetensors")
         target = folder_to_save(self, output_dir)
         with sealed_folder(target) as folder:
-            # First, since accelerate's own files are written by each rank alone: an error there must come last.
+            # This comes first, since it communicates: an error of one rank in accelerate's own files must not leave
+            # others waiting.
             state.save_progress(self, folder)
             # Runs after the user's hooks, which may have removed models from the list.
             hook = self.register_save_state_pre_hook(state.take_weights)

@@ -1,4 +1,4 @@
-"""The folders of ``save_state``: where they are, which are whole, and which may go."""
+"""The folders of ``save_state``: where they are, which are whole, and which may be removed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder_to_save(accelerator: Accelerator, output_dir: str | os.PathLike[str] 
 
 
 def folder_to_load(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path:
-    """Return the folder to load, which is whole if it is sealed: the one that the program passes, or the newest.
+    """Return the folder to load: the one that the program passes, or the newest. A sealed folder is checked.
 
     Raises:
         CheckpointError: if the folder is not whole, or no automatic checkpoint is; it names what is wrong.

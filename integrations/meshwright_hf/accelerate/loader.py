@@ -1,4 +1,4 @@
-"""A loader on the plan's mesh with the attributes that accelerate reads: the end and the rows of a batch."""
+"""A loader on the plan's mesh, with the attributes that accelerate reads from an active loader."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class PlannedLoader:
         if self.total_batch_size is not None and self.inner.skip(num_batches * self.total_batch_size):
             self._state = None
         elif not (place.is_fresh and place.samples):
-            self._to_drop = num_batches  # their end is known only after reading them
+            self._to_drop = num_batches  # where they end is known only after reading them
 
     def _rows_of_last(self) -> int:
         """Return the rows of the last batch over all ranks, 0 if it is full, or -1 as in accelerate if unknown."""
@@ -157,5 +157,5 @@ def _batch_size(loader: Any) -> int | None:
 
 
 def _rows(batch: Any) -> int:
-    """Return the number of rows of a batch: the first size of its first tensor with dims."""
+    """Return the number of rows of a batch: the first size of its first tensor that has dims."""
     return next((x.shape[0] for x in tensors_of(batch) if isinstance(x, Tensor) and x.ndim), 0)

@@ -37,7 +37,7 @@ from meshwright_hf.accelerate.state import planned_models
 from meshwright_hf.batches import global_batches
 from meshwright_hf.versions import warn_outside_range
 
-_EVERY = 10  # steps from one measurement for the trackers to the next, if the config has no logging_steps
+_EVERY = 10  # steps between two measurements for the trackers, if the config has no logging_steps
 
 
 def prepare(

@@ -21,7 +21,7 @@ class PlannedScheduler(AcceleratedScheduler):
     Args:
         scheduler: the user's scheduler.
         optimizers: accelerate's wrappers of the scheduled optimizers.
-        batches: the number of the loader's batches per step: dp; 1 with ``split_batches``.
+        batches: how many batches of the loader a step uses: dp, or 1 with ``split_batches``.
         step_with_optimizer: the value of ``Accelerator(step_scheduler_with_optimizer=...)``.
     """
 

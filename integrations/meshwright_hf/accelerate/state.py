@@ -65,7 +65,7 @@ def check_parts(accelerator: Accelerator, folder: Path) -> bool:
     """Check that a folder can be loaded, before anything is changed; return whether accelerate's own class saved it.
 
     Raises:
-        CheckpointError: if a part is missing, or the schedules of a stock checkpoint count something else.
+        CheckpointError: if a part is missing, or the schedules of a stock checkpoint count other batches.
     """
     return succeed_together(lambda: _check_parts(accelerator, folder))
 

@@ -218,7 +218,7 @@ def _leave() -> None:
 
 
 def _follow(given: Iterable[Any] | None, model: nn.Module, places: dict[int, str]) -> list[Any]:
-    """Return the distributed model's parameters, or groups of them, that have the names of the given ones."""
+    """Return the distributed model's parameters with the names of the given ones, in the same groups."""
     now = dict(model.named_parameters())
     if given is None:
         return [p for p in now.values() if p.requires_grad]
@@ -247,7 +247,7 @@ def _adapt(engine: Any, runtime: Runtime) -> None:
 
 
 class _Watched:
-    """Runs an engine's ``step``, and tells what watches the run of those that stepped the optimizer."""
+    """Runs an engine's ``step``, and reports each call that stepped the optimizer to ``watch``."""
 
     def __init__(self, engine: Any, step: Callable[..., Any], watch: Watch) -> None:
         self._engine, self._step, self._watch = engine, step, watch

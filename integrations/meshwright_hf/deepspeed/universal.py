@@ -33,7 +33,7 @@ _STORED = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 
 
 def describe_for_universal(model: nn.Module, tp: Axis) -> None:
-    """Store the layouts as attributes of the model and its parameters, which DeepSpeed reads to save and load."""
+    """Store the layouts as attributes of the model and its parameters; DeepSpeed reads them to save and load."""
     vocabulary = {id(module.weight) for module in _vocabulary(model)}
     maps: dict[str, Any] = {}
     padded: list[str] = []

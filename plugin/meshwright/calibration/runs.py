@@ -89,7 +89,8 @@ def read_runs(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
 
     Args:
         path: a CSV file with at least the columns of ``COLUMNS``.
-        left_out: a list that takes a line for each row whose pipeline the planner cannot lay out; None to raise.
+        left_out: a list to which a line is added for each row whose pipeline the planner cannot lay out; None to raise
+            an error.
 
     Raises:
         PlanError: the file does not exist, a column is missing, or a row is malformed; the message gives the line.

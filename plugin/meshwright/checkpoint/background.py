@@ -43,10 +43,10 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._is_copied = threading.Event()  # of the save in progress
+        self._is_copied = threading.Event()  # whether the save in progress has its copy
         self._is_copied.set()
         self._held: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.memory = HostMemory()  # of the save in progress
+        self.memory = HostMemory()  # holds the copy of the save in progress
 
     @staticmethod
     def of(model: nn.Module) -> Background:
@@ -68,7 +68,8 @@ class Background:
     def hold_steps_of(self, optimizer: Optimizer) -> None:
         """From now on, let an optimizer step only when the save in progress has its copy.
 
-        A step that does not wait is as correct, but each tensor that it changes would need memory once more.
+        A step that does not wait would also be correct, but each tensor that it changes would need a second copy in
+        memory.
         """
         if optimizer in self._held:
             return
@@ -153,7 +154,8 @@ def _fail_at_exit() -> None:
 class StoreMeeting:
     """Exchanges texts through the store of the default process group, for a thread beside the training.
 
-    Collectives of a thread would mix with those of the training, and end with ``destroy_process_group``.
+    Collectives of a thread would mix with those of the training, and would no longer work after
+    ``destroy_process_group``.
 
     Args:
         prefix: the beginning of the keys in the store, the same on all ranks and used once.
@@ -197,7 +199,7 @@ class StoreMeeting:
             else:
                 self._wait([f"read/{rank}" for rank in range(1, self._size)])
         except (RuntimeError, TimeoutError) as error:
-            logger.warning("the ranks did not end a save in the background together: %s", error)
+            logger.warning("after a save in the background, another rank did not confirm its end: %s", error)
 
     def _wait(self, keys: list[str]) -> None:
         alone_since = None

@@ -43,7 +43,7 @@ def settled(source: WeightSource | None) -> WeightSource | None:
     if path is None:
         return source
     check_same_everywhere(Path(path))
-    return None if source is None else path  # to_distributed says that a rank has no weights
+    return None if source is None else path  # to_distributed raises the error for a rank without weights
 
 
 def open_weights(source: WeightSource) -> WeightFiles:

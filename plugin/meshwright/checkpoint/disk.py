@@ -61,7 +61,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file, replacing ``target``, or a folder, of which ``target`` must not exist; in one step."""
+    """Rename a file or a folder in one step. A file replaces ``target``; a folder's ``target`` must not exist."""
     os.rename(source, target)
 
 

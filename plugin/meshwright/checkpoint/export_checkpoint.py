@@ -59,7 +59,7 @@ def export_checkpoint(
         out: the folder that is written; it must not exist or be empty.
         max_shard_size: the size of a file in bytes, or with a unit; a larger tensor gets its own file.
         dtype: the dtype to which floating-point weights are converted; None keeps them.
-        overwrite: whether an earlier export in ``out`` is replaced, with all that is in its folder.
+        overwrite: whether to replace an earlier export in ``out``; everything in its folder is removed.
 
     Raises:
         CheckpointError: if the checkpoint is not whole, or ``out`` holds something else.

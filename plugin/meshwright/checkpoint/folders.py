@@ -1,4 +1,4 @@
-"""The checkpoints in a folder: which are whole, which is the newest, and which may go."""
+"""The checkpoints in a folder: which are whole, which is the newest, and which may be removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stage(target: Path) -> Staging:
 
 
 def commit(staging: Staging, manifest: Manifest) -> None:
-    """Make a checkpoint visible: all files but the manifest are complete and on the disk.
+    """Make a checkpoint visible, once all of its files but the manifest are complete and on the disk.
 
     Raises:
         CheckpointError: if a file of another rank is not there.
@@ -48,7 +48,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, Manifest]: ...
 @overload
 def find_checkpoint(folder: Path, *, missing_ok: bool) -> tuple[Path, Manifest] | None: ...
 def find_checkpoint(folder: Path, *, missing_ok: bool = False) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint that a folder is, or the newest whole one in it.
+    """Return the folder itself if it is a checkpoint, otherwise the newest whole checkpoint in it.
 
     Args:
         folder: the folder.
@@ -77,7 +77,7 @@ def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has files of a checkpoint, whole or not."""
     try:
         names = os.listdir(folder)
-    except OSError:  # a folder of somebody else, beside ours
+    except OSError:  # a folder that cannot be read is not ours
         return False
     return any(name == NAME or _PART.fullmatch(name) for name in names)
 
@@ -105,7 +105,7 @@ def newest_checkpoint(parent: Path) -> tuple[Path, Manifest] | None:
 
 
 def keep_newest(parent: Path, count: int) -> None:
-    """Remove all whole checkpoints of a folder but the newest ``count``, and none that has files of others in it."""
+    """Remove the whole checkpoints of a folder, except the newest ``count`` and those that hold other files."""
     found = [(manifest.written, path) for path, manifest in _checkpoints(parent) if manifest is not None]
     whole = [(written, path) for written, path in found if _is_ours(path)]
     for _, path in sorted(whole)[:-count]:

@@ -19,7 +19,7 @@ from meshwright.optim.runtime import Runtime
 from meshwright.parallel.collectives import Axis
 from meshwright.parallel.row_layout import RowLayout, ShardRecord, Span
 
-_CHUNK = 4 * 2**20  # bytes in flight, which the first rank holds beside the full tensor
+_CHUNK = 4 * 2**20  # bytes sent at a time; the first rank holds them in addition to the full tensor
 
 
 def is_first(runtime: Runtime) -> bool:
@@ -105,7 +105,7 @@ def _hop(piece: Tensor, source: int, axis: Axis) -> None:
 
 
 def _place(full: Tensor, piece: Tensor, layout: RowLayout, rank: int, start: int) -> None:
-    """Write a piece of a rank's flattened shard, which begins at ``start``, into the full tensor, without padding."""
+    """Write a piece of a rank's flattened shard, from position ``start`` on, into the full tensor, without padding."""
     shape = full.shape or torch.Size([1])
     inner = shape[layout.dim + 1 :].numel()
     table = full.view(-1, shape[layout.dim] * inner)

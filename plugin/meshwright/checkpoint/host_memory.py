@@ -15,6 +15,6 @@ class HostMemory:
     def take(self, num_bytes: int) -> Tensor:
         """Return that many bytes, pinned where CUDA is in use; what the last call returned is overwritten."""
         if len(self._bytes) != num_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # the old bytes go before the new ones are there
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # frees the old bytes before it allocates new ones
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
         return self._bytes

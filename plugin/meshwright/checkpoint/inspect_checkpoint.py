@@ -1,4 +1,4 @@
-"""Look into a checkpoint without its model: find everything that is wrong with it, where loading stops at the first."""
+"""Look into a checkpoint without its model, and find everything that is wrong; loading stops at the first problem."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Damage:
         file: the name of the file.
         problem: what is wrong, as a sentence.
         tensor: the key of the tensor that is concerned, if it is a single one.
-        byte, bytes: where in the file the damage begins, and how many bytes are read as one with it; None without a
-            place.
+        byte, bytes: the start and the length of the damaged range in the file; None if the damage has no place in it.
     """
 
     file: str
@@ -45,7 +44,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What a checkpoint holds, and what is wrong with it.
+    """The content of a checkpoint, and everything that is wrong with it.
 
     Args:
         folder: its folder.
@@ -91,13 +90,13 @@ def inspect_checkpoint(folder: Path, *, reads_tensors: bool = True) -> Inspectio
             bytes_read=done,
         )
     surplus = sorted(files.keys() - manifest.files.keys() - {NAME} - {damage.file for damage in damages})
-    damages += [Damage(file=name, problem=f"is not a file of this checkpoint, says {NAME}") for name in surplus]
+    damages += [Damage(file=name, problem=f"is not a file of this checkpoint, according to {NAME}") for name in surplus]
     parts = []
     for place in range(manifest.sizes.ranks):
         part, found = _part(folder, place, manifest)
         damages += found
         parts += [part] if part is not None else []
-    if len(parts) == manifest.dp * manifest.tp:  # else elements are in no file for a reason that is known
+    if len(parts) == manifest.dp * manifest.tp:  # otherwise a missing part explains the missing elements
         damages += _uncovered(manifest, parts)
     damages += _inconsistencies(manifest)
     if reads_tensors:
@@ -131,7 +130,7 @@ def _part(folder: Path, place: int, manifest: Manifest) -> tuple[PartIndex | Non
 
 
 def _disagreements(part: PartIndex, manifest: Manifest, record: FileRecord) -> Iterator[Damage]:
-    """Where the header of a tensor file and its index differ."""
+    """Yield the differences between the header of a tensor file and its index."""
     name = part.path.name
     try:
         entries = read_header(part.path)
@@ -165,13 +164,13 @@ def _form(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> str:
 
 
 def _uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[Damage]:
-    """The tensors that have elements in no file, or in several."""
+    """Yield the tensors that have elements in no file, or in several."""
     for key, problem in uncovered(manifest, parts):
         yield Damage(file=NAME, tensor=key, problem=f"has {key}, of which {problem}")
 
 
 def _inconsistencies(manifest: Manifest) -> Iterator[Damage]:
-    """What is wrong with the states in the manifest."""
+    """Yield what is wrong with the states in the manifest."""
     for name in ("scheduler", "scaler"):
         if not is_encoded(getattr(manifest, name)):
             yield Damage(file=NAME, problem=f"has a state of {name} of no known form")
@@ -202,7 +201,7 @@ def _read_all(folder: Path, manifest: Manifest, parts: list[PartIndex]) -> tuple
         )
         for part, keys in zip(parts, known, strict=True):
             if not os.path.lexists(part.path):
-                continue  # which is said already
+                continue  # which is reported already
             for key, dtype in sorted(keys, key=lambda item: part.pieces[item[0]].start):
                 if part.pieces[key].has_digests(dtype):
                     damages += _joined(_bad_chunks(part, key, dtype, progress.add))

@@ -19,7 +19,7 @@ from meshwright.checkpoint.safetensors_file import Entry
 from meshwright.errors import CheckpointError
 from meshwright.plan_text import format_plan
 
-_SHOWN = 20  # files or damages in the text
+_SHOWN = 20  # the most files or damages that the text lists
 
 
 def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def as_dict(found: Inspection, others: list[dict[str, Any]] | None = None) -> di
 
 def listing(parent: Path) -> list[dict[str, Any]]:
     """Return a row for each checkpoint in a folder: its name, step, date, size, and what is wrong at first sight."""
-    rows = []  # with the time as the key of their order
+    rows = []  # pairs of a time and a row, to sort the rows by time
     for folder in checkpoint_folders(parent):
         row: dict[str, Any] = {"name": folder.name, "step": None, "written": None}
         row["bytes"] = sum(path.lstat().st_size for path in folder.iterdir())

@@ -64,8 +64,8 @@ def load_checkpoint(
 ) -> Checkpoint | None:
     """Load a checkpoint into the objects of a run, under the plan that saved it or another; every rank makes the call.
 
-    Each rank reads the parts of the files that it needs, and checks their digests. Under the plan that saved it the run
-    goes on to the bit as if it had never stopped. Under another plan the random states of all ranks become those of
+    Each rank reads the parts of the files that it needs, and checks their digests. Under the plan that saved it, the
+    run continues bitwise as if it had never stopped. Under another plan the random states of all ranks become those of
     the first rank.
 
     Args:
@@ -75,8 +75,8 @@ def load_checkpoint(
         loader, scheduler, scaler: the objects that were passed to ``save_checkpoint``.
         ignore: components of the checkpoint that are not loaded: ``"optimizer"``, ``"loader"``, ``"scheduler"``,
             ``"scaler"`` or ``"random"``. Anything else that is missing on either side is an error.
-        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet. Checkpoints
-            of which none is whole are an error nevertheless.
+        missing_ok: whether to return None, and change nothing, if there is no checkpoint in ``folder`` yet. If there
+            are checkpoints but none is whole, an error is raised nevertheless.
 
     Returns:
         What was loaded, with ``step`` and ``extra``.
@@ -157,13 +157,13 @@ def _components(opened: Opened, given: dict[str, Any], ignore: Collection[str]) 
     passed = {name for name, value in given.items() if value is not None}
     if lost := sorted(has - passed - set(ignore)):
         raise CheckpointError(
-            f"{opened.folder} holds the state of {', '.join(lost)}, which load_checkpoint was not given: the run would "
-            f"go on with other numbers. Pass {lost[0]}=..., or ignore=[{lost[0]!r}]"
+            f"{opened.folder} holds the state of {', '.join(lost)}, which load_checkpoint was not given: the "
+            f"resumed run would give other results. Pass {lost[0]}=..., or ignore=[{lost[0]!r}]"
         )
     if lost := sorted(passed - has - set(ignore)):
         raise CheckpointError(
-            f"{opened.folder} was saved without the state of {', '.join(lost)}, so the run would go on with other "
-            f"numbers. Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
+            f"{opened.folder} was saved without the state of {', '.join(lost)}, so the resumed run would give other "
+            f"results. Load a checkpoint that was saved with {lost[0]}=..., or pass ignore=[{lost[0]!r}]"
         )
     for name in ("scheduler", "scaler"):
         if not is_encoded(getattr(opened.manifest, name)):
@@ -206,7 +206,7 @@ def _names(opened: Opened, tensors: dict[str, RunTensor], ties: dict[str, str]) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """The tensors of a model, the model's own tensor objects, and the checkpoint's keys, each by the model's key."""
+    """For each of the model's keys: how the ranks hold the tensor, the tensor itself, and its key in the checkpoint."""
 
     tensors: dict[str, RunTensor]
     objects: dict[str, Tensor]
@@ -233,7 +233,7 @@ class _SavedState:
 
     def __init__(self, opened: Opened, mesh: Mesh, progress: Progress):
         self._opened, self._mesh, self._progress = opened, mesh, progress
-        self._present: dict[str, Tensor] = {}  # of the optimizer, by the keys of the checkpoint
+        self._present: dict[str, Tensor] = {}  # the optimizer's present tensors, by the checkpoint's keys
 
     def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
         return self._opened.manifest.tensors.get(tensor)

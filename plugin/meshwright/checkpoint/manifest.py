@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, ``checkpoint.json``: all of it but the tensors, and a digest of every other file."""
+"""The manifest of a checkpoint, ``checkpoint.json``: everything but the tensors, and a digest of every other file."""
 
 from __future__ import annotations
 
@@ -171,11 +171,11 @@ def _from_json(record: Any) -> Manifest:
         raise ValueError(f"its field {wrong[0]!r} has a wrong value: {str(record[wrong[0]])[:100]}")
     del record["format"]
     places = range(record["pp"] * record["dp"] * record["tp"])
-    # Names are made for the ranks only if there are as many files: a hostile number of ranks is large.
+    # Names are made only if there are that many files, since a hostile manifest may claim a huge number of ranks.
     if len(record["files"]) != 2 * len(places) or record["files"].keys() != {
         name for place in places for name in file_names(place)
     }:
-        raise ValueError(f"its files are not the two of each of the {len(places)} ranks that wrote it")
+        raise ValueError(f"its files are not two for each of the {len(places)} ranks that wrote it")
     if lost := [tie for tie in record["ties"].values() if tie not in record["tensors"]]:
         raise ValueError(f"it has no tensor {lost[0]!r}")
     record["tensors"] = {key: (DTYPES[dtype], tuple(shape)) for key, (dtype, shape) in record["tensors"].items()}

@@ -15,7 +15,7 @@ from meshwright.checkpoint.regions import Block, numel
 from meshwright.errors import CheckpointError
 from meshwright.faults.together import exchange_together
 
-_FEW = 100  # runs of elements that Python goes through faster than torch starts
+_FEW = 100  # up to this many runs of elements, a Python loop is faster than a call of torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Opened:
         """Read the manifest and all indexes of a checkpoint.
 
         Raises:
-            CheckpointError: if one is missing or damaged, or they do not have every element; it names what is wrong.
+            CheckpointError: if one is missing or damaged, or an element is in none; the message names what is wrong.
         """
         manifest = Manifest.read(folder)
         parts = [PartIndex.read(folder, place, manifest.files) for place in range(manifest.sizes.ranks)]
@@ -55,7 +55,7 @@ def uncovered(manifest: Manifest, parts: list[PartIndex]) -> Iterator[tuple[str,
 
 
 def miscovered(blocks: list[Block], total: int) -> str | None:
-    """What is wrong with blocks that must have each of ``total`` elements once."""
+    """Return what is wrong with blocks that must have each of ``total`` elements once; None if nothing is."""
     for b in blocks:
         if (last := b.whole + (b.count - 1) * b.whole_stride + b.length) > total:
             return f"the files have {last} elements or more, not {total}"
@@ -83,7 +83,7 @@ def _miscovered_by_many(blocks: list[Block], total: int) -> str | None:
 
 
 def _problem(expected: int, found: int) -> str:
-    """What is wrong if the next run after the elements up to ``expected`` begins at ``found``."""
+    """Return what is wrong if the next run after the elements up to ``expected`` begins at ``found``."""
     return f"element {expected} is in no file" if expected < found else f"element {found} is in more than one place"
 
 

@@ -81,7 +81,7 @@ def save_optimizer(
 
 
 def shared_parts(model: nn.Module, optimizer: Optimizer) -> OptimizerParts:
-    """Return this rank's parts of an optimizer's parameters, on all of whose masters the pipeline's stages agree.
+    """Return this rank's parts of an optimizer's parameters, with ``has_master`` as it is on all stages together.
 
     Every rank must make the call.
 
@@ -124,7 +124,7 @@ def with_own_text(model: nn.Module, optimizer: Optimizer) -> tuple[OptimizerPart
 
 
 def of_all(found: OptimizerParts, texts: list[str]) -> tuple[OptimizerParts, State]:
-    """Return this rank's parts, on all of whose masters the ranks agree, and a description of the state of all ranks.
+    """Return this rank's parts with ``has_master`` as it is on all ranks together, and a description of their state.
 
     Under ZeRO each rank has the state of its slices only, and under pp of the parameters of its stage.
 

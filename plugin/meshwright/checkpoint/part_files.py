@@ -33,7 +33,7 @@ _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a rank writes of one tensor.
+    """The part of one tensor that a rank writes.
 
     Args:
         dtype: its dtype.
@@ -79,7 +79,7 @@ class FileRecord:
 
     Args:
         bytes: its size.
-        digest: the digest of all of it; of a safetensors file, of its header.
+        digest: the digest of the whole file; for a safetensors file, the digest of its header.
     """
 
     bytes: int
@@ -173,7 +173,7 @@ def _copy(target: Tensor, source: Tensor, blocks: list[Block]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one file has of one tensor: from byte ``start`` on, the elements of ``blocks``, with their digests."""
+    """The part of one tensor in one file: the elements of ``blocks``, from byte ``start`` on, with their digests."""
 
     start: int
     blocks: list[Block]
@@ -260,7 +260,7 @@ class PartIndex:
         staging = torch.empty(min(CHUNK // size, numel(piece.blocks)), dtype=dtype)
         staged, direct, run = memory_of(staging), memoryview(b""), None
         if target.is_cpu and target.dtype == dtype and target.is_contiguous() and len(found) == found[0].count == 1:
-            run = found[0]  # chunks inside it are read to their place: on the CPU, copying costs as much as reading
+            run = found[0]  # its chunks are read in place: on the CPU, copying costs as much as reading
             direct = memory_of(target)[run.local * size : (run.local + run.length) * size]
         with reading(self.path) as descriptor:
             for start, stop, expected in piece.chunks(dtype):
@@ -333,7 +333,7 @@ def check_header(path: Path, record: FileRecord) -> None:
     """Check the size and the header of a tensor file.
 
     Raises:
-        CheckpointError: if the file is missing, or they are not those that were saved; it names the file.
+        CheckpointError: if the file is missing, or its size or header is not what was saved; the message names it.
     """
     with reading(path) as descriptor:
         length = int.from_bytes(read_exactly(descriptor, path, 0, 8), "little")
@@ -343,7 +343,7 @@ def check_header(path: Path, record: FileRecord) -> None:
 
 
 def _checked(path: Path, record: FileRecord, length: int) -> bytes | bytearray:
-    """The first bytes of a file, which must have the recorded size, and these bytes the recorded digest."""
+    """Return the first bytes of a file, after checking the file's size and the digest of these bytes."""
     with reading(path) as descriptor:
         size = os.fstat(descriptor).st_size
         content = read_exactly(descriptor, path, 0, length) if size == record.bytes else b""

@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint: one that is missing, too short or no ordinary file is an error that names it."""
+"""Reads a checkpoint's files. One that is missing, too short or not an ordinary file raises an error that names it."""
 
 from __future__ import annotations
 

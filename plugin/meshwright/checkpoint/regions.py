@@ -95,7 +95,8 @@ def packed(blocks: Iterable[Block]) -> list[Block]:
 def overlap(here: Iterable[Block], there: Sequence[Block]) -> Iterator[Block]:
     """Yield the elements that two parts share, as blocks from the storage of ``there`` to the storage of ``here``.
 
-    In the blocks returned, ``local`` is a position in the storage of ``here``, ``whole`` one in that of ``there``.
+    In the returned blocks, ``local`` is a position in the storage of ``here``, and ``whole`` is a position in the
+    storage of ``there``.
     """
     for mine in here:
         for other in there:
@@ -109,7 +110,7 @@ def numel(blocks: Iterable[Block]) -> int:
 
 def _shared(mine: Block, other: Block) -> Iterator[Block]:
     if mine.count > 1 and other.count > 1 and not _are_aligned(mine, other):
-        # Parts of tensors of other row lengths: rare, so run by run.
+        # The two parts belong to tensors with different row lengths. This is rare, so a loop over the runs is enough.
         for i in range(mine.count):
             yield from _shared(mine.runs(i, i + 1), other)
     elif mine.count == 1:
@@ -121,7 +122,7 @@ def _shared(mine: Block, other: Block) -> Iterator[Block]:
 
 
 def _are_aligned(a: Block, b: Block) -> bool:
-    """Whether the runs of both are columns of the same rows, which neither leaves."""
+    """Whether the runs of both are columns of the same rows, and stay inside the rows."""
     width = a.whole_stride
     return width == b.whole_stride and all(x.whole % width + x.length <= width for x in (a, b))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from meshwright.checkpoint import disk
 from meshwright.checkpoint.staging import Staging
 
-_CARD = "README.md"  # which save_pretrained of a PEFT model updates
+_CARD = "README.md"  # a file that save_pretrained of a PEFT model updates
 
 
 @dataclass(frozen=True)

@@ -120,14 +120,14 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, directory: str | os.P
 
 
 class SavedState(Protocol):
-    """The tensors of a saved optimizer, whatever their files are."""
+    """The tensors of a saved optimizer, in whichever files they are."""
 
     def form(self, tensor: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Return the dtype and the shape of a tensor; None if it was not saved."""
 
     def read(self, tensor: str, part: Part, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of a tensor, on the CPU in the shape of the part; all of it if it has another shape
-        than its parameter."""
+        """Return this rank's part of a tensor, on the CPU in the shape of the part; return the whole tensor if its
+        shape is not that of its parameter."""
 
 
 def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_state: SavedState) -> None:
@@ -135,7 +135,7 @@ def restore_optimizer(found: OptimizerParts, manifest: OptimizerManifest, saved_
 
     Args:
         found: the optimizer, which :func:`check_fits` has compared with the manifest.
-        manifest: what was saved beside tensors.
+        manifest: everything that was saved except the tensors.
         saved_state: the tensors.
 
     Raises:

@@ -70,7 +70,7 @@ def mesh_of(model: nn.Module) -> tuple[Runtime, Mesh]:
     processes = dist.get_world_size() if dist.is_initialized() else ranks
     if ranks != processes:
         raise CheckpointError(
-            f"the model is distributed over {ranks} of {processes} processes, and a checkpoint is one of all of them; "
+            f"the model is distributed over {ranks} of {processes} processes, but a checkpoint needs all of them; "
             "pass the model that to_distributed returned"
         )
     place = Place(pp=runtime.pp.rank, dp=runtime.dp.rank, tp=runtime.tp.rank)
@@ -137,7 +137,7 @@ def optimizer_tensors(found: OptimizerParts, state: State, device: torch.device)
     """Return the tensors of an optimizer's state, by key.
 
     Args:
-        found: the optimizer, on whose masters all ranks agree.
+        found: the optimizer's parts, with ``has_master`` as it is on all ranks together.
         state: the description of the state of all ranks.
         device: the device of elements that have no state yet.
     """

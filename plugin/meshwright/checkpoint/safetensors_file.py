@@ -38,8 +38,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_DIMS = 64  # of a tensor; torch itself has the same limit for most operations
-MAX_HEADER = 100_000_000  # bytes; the limit of the format
+MAX_DIMS = 64  # dims of a tensor; torch itself has the same limit for most operations
+MAX_HEADER = 100_000_000  # bytes; the format's limit
 _SYNC = 256 * 2**20  # bytes written between two syncs to the disk
 _STAGING = 4 * 2**20  # bytes whose dtype is converted at a time
 

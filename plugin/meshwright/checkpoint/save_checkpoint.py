@@ -73,9 +73,9 @@ def save_checkpoint(
         extra: anything that JSON can hold; ``load_checkpoint`` returns it.
         keep: the number of checkpoints to keep in the folder's parent, at least 1; the oldest others are removed after
             this one is complete. None keeps all.
-        asynchronous: whether to copy what this rank writes and return, and to write it in a thread. The next save, the
-            next load, ``wait_for_checkpoints`` and the end of the program wait for it, and raise its error on all
-            ranks. Until it is complete, the newest checkpoint is the one before.
+        asynchronous: whether the call only takes a snapshot of what this rank writes, and a thread writes it while
+            training goes on. The next save, the next load, ``wait_for_checkpoints`` and the end of the program wait for
+            it, and raise its error on all ranks. Until it is complete, the newest checkpoint is the one before.
 
     Returns:
         The folder.
@@ -103,7 +103,7 @@ def save_checkpoint(
         found, text = (None, "") if optimizer is None else with_own_text(model, optimizer)
         return (runtime, mesh, _checked(objects, step, keep), found), text
 
-    # The training waits for each exchange of the ranks, so there are few.
+    # Training waits for each exchange between the ranks, so only a few are made.
     (runtime, mesh, states, found), texts = exchange_together(begin)
     runtime.compare_before_save()
 
@@ -236,9 +236,9 @@ def _checked(objects: Objects, step: int | None, keep: int | None) -> dict[str, 
             raise CheckpointError(f"the state of {name} is not JSON: {error}") from error
         if copied != states[name]:
             raise CheckpointError(
-                f"{name} would come back different from JSON: use text keys, and lists instead of tuples"
+                f"{name} would be read back differently from JSON: use text keys, and lists instead of tuples"
             )
-        states[name] = copied  # the program may go on to change its own
+        states[name] = copied  # a copy, since the program may change its own object during the save
     return states
 
 
@@ -258,10 +258,10 @@ def _sources(tensors: dict[str, RunTensor], mesh: Mesh) -> dict[str, Source]:
     }
 
 
-# The same at each save of a run, and longer in the making than all else that training waits for.
+# This is the same at each save of a run, and takes longer to compute than all else that training waits for.
 @functools.lru_cache(maxsize=1)
 def _own_shares(tensors: tuple[tuple[str, Held], ...], mesh: Mesh) -> dict[str, tuple[list[Block], list[Block]]]:
-    """What this rank holds of each tensor of which it writes something, and what it writes."""
+    """For each tensor that this rank writes a part of: the elements that it holds, and those that it writes."""
     held = dict(tensors)
     own = shares(held, mesh.sizes)[mesh.index]
     return {key: (held[key].part(mesh.place), share) for key, share in own.items()}

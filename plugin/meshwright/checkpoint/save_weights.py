@@ -70,7 +70,7 @@ def save_weights(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return each parameter and persistent buffer, by its first name."""
+    """Return each parameter and persistent buffer; a tied one under its first name only."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):

@@ -89,7 +89,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
             if stat.S_ISREG(mode):
                 found[path.relative_to(folder).as_posix()] = path.lstat().st_size
     found.pop(NAME, None)
-    found.pop(f".{NAME}.new", None)  # of a seal whose replacement was killed
+    found.pop(f".{NAME}.new", None)  # left by a process that was killed while it replaced the seal
     return found
 
 

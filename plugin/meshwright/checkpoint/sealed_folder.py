@@ -170,7 +170,7 @@ def _digested(folder: Path, sizes: list[tuple[str, int]]) -> dict[str, tuple[int
 
 
 def _share(sizes: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
-    """Return this rank's chunks: its share of all, which follow each other."""
+    """Return this rank's share of all chunks: a contiguous run of them."""
     chunks = [
         (name, start, min(start + CHUNK, size)) for name, size in sizes for start in range(0, max(size, 1), CHUNK)
     ]

@@ -1,4 +1,4 @@
-"""Which rank writes which elements of a checkpoint: each element once, by one of the ranks that hold it, evenly."""
+"""Decides which rank writes which elements of a checkpoint: each element once, evenly over the ranks that hold it."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Held:
 
     @staticmethod
     def whole(dtype: torch.dtype, shape: tuple[int, ...], sizes: Sizes) -> Held:
-        """Return how a tensor is held that every rank has whole."""
+        """Return the description of a tensor that every rank has whole."""
         rows = RowLayout.replicated(shape[0] if shape else 1, sizes.tp)
         cut = RowLayout.replicated(torch.Size(shape).numel(), sizes.dp)
         return Held(dtype=dtype, shape=shape, layout=rows, cut=cut, stages=tuple(range(sizes.pp)))
 
     @staticmethod
     def shard(dtype: torch.dtype, record: ShardRecord, cut: RowLayout, tp: int) -> Held:
-        """Return how a tensor is held that is sharded like a parameter."""
+        """Return the description of a tensor that is sharded like a parameter."""
         shape = tuple(record.global_shape)
         layout = RowLayout.replicated(shape[0] if shape else 1, tp) if record.layout.is_replicated else record.layout
         return Held(dtype=dtype, shape=shape, layout=layout, cut=cut, stages=record.holders)
@@ -141,7 +141,7 @@ def shares(tensors: Mapping[str, Held], sizes: Sizes) -> list[dict[str, list[Blo
 def copies(here: list[Block], there: list[Block], start: int, stop: int) -> list[Block]:
     """Return the elements that a part shares with the positions from ``start`` up to ``stop`` of another one's storage.
 
-    In the blocks returned, ``local`` is a position in the storage of ``here``, and ``whole`` one relative to ``start``.
+    In the returned blocks, ``local`` is a position in the storage of ``here``, and ``whole`` is relative to ``start``.
     """
     return list(overlap(here, between(there, start, stop)))
 

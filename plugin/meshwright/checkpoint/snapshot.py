@@ -1,4 +1,4 @@
-"""What a rank writes as it was at one moment, copied in a thread while training goes on."""
+"""Copies what a rank writes, as of one moment, in a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Snapshot:
     def copy(self) -> None:
         """Copy what is shared; an error is raised by :meth:`copied`, since the ranks must learn of it together."""
         try:
-            while self._pending:  # each tensor is given back as soon as it is copied
+            while self._pending:  # drops its hold on each tensor as soon as it is copied
                 source, target = self._pending.popleft()
                 source.copy_to(target)
         except Exception as error:

@@ -84,7 +84,7 @@ class Staging:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that is visible; killed half-way, it is no longer visible."""
+    """Remove a visible folder. If the job is killed half-way, the folder is no longer visible."""
     hidden = _hidden(path, "removed")
     disk.rename(path, hidden)
     disk.remove_folder(hidden)
@@ -99,7 +99,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def restore_replaced(parent: Path) -> None:
-    """Give the folders in ``parent`` their names back whose replacement was killed between its two renames."""
+    """Restore the names of the folders in ``parent`` whose replacement was killed between its two renames."""
     found = list(hidden_folders(parent))
     in_progress = {name for path, name, kind in found if kind == "saving" and _is_locked(path)}
     for path, name, kind in found:
@@ -108,7 +108,7 @@ def restore_replaced(parent: Path) -> None:
 
 
 def about_to_be_replaced(target: Path) -> Path | None:
-    """Return where a folder is whose replacement was killed between its two renames; None if it is in its place."""
+    """Return the path of a folder whose replacement was killed between its two renames; None if it is in place."""
     if target.exists():
         return None
     found = (path for path, name, kind in hidden_folders(target.parent) if (name, kind) == (target.name, "replaced"))
@@ -116,7 +116,7 @@ def about_to_be_replaced(target: Path) -> Path | None:
 
 
 def replaced_folders(parent: Path) -> list[Path]:
-    """Return where the folders are whose replacement was killed between its two renames."""
+    """Return the paths of the folders whose replacement was killed between its two renames."""
     found = (path for path, name, kind in hidden_folders(parent) if kind == "replaced" and not (parent / name).exists())
     return list(found)
 

@@ -20,7 +20,7 @@ from meshwright.errors import CheckpointError
 from meshwright.faults.together import succeed_together
 from meshwright.optim.state_parts import OptimizerParts, Part, parts_of
 
-_ADDED = {"initial_lr"}  # by schedulers, to the options of a group
+_ADDED = {"initial_lr"}  # options that schedulers add to a group
 
 
 def load_stock_optimizer(model: nn.Module, optimizer: Optimizer, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""How many logits a model has in memory at once in training, which the planner needs for the memory of a plan."""
+"""Determines how many logits a model has in memory at once in training, for the planner's estimate of memory."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS_TO_MEASURE = 8  # samples from which the length of a row is measured
 _TOLERANCE = 0.1  # share of a model's parameters by which the planner's count may be off without a warning
-_AXES = ("dp", "tp", "pp", "zero", "micro_batch")  # whose values the log gives reasons against
+_AXES = ("dp", "tp", "pp", "zero", "micro_batch")  # the log says why other values of these fields were not chosen
 _CHOICES = 64  # number of the fastest plans to try, since the model may be unable to run some
 
 

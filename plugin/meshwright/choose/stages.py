@@ -1,4 +1,4 @@
-"""Whether a plan with pipeline stages may be picked for a model."""
+"""Decides whether a plan with pipeline stages may be picked for a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.roles.adapters import without_wrappers
 
 
 def against_stages(model: Any, config: ToDistributedConfig) -> str | None:
-    """Return why no plan with pipeline stages may be picked for a model, as far as no forward pass is needed to know.
+    """Return why no plan with pipeline stages may be picked for a model, as far as this shows without a forward pass.
 
     Args:
         model: the model.

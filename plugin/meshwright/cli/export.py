@@ -28,7 +28,7 @@ def export(
         Dtype | None, typer.Option(help="Dtype to convert floating-point weights to (default: as they were saved).")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier export in OUT, with all that is in the folder.")
+        bool, typer.Option("--overwrite", help="Replace an earlier export; everything in OUT is removed.")
     ] = False,
 ) -> None:
     """Write the weights of a checkpoint as files for from_pretrained and load_weights.

@@ -20,7 +20,7 @@ def inspect(
     """Show what a checkpoint holds, and everything that is wrong with it.
 
     Prints the step, the date, the versions, the plan, the components and the files of a checkpoint that
-    mw.save_checkpoint wrote. Of a folder of checkpoints, lists all of them and shows the newest whole one. Reads every
+    mw.save_checkpoint wrote. For a folder of checkpoints, lists all of them and shows the newest whole one. Reads every
     byte and compares it with its digest, unless --no-check. Needs no GPU, no model and no launcher, and changes
     nothing.
 

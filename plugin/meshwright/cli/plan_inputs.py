@@ -1,4 +1,4 @@
-"""What ``meshwright plan`` plans: the cluster, the job and the plans of the user's own, from the command line."""
+"""Reads from the command line what ``meshwright plan`` plans: the cluster, the job and the user's own plans."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ContextAttention:
             return self._over_ring(call, parts, q, k, v)
         rank = self.axes.inner.rank
         q, k, v = self._exchange.to_heads(parts, as_autocast(q), k, v)
-        q = q.to(dtype)  # of which the model's function may make its mask and its probabilities
+        q = q.to(dtype)  # the model's function may take the dtype of its mask and probabilities from q
         call = _with_own_heads(call, rank, self.axes.inner.size)
         if self.method == "hybrid":
             output = self._over_ring(call, parts, q, k, v)
@@ -115,7 +115,7 @@ class ContextAttention:
 def _flash_call(
     call: AttentionCall, runs: tuple[Run, ...], keys: KeyExchange, q: Tensor, k: Tensor, v: Tensor
 ) -> FlashCall | None:
-    """Return a call as one of flash kernels; None if they do not compute it."""
+    """Return the same call for flash kernels; None if they cannot compute it."""
     documents = call.documents_alone
     if documents is None or not has_flash(as_autocast(q), k, v):
         return None
@@ -189,7 +189,7 @@ def _register() -> None:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Take the arguments of transformers' attention functions."""
+    """Compute attention, with the arguments of transformers' attention functions."""
     owner = getattr(module.config, _OWNER)
     if not isinstance(attention_mask, ContextMask):
         raise PlanError(
@@ -218,7 +218,7 @@ def _mask(
     config: Any = None,
     **_: Any,
 ) -> ContextMask:
-    """Take the arguments of transformers' mask functions."""
+    """Make a mask, with the arguments of transformers' mask functions."""
     chunk = getattr(config, "attention_chunk_size", None)
     if q_length != kv_length:
         raise PlanError(

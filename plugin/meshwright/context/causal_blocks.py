@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.parallel.sequence_parts import Run
 
-Documents = tuple[tuple[int, ...], ...]  # for each row, the place of the first token of each document; or one for all
+Documents = tuple[tuple[int, ...], ...]  # by row, the place of each document's first token; or one entry for all
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def causal_blocks(documents: Documents, queries: Sequence[Run], keys: Sequence[R
     Args:
         documents: where documents start, in rising order from 0; the last one also holds the padding at the end.
         queries: where the queries lie in the sequence.
-        keys: where the keys lie. Each of these runs holds all of a run of queries, or ends before or begins after it.
+        keys: where the keys lie. A run of keys either contains a whole run of queries, or does not overlap it.
 
     Example:
         >>> blocks = causal_blocks(((0, 3),), [Run(0, 2), Run(2, 4)], [Run(0, 6)])

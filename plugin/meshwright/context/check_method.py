@@ -20,7 +20,7 @@ from meshwright.parallel.collectives import Axis
 from meshwright.parallel.sequence_parts import Run
 
 _DELEGATED = ("sdpa", "eager")
-_KNOWN = {"scaling", "dropout", "softcap", "s_aux", "sliding_window"}  # options that the ring computes, or masks have
+_KNOWN = {"scaling", "dropout", "softcap", "s_aux", "sliding_window"}  # options for the ring or for masks
 _LENGTH = 6
 # The stock functions take the softmax in float32, and sinks in some families too: 1e-6 of a value of about 1.
 _TOLERANCE = 1e-4

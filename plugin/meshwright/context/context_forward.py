@@ -70,7 +70,7 @@ class ContextForward(MethodOverride):
                 "as transformers' models do; call it without return_dict=False"
             )
         logits = output["logits"]
-        if isinstance(logits, UnreadableTensor):  # those of tensor parallelism raise already
+        if isinstance(logits, UnreadableTensor):  # tensor parallelism gave logits that raise already
             return output
         if joins:
             output["logits"] = self.region.parts.join(logits, 1, length)

@@ -45,7 +45,7 @@ class FlashCall:
         return _blocks(self.documents, self.runs, keys)
 
 
-_blocks = functools.lru_cache(maxsize=64)(causal_blocks)  # all layers of a pass have the same
+_blocks = functools.lru_cache(maxsize=64)(causal_blocks)  # all layers of a pass have the same blocks
 
 
 def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def flash_attention(call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the device has kernels for these tensors that find what plain operations find.
+    """Return whether the device has kernels for these tensors that give the results of plain operations.
 
     Each rank asks for itself. Ranks with different answers still make the same collectives: with and without the
     kernels, attention brings keys and gradients by the same :class:`KeyExchange`, in the same order and dtypes.
@@ -81,7 +81,7 @@ class _Flash(torch.autograd.Function):
     def forward(ctx: Any, call: FlashCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dtype = torch.promote_types(q.dtype, torch.float32)
         rows, heads, length, width = q.shape
-        # In memory, a token's heads are neighbours, so that the output projection reads what is kept for backward.
+        # A token's heads are adjacent in memory, so that the output projection reads the tensor that backward keeps.
         output = torch.empty(rows, length, heads, width, dtype=dtype, device=q.device).transpose(1, 2)
         total = torch.empty(rows, heads, length, dtype=dtype, device=q.device)
         for runs, keys, values in call.keys.round(k, v):
@@ -89,7 +89,7 @@ class _Flash(torch.autograd.Function):
                 own = block.rows, slice(None), block.queries
                 at = block.rows, slice(None), block.keys
                 new, sums = _forward(q[own], keys[at], values[at], block.is_causal, call.scale)
-                if not block.is_causal:  # else these are the first keys that the queries meet
+                if not block.is_causal:  # for its queries, a causal block comes first
                     before = total[own]
                     share = torch.sigmoid(sums - before)[..., None]
                     new = output[own].lerp(new.to(dtype), share)
@@ -146,7 +146,7 @@ def _backward(
             grad, q, k, v, output, sums, 0.0, is_causal, scale=scale
         )
         return d_q, d_k, d_v
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, of which there is none
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # in place of dropout's random state
     d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, output, sums, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused, scale=scale
     )
@@ -156,9 +156,9 @@ def _backward(
 @functools.cache
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device's kernels find what plain operations find, on two blocks of random values."""
+    """Return whether a device's kernels give the results of plain operations, on two blocks of random values."""
     if device.type == "cuda" and not torch.cuda.is_available():
-        return True  # a trace for a GPU that is not here
+        return True  # a trace for a GPU that this machine lacks
     own_tensors = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # checkpointing counts what its layer saves
     outside_of_the_pass = _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), own_tensors
     with contextlib.ExitStack() as stack:
@@ -188,7 +188,7 @@ def _equals_plain_operations(device: torch.device, dtype: torch.dtype) -> bool:
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     found = (output, *torch.autograd.grad(output, (q, k, v), grad))
     wanted = (expected, *torch.autograd.grad(expected, wide, grad.float()))
-    # Values of about 1, in float32 or of 8 bits.
+    # The values are about 1, and the tolerance is that of float32, or of 8 bits of precision.
     tolerance = 1e-4 if dtype.itemsize > 2 else 5e-2
     pairs = zip(found, wanted, strict=True)
     return all(torch.allclose(x.float(), y, atol=tolerance, rtol=tolerance) for x, y in pairs)

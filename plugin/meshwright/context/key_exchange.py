@@ -1,4 +1,4 @@
-"""How a rank's queries meet the keys of the other ranks, and how the gradients of the keys return.
+"""Brings the keys of the other ranks to a rank's queries, and the gradients of the keys back.
 
 ``round`` yields keys and values in turn, each with the places of its tokens in the sequence, this rank's own first. In
 backward they go round again, and ``gradients`` adds up what each rank has found.
@@ -19,7 +19,7 @@ from meshwright.mesh.messages import wait_for_message
 from meshwright.parallel.collectives import Axis, all_gather, reduce_scatter
 from meshwright.parallel.sequence_parts import Run, SequenceParts
 
-Keys = tuple[tuple[Run, ...], Tensor, Tensor]  # where tokens lie in the sequence, their keys, their values
+Keys = tuple[tuple[Run, ...], Tensor, Tensor]  # places of tokens in the sequence, the tokens' keys and values
 
 
 class KeyGradients(Protocol):
@@ -42,7 +42,7 @@ class KeyExchange(Protocol):
         """Yield all keys and values that this rank's queries may attend to."""
 
     def gradients(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> KeyGradients:
-        """Return what adds up gradients in ``dtype``."""
+        """Return an object that adds up gradients in ``dtype``."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _start_shift(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
         ]
     )
 
-    sent = x  # must live until it has left
+    sent = x  # must stay alive until it has been sent
 
     def wait() -> Tensor:
         for work in works:

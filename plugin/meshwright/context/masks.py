@@ -14,7 +14,7 @@ from meshwright.context.causal_blocks import Documents
 from meshwright.parallel.sequence_parts import Run, SequenceParts
 
 BLOCK = 1024  # queries whose mask is materialised at a time
-_SHORTEST = 64  # tokens of a document, on average, below which a mask costs less than a block for each document
+_SHORTEST = 64  # mean tokens of a document below which one mask costs less than a block for each document
 
 
 @dataclass(kw_only=True)
@@ -98,7 +98,7 @@ class ContextMask:
         return _reach_of(self.function)
 
     def work(self) -> Tensor | None:
-        """Return for each place the keys that all rows' queries there see, ignoring windows; None if not packed."""
+        """Return for each place how many keys its queries see, over all rows, without windows; None if not packed."""
         starts = self._document_starts
         return None if starts is None else (torch.arange(1, starts.shape[1] + 1) - starts).sum(0)
 
@@ -191,7 +191,7 @@ def _reach_of(function: Any) -> _Reach:
     """Return the limits that a mask function sets, from the functions that transformers has combined in it.
 
     Its ``and_masks`` lets through what all of its functions let through, so it is enough that one of them shows a
-    limit. Of functions that are not known, nothing is assumed.
+    limit. Nothing is assumed of unknown functions.
     """
     if getattr(function, "__name__", "") == "causal_mask_function":
         return _Reach(is_causal=True, is_all=True)

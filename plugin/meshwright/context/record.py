@@ -15,7 +15,7 @@ from meshwright.errors import PlanError
 from meshwright.parallel.fake_pass import run_without_values
 from meshwright.parallel.structure import DecoderStructure
 
-_ROWS, _LENGTHS = 2, (11, 13)  # two lengths that no size of a model follows: what grows with them counts tokens
+_ROWS, _LENGTHS = 2, (11, 13)  # a size that differs between the two lengths counts tokens
 INSTEAD = "ParallelPlan(cp=1)"
 Place = tuple[Any, ...]  # the keys that lead to a tensor inside a layer's (args, kwargs)
 
@@ -116,7 +116,7 @@ class _Pass:
     shapes: dict[nn.Module, dict[Place, tuple[int, ...]]] = field(default_factory=dict)
     sites: list[AttentionSite] = field(default_factory=list)
     gives_masks: bool = True
-    mask: ContextMask | None = None  # what the current layer is given
+    mask: ContextMask | None = None  # the mask that the current layer is given
 
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parameters = call.module._parameters.items()
@@ -159,7 +159,7 @@ def _pass(model: nn.Module, layers: tuple[nn.Module, ...], length: int) -> _Pass
 
 
 def _reshapes(model: nn.Module, structure: DecoderStructure) -> bool:
-    """Return whether a decoder cannot go on with some tokens only after its final norm."""
+    """Return whether a decoder needs all tokens of the row after its final norm."""
     some = 5
 
     def cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -1,8 +1,9 @@
 """The region of a forward pass in which each rank of cp has its own tokens: the layers of a decoder.
 
 It starts at the first layer, since models compute positions, rotary embeddings and masks for the whole row before it.
-It ends after the final norm: the head and the causal-LM loss take each token by itself. Under a pipeline it starts on
-every stage, since the first layer's hook runs also where the layer passes its input on, and ends with the stage.
+It ends after the final norm: the head and the causal-LM loss take each token by itself. Under a pipeline every stage
+has such a region, which ends with the stage. It starts at the first layer's hook, which also runs on the stages where
+this layer only passes its input on.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class ContextRegion:
         balances: bool,
     ):
         self.record, self.streams, self.balances = record, streams, balances and record.gives_masks
-        self.parts = self._default = parts  # how they share the last sequence
+        self.parts = self._default = parts  # how the ranks share the last sequence
         self.length = 0  # the number of tokens of the last sequence
         self.keeps_parted = False  # whether the caller of the pass takes each rank's own tokens
         self.joins = False  # whether passes join their tokens after the final norm, also those of a causal LM
         self.inputs: tuple[Tensor, ...] = ()  # what the caller passes for each token, ``[B, S, ...]``
         self._first = structure.layers[0]
-        self._restore: Restore | None = None  # gives the random stream back that the ranks share
-        self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # what several layers are given, cut once in a pass
+        self._restore: Restore | None = None  # restores the random stream that the ranks share
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}  # arguments that several layers share, cut once per pass
         for layer in structure.layers:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         (structure.final_norm or structure.layers[-1]).register_forward_hook(self._end)
@@ -107,7 +108,7 @@ class ContextRegion:
             if place not in known and self.length in x.shape and not self._is_input(x):
                 raise ValueError(
                     f"a layer ({type(layer).__name__}) is given {place[-1]!r} of shape {tuple(x.shape)} in this call, "
-                    "which it is not given with input_ids and labels alone, so it is not known how to cut it for "
+                    "but not in a call with input_ids and labels alone, so it is not known how to cut it for "
                     "ParallelPlan.cp > 1. Leave the argument out, or use cp=1"
                 )
 
@@ -139,6 +140,6 @@ class ContextRegion:
         return x if isinstance(output, Tensor) else (x, *others)
 
     def _enter_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
-        if not self.keeps_parted or isinstance(args[0], InHead):  # the loss, which has the tokens of this rank already
+        if not self.keeps_parted or isinstance(args[0], InHead):  # called by the loss, which has its tokens already
             return None
         return self.parts.take(args[0], 1), *args[1:]

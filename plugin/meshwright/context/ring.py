@@ -1,7 +1,7 @@
 """Ring attention: keys and values go round the ranks, and each rank adds up the attention of its own queries.
 
 Each block's contribution is merged by the logarithm of its sum of exponentials. Forward keeps only this rank's tensors;
-backward sends the keys and values round again, and the gradients of each block with them, one hop more.
+backward sends the keys and values round again. The gradients of each block go with them, and one hop further.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023; the recomputed probabilities are those of Dao et
 al., "FlashAttention", 2022.
@@ -121,7 +121,7 @@ class _Ring(torch.autograd.Function):
         dtype = torch.promote_types(q.dtype, torch.float32)
         grouped = _grouped(q, k.shape[1])
         rows, key_heads, groups, length, _ = grouped.shape
-        # In memory, a token's heads are neighbours, so that the output projection reads what is kept for backward.
+        # A token's heads are adjacent in memory, so that the output projection reads the tensor that backward keeps.
         output = torch.zeros(rows, length, key_heads, groups, v.shape[-1], dtype=dtype, device=q.device)
         output = output.permute(0, 2, 3, 1, 4)
         if sinks is None:

@@ -88,7 +88,7 @@ def _held(dataset: Any) -> dict[str, Any]:
 
 
 def _data_of(value: Any) -> Any:
-    """Return an attribute that holds data, or else None. Of a dict, return only the entries with data, not settings."""
+    """Return an attribute that holds data, or else None. For a dict, return only the entries with data."""
     if isinstance(value, Mapping):
         columns = {key: _data_of(column) for key, column in value.items()}
         return {key: column for key, column in columns.items() if column is not None} or None

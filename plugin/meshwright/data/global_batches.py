@@ -103,7 +103,7 @@ Sharing = Callable[[int, Axis], Share]
 
 
 def even_share(rows: int, axis: Axis) -> Share:
-    """Return a rank's share of a batch. A rank that would have no row gets one that does not count.
+    """Return a rank's share of a batch. A rank that would have no row gets a row that does not count.
 
     The sizes of shares differ by at most one row.
 
@@ -155,7 +155,7 @@ class Portion:
 
     @classmethod
     def of(cls, share: Share, batch: Any, total: int) -> Portion:
-        """Return the portion for a share, whose collated rows are ``batch``."""
+        """Return the portion for a share with the collated rows ``batch``."""
         held = share.high - share.low
         return cls(batch, total, held, share.counted, is_whole=held == total)
 

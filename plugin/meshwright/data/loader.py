@@ -49,7 +49,7 @@ class DistributedLoader:
 
     Args:
         loader: a DataLoader, or any iterable of batches.
-        mesh: the ranks that take different rows and the same rows, and this rank's device.
+        mesh: which ranks take different rows and which take the same rows, and this rank's device.
         placer: the Placer that puts each input on its mesh, if any.
         is_dataset_splitted: whether the user's loader reads only this rank's part.
         blanks: how a row that only keeps a rank in step is marked: "masked" by labels that no loss counts, so that a

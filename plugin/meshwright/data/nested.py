@@ -33,7 +33,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def _like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in a mapping of the type of ``value``, such as ``BatchEncoding``, whose methods users call."""
+    """Return the items in a mapping of the type of ``value``: users call methods of types such as ``BatchEncoding``."""
     if type(value) is dict:
         return items
     try:

@@ -176,7 +176,7 @@ class ShardedStream:
         self._lanes, self.samples, self.epoch = self._new_lanes(), 0, self.epoch + 1
 
     def _check_first(self, ahead: ReadAhead) -> None:
-        """Find out in the first step whether samples can be sent to other ranks, which the last steps have to do."""
+        """Check in the first step whether samples can be sent to other ranks, since the last steps must send some."""
         ahead.fill(1)
         if self.dp.size > 1 and ahead.error is None:
             try:

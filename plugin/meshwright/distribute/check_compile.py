@@ -1,4 +1,4 @@
-"""Which plans cannot have compiled layers, and what to write instead."""
+"""Finds plans that cannot have compiled layers, and says what to write instead."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models that the program has compiled before it distributes them.
 
 A compiled module only calls the plain one, so the program's object stays valid while the plain one is distributed in
-place. What it compiles afterwards is what ``torch.compile`` of a distributed model compiles.
+place. From then on it compiles what ``torch.compile`` compiles of any distributed model.
 """
 
 from __future__ import annotations

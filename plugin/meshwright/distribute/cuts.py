@@ -1,4 +1,4 @@
-"""How a plan cuts one decoder: its weights over tp, its layers over pp, its tokens over cp."""
+"""Determines how a plan cuts one decoder: its weights over tp, its layers over pp, its tokens over cp."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def context_of(decoder: nn.Module, structure: DecoderStructure | None, plan: Par
     """Return what context parallelism needs to know of a decoder; None without context parallelism.
 
     Raises:
-        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run it.
+        PlanError: if tokens meet outside of transformers' attention interface, or the plan's method cannot run its
+            attention.
     """
     if plan.cp == 1:
         return None

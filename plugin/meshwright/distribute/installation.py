@@ -250,7 +250,7 @@ class Installation:
         runtime = self.runtime
         pipeline = Pipeline.open(cut, self.plan, runtime.pp, self.device)
         if runtime.guard is not None:
-            set_timeouts(self.config.timeout_s)  # of the groups just made, too
+            set_timeouts(self.config.timeout_s)  # also for the groups just made
         outputs = StageOutputs(
             kind=cut.order.output_kind,
             pp=runtime.pp,
@@ -266,7 +266,7 @@ class Installation:
         runtime = self.runtime
         attention = ContextAttention(context_axes(self.plan, runtime.cp), self.plan.context)
         if runtime.guard is not None:
-            set_timeouts(self.config.timeout_s)  # of the groups just made, too
+            set_timeouts(self.config.timeout_s)  # also for the groups just made
         attach_attention(self.decoder, attention)
         is_staged = self.cut is not None  # a pipeline gives logits in evaluation only on request
         # Under ulysses each rank has all tokens of some heads. The stages of a pipeline know the length of what they

@@ -164,7 +164,7 @@ def _distribute(
         plan_source=source_of_plan(config, is_picked=is_picked),
         engine=config.engine,
         gathers_logits=config.gather_logits,
-        gathers_evaluated_logits=is_picked,  # a program that knows of no pipeline reads them
+        gathers_evaluated_logits=is_picked,  # a program that does not expect a pipeline may read them
     )
     installation = Installation(
         model=model,

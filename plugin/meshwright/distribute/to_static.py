@@ -43,10 +43,10 @@ def to_static(
 ) -> StaticStep:
     """Return an object whose call is one whole step of a program, compiled where torch.compile can.
 
-    The numbers are those of the loop that the step replaces, up to rounding. Of a model from ``to_distributed`` the
-    layers are compiled; of a plain module, the whole; of a module with parameters from ``shard_tensor`` on meshes of
-    all ranks, the code between calls of ``reshard``. A module on meshes of some of the ranks, and plans whose layers
-    cannot be compiled, run eagerly; one line of the log says why.
+    The numbers are those of the loop that the step replaces, up to rounding. For a model from ``to_distributed``, the
+    layers are compiled. A plain module is compiled as a whole. For a module with parameters from ``shard_tensor`` on
+    meshes of all ranks, the code between calls of ``reshard`` is compiled. A module on meshes of some of the ranks, and
+    plans whose layers cannot be compiled, run eagerly; one line of the log says why.
 
     Args:
         model: a model from ``to_distributed``, a module with parameters from ``shard_tensor``, or a plain module.
@@ -90,7 +90,7 @@ class StaticStep:
     """A program's step as one call, made by ``to_static``.
 
     In the mode ``train``, a call runs forward, loss, backward, clip and update, and clears the gradients. In the mode
-    ``eval``, it computes the loss without gradients. It returns the loss, a scalar without a graph that every rank has.
+    ``eval``, it computes the loss without gradients. It returns the loss on every rank, as a scalar without a graph.
 
     Args of a call:
         The model's inputs, and last the label: ``step(inputs, label)``. An input that is a list stands for several
@@ -230,7 +230,7 @@ def _compiled(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _with_eager_fallback(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a compiled program of DTensors; where torch.compile cannot trace an operation, it logs this and runs it.
+    """Call a compiled program of DTensors; what torch.compile cannot trace runs eagerly, and torch logs this.
 
     An example is a forward pass that moves a tensor to a mesh without this rank.
     """

@@ -45,7 +45,7 @@ class Trace:
         self.logs: dict[tuple[int, ...], Log] = {}
         self.doing = "set-up"
         self.ranks: tuple[int, ...] = ()  # the ranks of the last collective
-        self.leaving = ""  # how the program is ending itself; it has changed its mind if it begins something
+        self.leaving = ""  # how the program is ending itself; cleared if it begins another operation
         self._since = time.monotonic()
 
     def of(self, ranks: tuple[int, ...]) -> Log:

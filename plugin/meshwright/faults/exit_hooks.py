@@ -14,22 +14,22 @@ from typing import Any, NoReturn, Protocol
 
 
 class Ending(Protocol):
-    """The part of a guard that must know of the end of its process."""
+    """The methods of a guard that these hooks call when the process ends."""
 
     def fail(self, error: BaseException) -> None:
-        """The process ends with an exception, which has not been printed yet."""
+        """Called when the process ends with an exception, which has not been printed yet."""
 
     def leave_by(self, how: str, error: BaseException | None) -> None:
-        """The program has called ``sys.exit`` with an error code, perhaps while it handled an exception."""
+        """Called when the program calls ``sys.exit`` with an error code, perhaps while it handles an exception."""
 
     def end_silent(self) -> None:
-        """The process ends because of a failure, and has printed it."""
+        """Called when the process ends because of a failure, which it has printed."""
 
     def close(self, why: str) -> None:
-        """The process ends."""
+        """Called when the process ends."""
 
     def forget_in_child(self) -> None:
-        """This is a forked process."""
+        """Called in a forked process."""
 
 
 def install(guard: Callable[[], Ending | None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WATCHDOG_WAITS = 30.0  # seconds by which NCCL's watchdog is later than the guard
+WATCHDOG_WAITS = 30.0  # seconds that NCCL's watchdog waits longer than the guard
 
 
 def set_timeouts(timeout: float) -> None:

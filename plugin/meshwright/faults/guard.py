@@ -33,7 +33,7 @@ from meshwright.faults.together import on_first_rank
 from meshwright.mesh.listening import listening_address
 
 GRACE = 2.0  # seconds in which the program can end by its own error after another rank has failed
-FOLLOWS = 0.5  # seconds by which the exit of such a rank is later, so that launchers see the first failure first
+FOLLOWS = 0.5  # seconds that such a program waits before it exits, so that launchers see the other rank's failure first
 HUB_SILENT = "does not answer: stopped, hung or unreachable"
 
 # Matches the errors of gloo, NCCL and their sockets when another rank is gone or does not take part.
@@ -152,7 +152,7 @@ class Guard:
             self._link.announce({"kind": "send", "to": ranks[to], "slot": f"{group.group_name}/{tag}", "what": what})
 
     def receive(self, group: Any, tensors: Any, source: int, tag: int, *, waits: bool) -> None:
-        """Compare one of the program's own receives with its send."""
+        """Compare a receive of the program with the send that it belongs to."""
         if not self.is_current:
             return
         ranks = dist.get_process_group_ranks(group)
@@ -166,7 +166,7 @@ class Guard:
             raise self._diverged((self._rank, ranks[source]), finding)
 
     def post(self, topic: str, value: Any) -> None:
-        """Send rank 0 a value, which JSON can hold, without waiting; see ``take_posted``."""
+        """Send rank 0 a value that JSON can hold, without waiting; see ``take_posted``."""
         if self.is_current:
             self._link.announce({"kind": "post", "topic": topic, "value": value})
 
@@ -301,7 +301,7 @@ class Guard:
         return DivergenceError("\n".join([*lines, *details]))
 
     def _note(self, what: str) -> None:
-        """Pass on what is known of a failure, whose own handling must not fail."""
+        """Pass on what is known of a failure; an error in doing so must not stop the failure's handling."""
         if self.on_failure is not None:
             with contextlib.suppress(Exception):
                 self.on_failure(what)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST_LINE = 2**24  # bytes; a rank's last collectives, with all their shapes, are sent as one line
-LONGEST_HELLO = 2**12  # bytes before the token is known; names of hosts and axes are short
+LONGEST_HELLO = 2**12  # bytes of a line before the token is checked; names of hosts and axes are short
 
 
 class Connection(asyncio.BufferedProtocol):

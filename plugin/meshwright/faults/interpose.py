@@ -67,11 +67,11 @@ _state = _State()
 _observer: Observer | None = None
 
 
-class own_collectives:  # a function to its callers, as contextlib's own classes are
+class own_collectives:  # named in lower case, since callers use it like a function
     """Mark the collectives inside this context, or of a decorated function, as the runtime's own.
 
-    Each meeting compares a digest of their log. A class with a decorator of its own, since those of contextlib cost
-    several calls and this runs at every collective of a layer.
+    Each meeting compares a digest of their log. This is a class with its own decorator, since a decorator of contextlib
+    costs several calls, and this one runs at every collective of a layer.
     """
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO, Protocol
 
 from meshwright.faults.hub_connection import line
 
-CONNECT_TIMEOUT = 30.0  # seconds; rank 0 listens before it publishes its address
-RETRY = 0.2  # seconds until the next try, if strangers have filled the hub
+CONNECT_TIMEOUT = 30.0  # seconds; enough, since rank 0 listens before it publishes its address
+RETRY = 0.2  # seconds until the next try, if unknown connections have filled the hub
 
 
 class OnNotice(Protocol):
@@ -45,8 +45,8 @@ class Link:
     ) -> None:
         self._timeout, self._status, self._on_notice = timeout, status, on_notice
         self._lock = threading.Lock()  # for the ask connection; held until the answer arrives
-        self._telling = threading.Lock()  # for the watch connection, to which the listener and the program write
-        self._groups: dict[tuple[int, ...], int] = {}  # the numbers of groups of ranks, which the hub knows
+        self._telling = threading.Lock()  # for the watch connection: the listener and the program write to it
+        self._groups: dict[tuple[int, ...], int] = {}  # groups of ranks -> the number that the hub knows
         self._closed = False
         self.hub_left: str | None = None
         self._ask, self._answers, _ = _connect(address, {**hello, "channel": "ask"})
@@ -144,5 +144,5 @@ def _connect(address: tuple[str, int], hello: dict[str, Any]) -> tuple[socket.so
             return connection, lines, json.loads(greeting)
         connection.close()
         if time.monotonic() > deadline:
-            return connection, lines, {"name": "rank 0", "process": None}  # whose end the first question finds
+            return connection, lines, {"name": "rank 0", "process": None}  # the first question finds that it has ended
         time.sleep(RETRY)

@@ -1,4 +1,4 @@
-"""Which ranks wait at which meeting, and which of them wait for each other.
+"""Tracks which ranks wait at which meeting, and finds ranks that wait for each other.
 
 Recording a rank's arrival costs the same however many ranks the group has, since all ranks' arrivals are recorded by
 one thread, beside the training of rank 0.
@@ -120,7 +120,7 @@ class Meetings:
             return []
         waits_for: dict[int | Meeting, list[int] | list[Meeting]] = {}
         for meeting in self._meetings.values():
-            # Ranks between the meetings, rather than edges between all ranks, keep the graph linear.
+            # Edges run between ranks and meetings only, since edges between all ranks would make the graph quadratic.
             waits_for[meeting] = [rank for rank in meeting.absent() if rank in self._of_rank]
             waits_for |= {rank: [self._of_rank[rank]] for rank in waits_for[meeting] if isinstance(rank, int)}
         try:

@@ -5,7 +5,7 @@ carries heartbeats in both directions, notices to the rank, and the rank's repor
 closes, the process has ended, since the kernel closes connections at once, however the process died.
 
 Anybody who reaches the port can connect. Until a connection has sent the token, it may send a short line only, for a
-few seconds, and only so many connections wait at a time.
+few seconds, and the number of such connections is limited.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOOKS = 4  # times per heartbeat that the hub looks for silent ranks
 READ = 2**16  # bytes that are received at once
 HELLO_TIME = 10.0  # seconds in which a connection has to send the token
 LAST_WORDS = 0.05  # seconds in which a hub that closes still passes on what the ranks have said
-STRANGERS = 64  # the number of connections that may wait to be known, besides two per rank
+STRANGERS = 64  # how many unknown connections are kept, in addition to two per rank
 NOTHING_NEW = line({})
 
 logger = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
     """
     exchange = texts_of_all if meeting is None else meeting.texts_of_all
     result, error = _attempt(step)
-    # An empty text is a success: if all are empty, one collective has said so.
+    # An empty text means success: if all texts are empty, a single collective shows it.
     texts = exchange("" if error is None else json.dumps(_describe(error)))
     _raise_first([json.loads(text) if text else None for text in texts], error)
     assert error is None
@@ -53,7 +53,7 @@ def succeed_together(step: Callable[[], T], meeting: Meeting | None = None) -> T
 
 
 def exchange_together(step: Callable[[], tuple[T, str]], meeting: Meeting | None = None) -> tuple[T, list[str]]:
-    """Run a step without communication on every rank, and tell all ranks a text.
+    """Run a step without communication on every rank, and exchange the ranks' texts.
 
     Args:
         step: the step, which returns its result and its text.

@@ -1,4 +1,4 @@
-"""The address on which rank 0 listens: that by which the other ranks reach it, and no other interface."""
+"""The address on which rank 0 listens: only the one by which the other ranks reach it."""
 
 from __future__ import annotations
 

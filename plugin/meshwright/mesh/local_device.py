@@ -1,4 +1,4 @@
-"""Which GPU of its host a process uses, and whether it is the only one to use it."""
+"""Determines which GPU of its host a process uses, and checks that no other process uses it."""
 
 from __future__ import annotations
 

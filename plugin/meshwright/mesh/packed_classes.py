@@ -85,7 +85,7 @@ def built(kind: type, contents: Iterable[Any], attributes: Mapping[str, Any]) ->
         case _:
             raise ValueError(f"a packed value has the class {kind.__module__}.{kind.__qualname__}")
     slots = _slots(kind)
-    # Not setattr, which would run the setter of a property, and would set __class__.
+    # Do not use setattr: it would run the setter of a property, and would set __class__.
     own = getattr(value, "__dict__", None)
     for name, item in attributes.items():
         if name in slots:

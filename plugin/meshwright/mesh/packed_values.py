@@ -34,7 +34,7 @@ _COMPRESSED: Mapping[torch.layout, tuple[str, str]] = {
 }
 _LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.jagged, torch.sparse_coo, *_COMPRESSED)}
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-# Types that are one text: how to write it and how to read it.
+# Types that travel as one text: how to write and how to read it.
 _TEXTS: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),

@@ -64,7 +64,7 @@ def device_for(model_device: torch.device) -> torch.device:
     """Return this process's device of the model's device type; a CUDA device becomes the current one."""
     if model_device.type != "cuda":
         return model_device
-    # Two ranks on one GPU are found by all ranks together, when they join the process group.
+    # All ranks together check whether two of them use one GPU, when they join the process group.
     device = torch.device("cuda", local_rank(_rank(), world_size()) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -109,8 +109,8 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
 def _attempt() -> str:
     """Return the number of a restart, if all ranks have the same.
 
-    torchrun's store keeps the addresses of the processes before a restart, which nobody may read. With several nodes,
-    their launchers may count restarts differently.
+    torchrun's store keeps the addresses of the processes from before a restart, and nobody may read these. With several
+    nodes, their launchers may count restarts differently.
     """
     is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_one_node else ""
@@ -140,7 +140,7 @@ def _launchers_store(timeout: datetime.timedelta) -> dist.Store | None:
         return dist.TCPStore(reached, port, ranks, is_master=False, timeout=timeout)
     try:
         listener = bound_socket(host, port)
-    except OSError:  # torch may have served a store at this port before, which it uses again
+    except OSError:  # torch may serve a store at this port already, and then uses it again
         return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, multi_tenant=True)
     return dist.TCPStore(reached, port, ranks, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PARTS = ("forward", "backward", "optimizer", "between")  # of a step, in this order
+PARTS = ("forward", "backward", "optimizer", "between")  # the parts of a step, in order
 
 
 @dataclass(frozen=True, kw_only=True)

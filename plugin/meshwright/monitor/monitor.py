@@ -31,13 +31,13 @@ from meshwright.parallel.row_layout import global_shape
 from meshwright.roles.adapters import without_wrappers
 
 _COMPARED = 10  # steps after which the estimate is compared with what was measured
-_MONITORS = itertools.count()  # every rank makes the same ones in the same order
+_MONITORS = itertools.count()  # numbers the monitors, which every rank makes in the same order
 _SOON = 5.0  # seconds that a caller waits for the figures of the other ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What a monitor reads of a model before the model is distributed.
+    """The facts that a monitor reads from a model before the model is distributed.
 
     Args:
         machine: the model's sizes and the devices, or why they are unknown.
@@ -90,13 +90,13 @@ class Monitor:
         self.every, self.prints = every, prints
         self.latest: Figures | None = None
         self._number = next(_MONITORS)
-        self._sent: tuple[int, Pending | None] | None = None  # the last line, and the steps before it
+        self._sent: tuple[int, Pending | None] | None = None  # the steps before the last line, and that line
         self._max_steps = config.max_steps
         self._prepared, self._runtime = prepared, runtime
         self._device = device_of(model)
         self._model_name = type(without_wrappers(model)[1]).__name__
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self._first_step = 0  # of the run, before the program's first one
+        self._first_step = 0  # the run's steps before this program began
         self._estimate: Estimate | None = None
         self._has_compared = False
         machine = prepared.machine
@@ -190,10 +190,10 @@ class Monitor:
         self._send(HostValues({"loss": loss, "norm": norm, "lr": lr} if _rank() == 0 else {}))
 
     def _send(self, values: HostValues) -> Pending | None:
-        """Send this rank's figures to rank 0, which returns the line that it puts together from them."""
+        """Send this rank's figures to rank 0; on rank 0, return the line that will be put together from them."""
         count = self.steps.steps
         if self._sent is not None and self._sent[0] == count:
-            return self._sent[1]  # two lines after the same step are one
+            return self._sent[1]  # the line after this step exists already
         own, per_step = self.steps.take(), self.steps.seconds_per_step
         topic = f"figures {self._number}.{count}"
         if self._runtime.guard is not None:

@@ -205,8 +205,8 @@ def _parts(found: RunRecords) -> Plot:
         if isinstance(parts, Mapping):
             steps.append((float(step["step"]), {name: _number(parts.get(name)) or 0.0 for name in PARTS}))
     words = (
-        "Backward is all between the end of forward and the optimizer: gradients, their reduction, clipping. Between "
-        "is what lies between two steps: the loader, logging, evaluation, saves."
+        "Backward is everything from the end of forward to the optimizer: gradients, their reduction, clipping. "
+        "Between is what lies between two steps: the loader, logging, evaluation, saves."
     )
     draw = functools.partial(parts_plot, steps, unit=seconds)
     return Plot("Time of a step by part", words, "parts", draw, [(COLOURS[name], name) for name in PARTS])

@@ -101,7 +101,7 @@ class Reporter:
             try:
                 pending.figures = self._figures(pending)
                 show(pending, pending.figures)
-            except Exception as error:  # what a run shows must not end it
+            except Exception as error:  # an error in showing a run must not end the run
                 logger.warning("the line of step %d is missing: %s: %s", pending.step, type(error).__name__, error)
             finally:
                 pending.done.set()

@@ -52,7 +52,7 @@ class StepObserver:
     ) -> None:
         self.steps = 0  # since the start of the program
         self.batch: tuple[int, int] | None = None  # rows and tokens per row of the last forward pass in training
-        self.has_begun = False  # with the first forward pass in training
+        self.has_begun = False  # True from the first forward pass in training
         self.passes = 0  # forward passes in the running step
         self.passes_per_step = 1
         self.on_batch: Callable[[], None] = lambda: None  # called before the first forward pass in training
@@ -128,7 +128,7 @@ class StepObserver:
             lr: the step's learning rate.
             norm: the gradient norm, if an engine has computed it.
         """
-        self._begin()  # if no forward pass was seen, of a model that is compiled as a whole
+        self._begin()  # if no forward pass was seen: a model that is compiled as a whole
         self._parts.begin("between", is_sampled=self._is_sampled)
         self.steps += 1
         if self.steps == 1:
@@ -192,7 +192,7 @@ class StepObserver:
             weakref.finalize(self, handle.remove)
 
     def _leads(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer's step is a step of the model; of several optimizers, the first one's is."""
+        """Return whether an optimizer's step counts as the model's; of several optimizers, only that of the first."""
         if self._lead is not None and (lead := self._lead()) is not None:
             return lead is optimizer
         is_own = find_runtime(optimizer) is self._runtime

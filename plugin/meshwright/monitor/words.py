@@ -17,7 +17,7 @@ def line(figures: Figures, *, max_steps: int | None = None) -> str:
 peak 2.0 GiB (rank 1)  slowest rank 1 (+12 ms)  left 0:08:10
     """
     found = figures
-    is_within = max_steps is not None and found.step <= max_steps  # a program may go on
+    is_within = max_steps is not None and found.step <= max_steps  # a program may run for longer
     words = [f"step {found.step}" + (f"/{max_steps}" if is_within else "")]
     if found.loss is not None:
         words.append(f"loss {found.loss:.4f}")

@@ -58,7 +58,7 @@ def install_gradient_sync(
 
 
 def leave_gradients_to_engine(runtime: Runtime, model: nn.Module) -> None:
-    """Sum partial gradients over tp, which an engine does not see, and leave all other gradient work to the engine."""
+    """Sum partial gradients over tp, since an engine does not, and leave all other gradient work to the engine."""
     runtime.parameters = [p for p in model.parameters() if p.requires_grad]
     sum_copies_in_backward(runtime.parameters, runtime.tp)
     assert runtime.engine is not None

@@ -14,7 +14,7 @@ from meshwright.parallel.collectives import Axis, all_gather
 Counted = tuple[Tensor, "Tensor | float"]
 
 _BLOCK = 256  # elements whose norm is computed in float32 on CPU
-_LEAST_SQUARES = 1e-20  # a sum of squares in which those that float32 loses, below 1e-38 each, do not count
+_LEAST_SQUARES = 1e-20  # in a sum of squares above this, the squares that float32 loses (below 1e-38) do not matter
 
 
 def global_norm(gradients: Iterable[Counted], *, norm_type: float, axes: Iterable[Axis], like: Tensor) -> Tensor:
@@ -42,7 +42,8 @@ def _power_sum(gradients: list[Counted], p: float, device: torch.device) -> Tens
     whole = [(grad, copies) for grad, copies in gradients if isinstance(copies, float)]
     mixed = [(grad, copies) for grad, copies in gradients if not isinstance(copies, float)]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    # By the number of copies, since a tensor of these numbers would have to be copied to the device in each step.
+    # Grouped by the number of copies, since a tensor of these numbers would have to be copied to the device in each
+    # step.
     for shared in sorted({copies for _, copies in whole}):
         total = total + _sum_of_powers([grad for grad, own in whole if own == shared], p) / shared
     for grad, copies in mixed:

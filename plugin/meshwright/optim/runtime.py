@@ -51,16 +51,16 @@ class Watch(Protocol):
         """The run's last step."""
 
     def saw_norm(self, norm: Tensor) -> None:
-        """The program has clipped the gradients, whose norm was this."""
+        """Called after the program has clipped the gradients, which had this norm."""
 
     def saw_loss(self, loss: Tensor) -> None:
-        """The program has computed a loss of its own, whose mean over the global batch is this."""
+        """Called with the mean over the global batch of a loss that the program has computed itself."""
 
     def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint of this step."""
+        """Called when the run resumes from a checkpoint of this step."""
 
     def end_step(self, *, lr: float | None, norm: Any) -> None:
-        """An engine has stepped its optimizer."""
+        """Called after an engine has stepped its optimizer."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Runtime:
         gathers_logits: whether ``outputs.logits`` are whole in training.
         gathers_evaluated_logits: whether every rank of a pipeline has ``outputs.logits`` in evaluation.
         trained: the object that tracks which parameters require a gradient.
-        watch: what watches the steps, to show what the run does; None if nothing does.
+        watch: the object that watches the steps, to show what the run does; None if nothing does.
         plan_source: where the plan comes from, in words.
         names_only: whether ``state_dict()`` is now called only for its names, by a save that has the values already.
     """

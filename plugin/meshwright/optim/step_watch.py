@@ -78,7 +78,7 @@ def _warn_of_strangers(optimizer: Optimizer) -> bool:
     strangers = [p for p in trained if not hasattr(p, "meshwright") and not isinstance(p, DTensor)]
     if strangers:
         logger.warning(
-            "%s.step() trains %d parameter(s), the first of shape %s, that are in no distributed model. "
+            "%s.step() trains %d parameter(s) that are in no distributed model (the first has shape %s). "
             "Unless the program averages their gradients, each data-parallel rank steps them by its own rows' "
             "gradients only, and the ranks' values diverge. Make them a part of the model before to_distributed, or "
             "wrap the module that has them: meshwright.DataParallel(module)",

@@ -182,7 +182,7 @@ class _Watch:
         self._flags = self._read()
 
     def _read(self) -> list[bool]:
-        with reading_shards():  # a guarded parameter's property costs microseconds, and this runs in every step
+        with reading_shards():  # reading a guarded parameter's property takes microseconds, and this runs in every step
             return [p.requires_grad for p in self.parameters]
 
     @property

@@ -179,7 +179,7 @@ class ReduceScatter:
     def start(self, bucket: Bucket, flat: Tensor) -> Callable[[], None]:
         sharded = self._of[id(bucket)]
         wait = start_reduce_scatter(flat.to(self.sent or flat.dtype), self.dp, flat.dtype)
-        self._forget(p for p in bucket.parameters if not has_gradient(p))  # another rank may have gradients for these
+        self._forget(p for p in bucket.parameters if not has_gradient(p))  # another rank may have their gradients
         self._stand_in(bucket)
 
         def finish() -> None:

@@ -89,7 +89,7 @@ class BlockHooks:
         x = _cast_for_autocast(x)
         overlaps = self._columns.can_enter(x)
         if self.sequence is None:
-            # For the second input projection of an MLP that the layer owns, _restore is set.
+            # _restore is set already for the second input projection of an MLP that the layer owns.
             if self._restore is None and self._rates.is_any_on():
                 self._restore = self.streams.enter_shard(x)
             full = self._columns.enter(x, self.axis) if overlaps else share(x, self.axis)
@@ -182,7 +182,7 @@ _TWINS = frozenset({"q", "k", "v", "query", "key", "value", "queries", "keys", "
 def hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...] = ()
 ) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Return the activation among a block's arguments, and a function that returns the arguments with another one.
+    """Return the activation among a block's arguments, and a function that puts another activation in its place.
 
     Args:
         args: the block's positional arguments.

@@ -34,7 +34,7 @@ class CausalLMLoss:
 
     def __init__(self, *, vocab_size: int, tp: Axis, mean: GlobalMean):
         self.vocab_size, self.tp, self.mean = vocab_size, tp, mean
-        self.region: Parted | None = None  # under context parallelism, which tokens this rank's logits are of
+        self.region: Parted | None = None  # under context parallelism: knows the tokens of this rank's logits
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class CausalLMLoss:
         columns = deferred.columns
         vocab_size = self.vocab_size or columns
         words = self._words(targets_N, columns, vocab_size, ignore_index)
-        if deferred.product == torch.float16:  # which cannot represent gradients before a GradScaler scales them
+        if deferred.product == torch.float16:  # float16 cannot represent gradients before a GradScaler scales them
             return self.mean.of(deferred.loss(targets_N, words, None).reshape(1), count, num_items)
         divisors = self.mean.known_divisors(count, num_items)
         factor = self.mean.factors(divisors).to(torch.promote_types(deferred.dtype, torch.float32))

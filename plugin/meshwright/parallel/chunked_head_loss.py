@@ -23,7 +23,7 @@ from meshwright.planner.head_chunks import SUMMED_WORDS, head_chunk
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLoss:
-    """What the head and the loss compute from hidden states.
+    """Describes what the head and the loss compute from hidden states.
 
     Args:
         words: the part of the vocabulary that this rank scores.
@@ -69,7 +69,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_second_order()
-        # In place, since the gradient of the weight is as large as the weight, unless backward will run again.
+        # In place unless backward will run again, since the gradient of the weight is as large as the weight.
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         found = []
         for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):

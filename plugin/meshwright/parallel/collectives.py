@@ -132,8 +132,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dtype: torch.dtype | None = None
     Args:
         x: the rows to sum, which travel in their own dtype.
         axis: the axis over which they are summed.
-        dtype: the dtype of the result (default: that of ``x``). On CPU the sum is computed in it; NCCL adds in that
-            of ``x``.
+        dtype: the dtype of the result (default: that of ``x``). On CPU the sum is computed in this dtype; NCCL adds in
+            the dtype of ``x``.
     """
     dtype = x.dtype if dtype is None else dtype
     if axis.size == 1:

@@ -109,7 +109,7 @@ class _Pass:
 
 
 class _ColumnForward(MethodOverride):
-    """The ``forward`` of a projection, whose weight's gradient is computed by the node of the block's input."""
+    """The ``forward`` of a projection; the node of the block's input computes the gradient of the weight."""
 
     def __init__(self, method: Callable[..., Any], module: nn.Module, index: int, group: ColumnProjections):
         super().__init__(method)

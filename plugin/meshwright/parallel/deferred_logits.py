@@ -33,7 +33,7 @@ _CHANGED = (
     "outputs.logits of training with labels are computed when they are first read, and the head's weights have changed "
     f"since the forward pass. Read them before optimizer.step(), or {_GATHER}"
 )
-_SAMPLED = 8  # of a weight's rows, and of its columns
+_SAMPLED = 8  # number of a weight's rows, and of its columns, to compare
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +114,7 @@ class DeferringHead(MethodOverride):
 
 
 class InHead:
-    """Takes the place of a head's input, and runs a function inside the head's call: its weight is whole there."""
+    """Takes the place of a head's input, and runs a function inside the head's call, where its weight is whole."""
 
     def __init__(self, run: Callable[[], Tensor]):
         self.run = run
@@ -178,8 +178,9 @@ class Deferred:
         """Return the differentiable logits, computed now unless they are already."""
         if self._values is None:
             self._check_readable()
-            # With a graph, even if the first reader has none: an autograd function's forward, or a metric. And not as
-            # a part of what torch.utils.checkpoint runs twice: the second time they are not computed again.
+            # Compute the logits with a graph, even if the first reader needs none (an autograd function's forward, a
+            # metric). Keep them out of what torch.utils.checkpoint runs twice, since the second run would not compute
+            # them again.
             with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
                 logits = self._in_head(self._whole)
                 for step in self.steps:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshwright.parallel.collectives import Axes, Axis
 
 _MAX_SEED = 2**62
-_NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the stream to go on with, or another one; rank r: _OWN + r
+_NEXT, _SHARED, _OWN = 1, 2, 3  # what a seed is derived for: the next, a shared or an own stream (_OWN + r for rank r)
 
 Restore = Callable[[], None]
 
@@ -45,8 +45,8 @@ class DropoutStreams:
         self._passes = {"training": 0, "evaluation": 0}  # separate, so that evaluation changes no training mask
 
     def enter_model(self, device: torch.device, *, trains: bool) -> Restore:
-        """Switch to the stream of a new forward pass. It differs between ranks of other rows and between stages, not
-        between ranks of tp or cp.
+        """Switch to the stream of a new forward pass. The stream differs between ranks that read different rows and
+        between stages, but not between ranks of tp or cp.
 
         Args:
             device: the device on which the pass draws.
@@ -140,7 +140,7 @@ def _derived(seed: int, purpose: int) -> int:
 
     Args:
         seed: the seed of the current stream: its upper 32 bits are shared, its lower 32 bits may be the rank's own.
-        purpose: what for: _NEXT, _SHARED, or _OWN plus a rank's coordinate.
+        purpose: the purpose of the new seed: _NEXT, _SHARED, or _OWN plus a rank's coordinate.
     """
     shared = _mixed(seed >> 32, min(purpose, _OWN))
     own = shared if purpose == _SHARED else _mixed(seed, purpose)
@@ -148,7 +148,7 @@ def _derived(seed: int, purpose: int) -> int:
 
 
 def _mixed(seed: int, purpose: int) -> int:
-    """Return the 64 bits of a counter-based generator (splitmix64), of which each depends on all bits of the seed."""
+    """Return the 64 bits of a counter-based generator (splitmix64); each bit depends on all bits of the seed."""
     x = (seed + purpose * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64

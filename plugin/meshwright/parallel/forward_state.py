@@ -69,7 +69,7 @@ class ForwardState:
         self._inputs = [ComparedInputs(axis) for axis in (self.axes.tp, self.axes.cp, self.axes.pp) if axis.size > 1]
         self._keeps_sharded = self._defers = False
         self._restore: Restore | None = None
-        self._ends: list[Callable[[], Any]] = []  # what ends each of the running calls, the outermost first
+        self._ends: list[Callable[[], Any]] = []  # called at the end of each running call; the outermost first
         self._outermost: nn.Module | None = None  # the module whose call is running
         self._signatures: dict[nn.Module, inspect.Signature] = {}
         for module in {id(x): x for x in (self.model, *self.inner)}.values():
@@ -150,7 +150,7 @@ class ForwardState:
             guard.meet("forward", self.dp.group, *statements)
 
     def _of_stages(self) -> tuple[Statement, ...]:
-        """Return what the stages of a pipeline compare; one with frozen layers only has no gradients to be cleared."""
+        """Return what the stages of a pipeline compare; a stage with only frozen layers has no gradients to clear."""
         return () if self.comparison is None else (self.comparison.statement(),)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -64,7 +64,7 @@ class Bucket:
         this mean is the sum of the contributions. Gradients that are not partial stay as they are.
         """
         if all(record_of(p).is_grad_partial and not record_of(p).is_sharded for p in self.parameters):
-            # Norms and biases, of which each rank holds all rows: two kernels instead of several for each of them.
+            # Norms and biases, whose rows every rank holds, take two kernels together instead of several each.
             length = self.offsets[-1] + self.parameters[-1].shape.numel()
             all_reduce(flat[:length], tp).div_(tp.size)
             return

@@ -30,7 +30,7 @@ IN_FLIGHT = 4  # number of buckets that are reduced at the same time
 
 
 class Reduction(Protocol):
-    """How a bucket's gradients are reduced over the data-parallel axis."""
+    """The interface of a reduction of a bucket's gradients over the data-parallel axis."""
 
     @property
     def can_wait(self) -> bool:

@@ -232,7 +232,7 @@ class OutputLoss:
         self.is_done = False  # whether the output that the hook sees next already has the global loss
 
     def watch(self, model: nn.Module) -> None:
-        """Replace the loss in every output of the model from now on."""
+        """From now on, replace the loss in every output of the model."""
         self._signature = inspect.signature(model.forward)
         model.register_forward_hook(self._replace, with_kwargs=True)
 

@@ -1,4 +1,4 @@
-"""What models do to logits between the head and the loss: scale them, cap them, cast them."""
+"""The operations that models apply to logits between the head and the loss: scaling, capping and casting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Step(Protocol):
         """Return the gradient of the input, given that of the result; ``grad`` may be overwritten."""
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the differentiable result, and leave the input unchanged, which something else may read."""
+        """Return the differentiable result, and leave the input unchanged, since something else may read it."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 
-_FLAG = "gradient_checkpointing"  # of a transformers module: whether backward recomputes it
+_FLAG = "gradient_checkpointing"  # attribute of a transformers module: whether backward recomputes it
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -67,7 +67,7 @@ def recompute_layers(model: nn.Module, layers: int | None = None, own: Collectio
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with a flag of their own, in order; the decoder's own flag is that of no layer."""
+    """Return the layers with a flag of their own, in order; the decoder's own flag does not count."""
     flagged = [module for module in model.modules() if hasattr(module, _FLAG)]
     return [m for m in flagged if not any(hasattr(inner, _FLAG) for inner in m.modules() if inner is not m)]
 

@@ -115,7 +115,7 @@ class ReplicaComparison:
 
     def statement(self) -> Statement:
         """Return a statement of what must be equal on all ranks before the optimizer's next step."""
-        with reading_shards():  # a guarded parameter's property costs microseconds, and this runs in every step
+        with reading_shards():  # reading a guarded parameter's property takes microseconds, and this runs in every step
             trained = bytes(parameter.requires_grad for _, parameter in self._named)
         parts = [f"parameters trained {zlib.crc32(trained):08x}"]
         if self._optimizer is not None:

@@ -24,7 +24,7 @@ def push(keep: Keep) -> None:
         if (get_back := keep(tensor)) is not None:
             return get_back
         if outer is None:
-            return tensor.detach()  # the node that made it would hold itself: without a backward, forever
+            return tensor.detach()  # its graph node would hold it, in a cycle that only backward frees
         packed = outer[0](tensor)
         return lambda: outer[1](packed)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from meshwright.parallel.collectives import Axis, all_gather
 
-_CHUNKS = 8, 16  # chunks per rank of a row of documents: the second number where the first leaves it uneven
+_CHUNKS = 8, 16  # chunks per rank of a row of documents: the first number, or the second if the first leaves it uneven
 _SMALLEST = 64  # tokens of a chunk of such a row; smaller ones cost more calls of attention than the balance saves
-_EVEN = 1.05  # the largest work of a rank over the mean that needs no other parts
+_EVEN = 1.05  # largest ratio of a rank's work to the mean that counts as even
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class SequenceParts:
 
 
 class Parted(Protocol):
-    """What knows how the ranks share the current sequence."""
+    """An object that knows how the ranks share the current sequence."""
 
     parts: SequenceParts
 

@@ -73,7 +73,7 @@ class SplitForward(MethodOverride):
 
 
 def count_micro_batches(plan: ParallelPlan, rows: int, dp: Axis) -> int:
-    """Return the number of micro-batches of a batch, which is the same on all ranks of dp, as their collectives are."""
+    """Return the number of micro-batches of a batch: the same on all ranks of dp, so that their collectives match."""
     count = plan.count_micro_batches(rows)
     return count if plan.micro_batch_size is None else largest(count, dp)
 

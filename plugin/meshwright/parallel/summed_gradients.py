@@ -68,7 +68,7 @@ class SummedGradients:
         self._sums[id(parameter)] = total
 
     def attach(self, loss: Tensor | None, other: Tensor) -> Any:
-        """Return ``loss + other``, whose backward gives these gradients, times its own, to the parameters."""
+        """Return ``loss + other``; backward gives the sums, times the gradient of this result, to the parameters."""
         sums = [self._sums.get(id(parameter)) for parameter in self.parameters]
         self._sums = {}
         with reading_shards():

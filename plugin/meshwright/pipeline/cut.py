@@ -1,4 +1,4 @@
-"""Which layers and which weights each virtual stage of a pipeline holds."""
+"""Determines which layers and which weights each virtual stage of a pipeline holds."""
 
 from __future__ import annotations
 

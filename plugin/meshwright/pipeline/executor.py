@@ -18,7 +18,7 @@ from meshwright.pipeline.transfers import received_by, receiving_stage, transfer
 from meshwright.pipeline.weight_gradients import WeightGradients
 
 Batch = dict[str, Any]
-Key = tuple[bool, int, int]  # whether it is an activation (or a gradient), the stage that gets it, the micro-batch
+Key = tuple[bool, int, int]  # a transfer: is it an activation (or a gradient), its receiving stage, its micro-batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class Step:
     keep: Callable[[Any], None]
     total: Tensor | None = None
     _receivers: dict[int, Receiver] = field(default_factory=dict)
-    _arrived: dict[Key, int] = field(default_factory=dict)  # of what its sender got, known when a tensor comes
-    _handed: dict[Key, Tensor] = field(default_factory=dict)  # between two stages of this rank
+    _arrived: dict[Key, int] = field(default_factory=dict)  # how many tensors a transfer shows to have arrived
+    _handed: dict[Key, Tensor] = field(default_factory=dict)  # what one stage of this rank gives to another
     _alive: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def open(self, *, trains: bool) -> None:
@@ -137,7 +137,7 @@ class Step:
         parameters = self.parameters[stage]
         inputs: list[Tensor] = [*([] if received is None else [received]), *parameters]
         found: tuple[Tensor | None, ...] = (None,) * len(inputs)
-        if output.requires_grad and inputs:  # nothing does, if all stages so far are frozen
+        if output.requires_grad and inputs:  # False if all stages so far are frozen
             with self.stages.active(stage), sums.computing(), later.waiting(operation):
                 found = torch.autograd.grad(output, inputs, gradient, allow_unused=True)
         if received is not None:

@@ -23,7 +23,7 @@ _ROWS, _LENGTH = 2, 8
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOrder:
-    """What a decoder's forward does around its layers.
+    """A record of what a decoder's forward does around its layers.
 
     Args:
         after: the names of the modules with weights of their own that run only after the last layer.

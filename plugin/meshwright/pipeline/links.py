@@ -78,12 +78,12 @@ class Links:
     def __init__(self, pp: Axis, groups: Mapping[tuple[int, int], Any], device: torch.device):
         self.pp, self.device = pp, device
         self._groups = groups
-        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver; of each tensor, its messages
+        self._sent: dict[int, deque[list[tuple[Any, Tensor]]]] = {}  # by receiver: the messages of each tensor
         self._arrived: dict[int, int] = {}  # by receiver, the number of tensors that were settled
 
     @own_collectives()
     def send(self, x: Tensor, receiver: int, *, announces: bool = False) -> None:
-        """Start to send a tensor to a rank of the pipeline, which must not be changed until it has arrived.
+        """Start to send a tensor to a rank of the pipeline; the tensor must not be changed until it has arrived.
 
         Args:
             x: the tensor.

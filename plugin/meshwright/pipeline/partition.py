@@ -1,4 +1,4 @@
-"""How many layers each virtual stage of a pipeline holds. This module needs no torch."""
+"""Determines how many layers each virtual stage of a pipeline holds. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def even_stages(layers: int, stages: int) -> tuple[int, ...]:
 def balanced_stages(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Return the number of layers of each virtual stage such that the slowest stage is as fast as possible.
 
-    Of the partitions with the same slowest stage, the one with the least sum of squares is returned, as even as it
-    can be.
+    Among partitions with the same slowest stage, the function returns the one with the least sum of squares, which is
+    the most even.
 
     Args:
         costs: the cost of each layer, such as its seconds of forward and backward.

@@ -192,7 +192,7 @@ class PipelineForward(MethodOverride):
         rows = targets.shape[0]
         count = count_micro_batches(runtime.plan, rows, runtime.dp)
         operations = self._operations(count)
-        with reading_shards():  # a guarded parameter's property costs microseconds
+        with reading_shards():  # reading a guarded parameter's property takes microseconds
             parameters = [p for p in self.decoder.parameters() if p.requires_grad and record_of(p).is_held]
         sums = SummedGradients(parameters, runtime.syncs)
         self.outputs.start(gathers_logits=runtime.gathers_logits)
@@ -277,7 +277,7 @@ class PipelineForward(MethodOverride):
             own[2].fill_(bool(mean.used_items))
         own = own.to(wire_device(device))
         dist.broadcast(own, group=pp.group, group_src=last)
-        # Only a batch with the number needs the answer, for which the device would be waited for.
+        # Read only for a batch with num_items_in_batch, since reading makes the host wait for the device.
         mean.used_items = step.batches[0].get("num_items_in_batch") is not None and bool(own[2])
         if key not in self._loss_dtypes:
             self._loss_dtypes[key] = DTYPES[int(own[1])]
@@ -292,7 +292,7 @@ class PipelineForward(MethodOverride):
             if record_of(parameter).stage_copies > 1:
                 own = sums.of(parameter)
                 if own is None:
-                    dtype = torch.promote_types(parameter.dtype, torch.float32)  # that of the other stage's sum
+                    dtype = torch.promote_types(parameter.dtype, torch.float32)  # the dtype of the other stage's sum
                     own = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
                 sums.put(parameter, all_reduce(own.contiguous(), tie))
 

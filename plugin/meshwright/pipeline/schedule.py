@@ -25,11 +25,11 @@ class Kind(enum.Enum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
 
-    __hash__ = object.__hash__  # Enum's is slow, and hashes of operations are what building a schedule takes
+    __hash__ = object.__hash__  # Enum's own is slow, and building a schedule mostly computes hashes
 
 
 _F, _B, _I, _W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
-_Moment = tuple[tuple[int, int], ...]  # for each stage of a rank, micro-batches before their backward and their W
+_Moment = tuple[tuple[int, int], ...]  # for each stage of a rank, how many micro-batches wait for backward and for W
 _Visit = tuple[Kind, int]  # what to compute, on which virtual stage
 
 
@@ -109,7 +109,7 @@ def chunks_of(schedule: str, chunks: int | None = None) -> int:
     if chunks is None:
         return own
     if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise ValueError(f"chunks={chunks!r} must be a whole number, the stages of the model on each rank")
+        raise ValueError(f"chunks={chunks!r} must be a whole number: how many stages of the model each rank has")
     if schedule == "interleaved" and chunks < 2:
         raise ValueError(
             f"schedule='interleaved' needs at least 2 stages on each rank, but chunks={chunks}: pass chunks=2, or "
@@ -205,7 +205,7 @@ def most_held(schedule: str, p: int, v: int, m: int) -> tuple[tuple[_Moment, ...
     """Return what each rank holds at its fullest moments: for each of its stages, two numbers of micro-batches.
 
     The first number counts micro-batches whose activations wait for their backward, the second those of which only the
-    gradients of the weights are missing. Of the moments, those are left out that another one exceeds in every number.
+    gradients of the weights are missing. A moment is left out if another one exceeds it in every number.
 
     Args:
         schedule: one of ``SCHEDULES``.
@@ -228,7 +228,7 @@ def most_held(schedule: str, p: int, v: int, m: int) -> tuple[tuple[_Moment, ...
             counts = held[operation.stage]
             if operation.kind is Kind.FORWARD:
                 counts[0] += 1
-                if following is None or following.kind is not Kind.FORWARD:  # the next forward would hold more
+                if following is None or following.kind is not Kind.FORWARD:  # the next forward holds more
                     moments.add(tuple((active, waiting) for active, waiting in held.values()))
             elif operation.kind is Kind.WEIGHT_GRAD:
                 counts[1] -= 1
@@ -275,7 +275,7 @@ def _interleaved(rank: int, p: int, v: int, m: int) -> list[_Visit]:
 
 
 def _zero_bubble_h1(rank: int, p: int, v: int, m: int) -> list[_Visit]:
-    """1F1B with late weight gradients (Qi et al. 2024): up to r of rank r's wait, the last until the cool-down."""
+    """1F1B with late weight gradients (Qi et al. 2024): up to r of them wait on rank r, the last until cool-down."""
     warm = min(p - 1 - rank, m)
     visits = [(_F, rank)] * warm
     for index in range(m):
@@ -286,7 +286,7 @@ def _zero_bubble_h1(rank: int, p: int, v: int, m: int) -> list[_Visit]:
 def _zero_bubble_v(rank: int, p: int, v: int, m: int) -> list[_Visit]:
     """ZB-V (Qi et al. 2024): the stages go down the ranks and up again, so rank 0 holds the first and the last.
 
-    The order is made for enough micro-batches to fill the pipeline; of fewer, the missing ones are left out.
+    The order is made for enough micro-batches to fill the pipeline. If there are fewer, the missing ones are left out.
     """
     enough = max(2 * p - 1, m)
     down, up = stages_of_rank("zbv", rank, p, v)

@@ -1,8 +1,8 @@
 """Run one pipeline stage by the model's own forward, with the layers of other stages passing their input on.
 
 Every stage runs the stock forward on the same tokens, so masks, positions and rotary embeddings are computed as always.
-Of the layers outside the stage, the one before it returns the activation that was received, the one after it ends the
-forward with the stage's result, and all others return what they were given.
+The layer before the stage returns the activation that was received, and the layer after the stage ends the forward with
+the stage's result. All other layers outside the stage return what they were given.
 """
 
 from __future__ import annotations

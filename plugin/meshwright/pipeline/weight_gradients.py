@@ -2,9 +2,10 @@
 
 The backward of a zero-bubble schedule has two parts. The first computes the gradient of the stage's input, which the
 stage before waits for. The second computes the weights' gradients, which nobody waits for. A linear layer keeps its
-input and the gradient of its output from the first part to the second; everything else of the graph is freed in the
-first part, which also computes the gradients of norms, biases and embeddings, since they are small. (autograd's own
-way, ``retain_graph=True``, keeps all activations until the second part and runs Python functions twice.)
+input and the gradient of its output from the first part to the second. Everything else of the graph is freed in the
+first part. The first part also computes the gradients of norms, biases and embeddings, since they are small.
+(autograd's own way, ``retain_graph=True``, keeps all activations until the second part and runs Python functions
+twice.)
 """
 
 from __future__ import annotations

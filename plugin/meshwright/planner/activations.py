@@ -113,7 +113,7 @@ def saved_activations(
         attention=attention,
         kept=n * sizes.hidden * b,
         shared=shared,
-        # Under cp, masks are functions, of which a block is made where it is needed.
+        # Under cp, masks are functions, and a block of a mask is made where it is needed.
         arguments=8 * tokens + (_masks(shape, n, seq_len, b) if plan.cp == 1 else 0),
         head=norm + of_head,
         of_head=of_head,
@@ -154,8 +154,8 @@ def _in_parts(shape: ModelShape, sizes: _Sizes, plan: Candidate, seq_len: int, b
     """Return the bytes per position that attention saves under context parallelism."""
     inner, outer = group_sizes(plan.context, plan.cp, plan.ulysses)
     keys = exchanged_keys(shape, plan)
-    # q, k and v, the output as the output projection reads it and, unless attention runs again in backward, the
-    # logarithm of each row's sum of exponentials. An exchange of heads copies the output that attention keeps.
+    # Kept: q, k and v, and the output as the output projection reads it. Unless attention runs again in backward, the
+    # logarithm of each row's sum of exponentials too. An exchange of heads copies the output that attention keeps.
     is_kept = outer > 1 or runs_flash(shape, seq_len)
     copied = sizes.query if is_kept and inner > 1 else 0
     # Without an exchange, the values of a fused projection are a view that keeps the whole projection alive.

@@ -92,7 +92,7 @@ class BestFirst:
         return [(plan, time) for _, _, plan, time in best]
 
     def binding(self) -> dict[str, tuple[Candidate, Memory]]:
-        """Return each axis value with which no plan fits, and its plan that needs the least memory."""
+        """Return each axis value with which no plan fits, and the plan with this value that needs the least memory."""
         fit = {name for plan, memory in self.weights.items() if memory.total <= self.budget for name in _axes(plan)}
         found: dict[str, tuple[Candidate, Memory]] = {}
         by_axis: dict[str, list[Candidate]] = {}

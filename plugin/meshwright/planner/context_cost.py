@@ -14,8 +14,8 @@ Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "send"]
 # Bytes moved through memory for each visible score of 16-bit queries and keys in a ring whose blocks are computed by
 # separate kernels: the products, and the passes over 32-bit scores for the softmax and its gradient.
 _RING_FORWARD, _RING_BACKWARD = 68, 86
-_MERGE = 26  # bytes moved for each element of a block's result that is merged with others in 32 bits
-_ADD = 10  # and for each element of a block's gradients that is added to others
+_MERGE = 26  # bytes moved per element to merge a block's result with other results in 32 bits
+_ADD = 10  # bytes moved per element to add a block's gradients to others
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ def _of_flash(queries: float, b: int) -> tuple[float, float]:
 
 
 def _of_blocks(shape: ModelShape, plan: Candidate, seq_len: int, b: int) -> tuple[float, float]:
-    """Return the bytes of blocks of up to BLOCK queries and the keys of a run, of which a rank of a ring has two."""
+    """Return the bytes of blocks of up to BLOCK queries and the keys of a run; a rank of a ring has two runs."""
     inner = group_sizes(plan.context, plan.cp, plan.ulysses)[0]
     local = local_tokens(seq_len, plan.cp)
     run, queries = inner * local // 2, plan.micro_batch * local * shape.query_width / plan.tp

@@ -93,7 +93,7 @@ def _remedies(found: Search) -> Iterator[str]:
 
     def best(cluster: Cluster, job: Job, *, later: bool = False) -> str | None:
         if state_memory(found.shape, job) > cluster.gpus * found.budget:
-            return None  # a search would weigh every plan to say the same
+            return None  # a search would find none either, but only after it has weighed every plan
         space = found.space(cluster, job, allow_future=later)
         try:
             other = search(space, found.profile, top=1, budget=found.budget)
@@ -263,7 +263,7 @@ def as_dict(found: Search, *, changed: Sequence[Change] = (), budget: Budget | N
 
 
 def table(choices: Sequence[Choice], tied: int) -> str:
-    """Return the table of plans, of which the first ``tied`` are marked as ties."""
+    """Return the table of plans, with the first ``tied`` of them marked as ties."""
     head = ("", "plan", "step", "tokens/s/GPU", "MFU", "memory", "compute", "comm", "bubble", "other")
     rows: list[tuple[str, ...]] = [head]
     for index, choice in enumerate(choices):

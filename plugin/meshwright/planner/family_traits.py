@@ -42,7 +42,7 @@ UNKNOWN_SIZES = {
 _OWN_ATTENTION = frozenset(
     {"bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "mvp", "openai-gpt", "xglm"}
 )
-_READS_ALL_HEADS = frozenset({"granite_swa"})  # whose attention cannot run on some of the heads
+_READS_ALL_HEADS = frozenset({"granite_swa"})  # their attention cannot run on a part of the heads
 
 
 def is_tied(family: str, config: Mapping[str, Any]) -> bool:

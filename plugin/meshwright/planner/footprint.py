@@ -257,7 +257,7 @@ def _gradients(shape: ModelShape, layout: Candidate, b: int, cpu: bool) -> _Grad
         held += flat
         # The sum over tp holds partial gradients twice: as whole parameters, and joined into one tensor.
         most = max(most, held + 2 * wide * sum(members[index].full for index in groups[number]))
-        is_copied = sent[number] != flat  # a bucket in fewer bytes is a copy
+        is_copied = sent[number] != flat  # a bucket that travels in fewer bytes is copied
         if is_copied:
             held += sent[number]
             most = max(most, held)

@@ -96,7 +96,7 @@ class Coefficients:
         fast_link: fraction of the fast link's rate that a collective reaches.
         slow_link: fraction of the slow link's rate that a collective reaches.
         latency: seconds from one device of a domain to the next. Each doubling of the number of domains adds five times
-            as much.
+            this latency.
         overlap: fraction of the data-parallel communication that compute can hide.
         optimizer: time of the optimizer step, as a multiple of its traffic divided by the memory bandwidth.
         step: fixed seconds per training step.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-SUMMED_WORDS = 4096  # on CPU, rows of a 16-bit weight whose gradient is widened at once
+SUMMED_WORDS = 4096  # on CPU, the number of rows of a 16-bit weight's gradient that are widened at once
 
 _CHUNKS = 16
-_FEWEST = 256  # fewer rows make a matrix multiplication wait for memory
+_FEWEST = 256  # with fewer rows, memory bandwidth limits a matrix multiplication
 _MOST = 2048
 
 

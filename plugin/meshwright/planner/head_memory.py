@@ -47,7 +47,7 @@ def head_peak(shape: ModelShape, plan: Candidate, tokens: int, b: int, *, cpu: b
     """
     if logits != "chunked":
         own, read = tokens * _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
-        # The loss of a part of the words overwrites 32-bit logits, and torch's keeps the logarithm of the softmax.
+        # The loss of a part of the words overwrites 32-bit logits; torch's loss keeps the logarithm of the softmax.
         in_loss = 4 * read * ((b < 4) + _is_whole(plan, logits))
         # A rank's own logits are freed before the loss reads the gathered ones.
         peak = b * read + max(b * own, in_loss) if read > own else b * own + in_loss
@@ -72,7 +72,7 @@ def after_head(shape: ModelShape, plan: Candidate, tokens: int, b: int, logits: 
     if logits == "chunked":
         return 0.0
     words, read = _words(shape, plan, "sharded"), tokens * _words(shape, plan, logits)
-    # The loss of a part of the words overwrites the softmax by the gradient of the logits; torch's makes two tensors.
+    # The loss of a part of the words overwrites the softmax by the logits' gradient; torch's loss makes two tensors.
     in_loss = 8 * read if _is_whole(plan, logits) else b * read * (b < 4)
     in_head = b * (tokens * words + words * shape.hidden + tokens * shape.hidden)
     return max(in_loss, in_head - 4 * read)  # the softmax is free when the head begins

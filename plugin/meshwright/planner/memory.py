@@ -91,7 +91,7 @@ def least_memory(shape: ModelShape, plan: Candidate, job: Job) -> float:
         True
     """
     saved = _saved(shape, plan, job)
-    # If stages are even, ``peak_memory`` computes the first rank, but may leave out that of the longest stage.
+    # If stages are even, ``peak_memory`` includes the first rank, but may leave out the rank of the longest stage.
     count = max(plan.stages) if plan.stages else stage_layers(plan, shape.layers)[0]
     if plan.recompute != "full":
         return count * saved.layer
@@ -107,7 +107,7 @@ def _saved(shape: ModelShape, plan: Candidate, job: Job) -> Saved:
     return _saved_by_layout(shape, layout, job.seq_len, job.activation_bytes)
 
 
-@lru_cache(maxsize=1024)  # in a search, many plans save alike
+@lru_cache(maxsize=1024)  # in a search, many plans save the same bytes
 def _saved_by_layout(shape: ModelShape, layout: Candidate, seq_len: int, element_bytes: int) -> Saved:
     return saved_activations(shape, layout, seq_len=seq_len, element_bytes=element_bytes)
 
@@ -259,9 +259,9 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
 
 
 def _new_gradients(shape: ModelShape, plan: Candidate, job: Job, stage: int, elements: float) -> float:
-    """Return by how much a backward pass in this runtime's pipeline grows the memory, beside the sum of earlier ones.
+    """Return the memory that a backward pass in this runtime's pipeline adds to the sum of earlier gradients.
 
-    When it ends, it has made the gradients of a virtual stage, and has freed the activations of a micro-batch.
+    At its end, the gradients of a virtual stage exist, and the activations of a micro-batch are free.
     """
     if plan.accumulation == 1:
         return 0.0
@@ -291,7 +291,7 @@ def peak_memory(shape: ModelShape, plan: Candidate, job: Job) -> Memory:
         >>> peak_memory(shape, plan, job).total < peak_memory(shape, Candidate(replicate=8), job).total
         True
     """
-    # If the layers divide evenly, as far as they can, the ranks after the second need less than it, but for the last.
+    # If stages are as even as possible, the ranks after the second, except the last, need less memory than the second.
     uneven = plan.stages is not None or (plan.chunks > 1 and shape.layers % (plan.pp * plan.chunks))
     stages = range(plan.pp) if plan.pp <= 2 or uneven else (0, 1, plan.pp - 1)
     return max((stage_memory(shape, plan, job, stage) for stage in stages), key=lambda memory: memory.total)

@@ -1,4 +1,4 @@
-"""Find the fastest plans that fit into memory, and the axis values of which no plan fits."""
+"""Find the fastest plans that fit into memory, and the axis values with which no plan fits."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from meshwright.pipeline.schedule import Kind, Operation, rank_of_stage, rank_operations
 
 _KINDS = tuple(Kind)
-_PERIODS = 8  # after so many times ``ranks`` micro-batches, a pipeline of even stages and a slower last one is periodic
+_PERIODS = 8  # the schedule is periodic after _PERIODS x ranks micro-batches, even if the last stage is slower
 _Step = tuple[int, int, int, int, bool]  # rank, kind, virtual stage, index of the step it waits for, over the network?
 
 

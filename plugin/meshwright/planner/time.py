@@ -25,7 +25,7 @@ _MISALIGNED = 8  # slowdown of such heads: 32-bit units have about 1/16 of the p
 # tensor once more, for its largest value, and write a scale for each 16 elements.
 _CAST_BYTES = {"bf16": 0.0, "fp8": 4.0, "fp4": 5.1}
 _SLOWED = 0.1  # time by which a transfer slows the attention that runs at the same time, relative to the transfer
-_ROUNDING = 1 - 1e-9  # so that a bound is below the time to which it is equal but for rounding
+_ROUNDING = 1 - 1e-9  # so that rounding does not lift a bound above the time that it equals
 _REMOTE = 5.0  # latency of a message to another node, relative to a message inside the node
 
 
@@ -159,7 +159,7 @@ class StepModel:
         )
 
     def _launched(self, busy: float, launches: float) -> float:
-        """Return the time of kernels with launches, which do not overlap if the device is the host's processor."""
+        """Return the time of kernels and their launches; these do not overlap if the device is the host's processor."""
         return busy + launches if self.cluster.device.shares_host else _at_least(busy, launches)
 
     def _exchanged(self, sent: Sequence[Exchange], attention: float, plan: Candidate) -> tuple[float, float]:
@@ -222,7 +222,7 @@ class StepModel:
         )
 
     def balanced(self, plan: Candidate, job: Job) -> Candidate | None:
-        """Return the plan with fewer layers beside the head; None if its slowest stage would not be faster."""
+        """Return the plan with fewer layers on the head's stage; None if its slowest stage would not be faster."""
         layer, head = self.layer(plan, job), self.head(plan, job)
         layers, count = self.shape.layers, plan.pp * plan.chunks
         # Layers are equal, so the head's share of a layer decides; it is rounded, so that few partitions are computed.

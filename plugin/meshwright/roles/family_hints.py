@@ -1,4 +1,4 @@
-"""Hints for what a family's structure does not show, such as the order of fused rows or the role of a bare weight."""
+"""Hints for what a family's structure does not tell, such as the order of fused rows or the role of a bare weight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ _HINTS: dict[str, tuple[Hint, ...]] = {
         Hint("query_key_value", Role.QKV, when={"multi_query": True}),
         Hint("query_key_value", Role.QKV_BY_GROUP),
     ),
-    # With embeddings for each layer, a layer also receives its part of them, with a gradient, which is not sharded.
+    # With embeddings for each layer, a layer also receives its part of them; this input has a gradient and is not
+    # sharded.
     "gemma4_text": (Hint("v_norm", Role.HEAD_NORM, when={"hidden_size_per_layer_input": 0}),),
     "gemma4_unified_text": (Hint("v_norm", Role.HEAD_NORM),),
     "glm": (Hint("gate_up_proj", Role.GATE_UP),),

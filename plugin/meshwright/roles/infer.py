@@ -237,7 +237,7 @@ def _mlp_block(
 ) -> dict[str, Role]:
     """Return the roles of an MLP block and its projections; empty for any other module."""
     prefix = f"{block_name}." if block_name else ""
-    if all(in_features(m) == out_features(m) == hidden for m in linears.values()):  # shapes do not show which is down
+    if all(in_features(m) == out_features(m) == hidden for m in linears.values()):  # shapes do not tell which is "down"
         rows = {n: m for n, m in linears.items() if n.lower() in _DOWN_NAMES}
     else:
         rows = {n: m for n, m in linears.items() if out_features(m) == hidden and in_features(m) != hidden}

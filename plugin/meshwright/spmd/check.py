@@ -145,7 +145,7 @@ def _held_rows(model: nn.Module) -> Iterator[Finding]:
     """Yield parameters with a row that no rank holds, or with an unsummed gradient of a row that several ranks hold."""
     for parameter in model.parameters():
         record: ShardRecord = record_of(parameter)
-        if not record.is_held:  # its own stage is checked too
+        if not record.is_held:  # another stage holds it, and is checked too
             continue
         held = [0] * record.layout.size
         for spans in record.layout.spans:

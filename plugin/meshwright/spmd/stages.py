@@ -21,8 +21,8 @@ from meshwright.spmd.types import Kind
 def receiving(mode: TypeMode, runtime: Runtime) -> Iterator[None]:
     """Give a type to what a stage receives, inside the context.
 
-    Under sequence parallelism it is this rank's own tokens, and otherwise equal on all ranks of tp. Backward, which
-    runs inside the model's forward, is not followed.
+    Under sequence parallelism a rank receives its own tokens; otherwise all ranks of tp receive the same. Backward,
+    which runs inside the model's forward, is not followed.
 
     Args:
         mode: the mode that follows the types.

@@ -21,7 +21,7 @@ from meshwright.planner.memory import peak_memory, stage_memory
 from meshwright.planner.shapes import ModelShape
 from meshwright.tracing.trace import Trace, trace_step
 
-MICRO_BATCHES = 2  # largest number to trace, since all micro-batches are alike
+MICRO_BATCHES = 2  # most micro-batches to trace, since all are alike
 
 
 def model_on_meta(path: str | Path, dtype: torch.dtype) -> Any:

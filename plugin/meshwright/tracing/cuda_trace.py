@@ -24,7 +24,7 @@ from meshwright.tracing.fake_rank import OptimizerFactory, foresee, install, tra
 from meshwright.tracing.fake_world import fake_world
 from meshwright.tracing.host_waits import HostWaitMode, Issued
 
-STEPS = 2  # the second one counts: it has the optimizer's state, and reads what the step before has left
+STEPS = 2  # only the second step counts: it has the optimizer's state, and reads what the first step left
 
 
 @dataclass(frozen=True, kw_only=True)

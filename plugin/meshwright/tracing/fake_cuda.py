@@ -31,7 +31,7 @@ class HostWaits(Protocol):
 class FakeEvent:
     """Stands in for ``torch.cuda.Event``; tells the observer of a wait for an event of the current step.
 
-    The device has done what earlier steps gave it, and nothing of the current step.
+    The device counts as done with earlier steps, and as not having begun the current step.
     """
 
     def __init__(self, observer: HostWaits, *_: Any, **__: Any) -> None:

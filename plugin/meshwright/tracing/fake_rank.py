@@ -44,7 +44,7 @@ def install(
     device: str = "cpu",
     guard: Any = None,
 ) -> tuple[Runtime, Optimizer]:
-    """Make a model of the meta device that of one rank of the plan, with fake weights on a device.
+    """Turn a model on the meta device into the model of one rank of the plan, with fake weights on a device.
 
     Args:
         model: the model, which is changed.

@@ -59,9 +59,9 @@ class Issued:
 
     @property
     def is_native(self) -> bool:
-        """Whether its tensors are on one kind of device, and each is one piece of memory, as NCCL takes it.
+        """Whether its tensors are on one kind of device, and each is one piece of memory, as NCCL requires.
 
-        One on the CPU is an agreement of the hosts, which goes over gloo and waits for no GPU.
+        A collective on the CPU is an agreement of the hosts; it goes over gloo and waits for no GPU.
         """
         return len(self.devices) < 2 and self.kind not in _OF_LISTS
 
@@ -84,7 +84,7 @@ class HostWaitMode(TorchDispatchMode):
         self.copies: Counter[str] = Counter()
         self.unawaited: Counter[str] = Counter()
         self.issued: list[Issued] = []
-        self._pending: dict[int, tuple[Any, list[Tensor]]] = {}  # by work: what its collective writes, kept alive
+        self._pending: dict[int, tuple[Any, list[Tensor]]] = {}  # id of a work -> the work, and what it writes
 
     def host_waits(self, what: str) -> None:
         """Record that the host waits for the device."""
@@ -128,7 +128,7 @@ class HostWaitMode(TorchDispatchMode):
         if is_on_device:
             self._check_waits(func, name, args, given)
         if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
-            dtype = args[0].dtype  # a value with which a step goes on
+            dtype = args[0].dtype  # a value with which a step can continue
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         result = func(*args, **kwargs)
         self._check_copy(name, args, kwargs, result)
@@ -176,7 +176,7 @@ class HostWaitMode(TorchDispatchMode):
 
 
 def _memory_of(x: Tensor) -> int:
-    """Return what tells a tensor's memory from others, also for fake tensors."""
+    """Return a key that identifies a tensor's memory, also for fake tensors."""
     key: int = x.untyped_storage()._cdata
     return key
 

@@ -28,7 +28,7 @@ KINDS = {
 class Traffic:
     """The collectives over one axis: the number of each kind, and the bytes of their whole (gathered) tensors.
 
-    Of a pair of ranks that send to each other, only the send is counted.
+    Of the messages between two ranks, only the sends are counted.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

@@ -80,7 +80,7 @@ def token_cases(model: nn.Module, plan: ParallelPlan, seed: int) -> tuple[Case, 
     is_counted = plan.schedule == "interleaved" and plan.micro_batch_size is not None
     rows *= plan.pp if is_counted else 1  # this schedule needs a multiple of pp
     fewer = rows if is_counted else rows - 1
-    # This length is a multiple of tp. Some cases have a shorter one, which sequence parallelism has to pad.
+    # This length is a multiple of tp. Some cases have a shorter length, so that sequence parallelism has to pad.
     even = math.lcm(LENGTH, plan.tp)
 
     def tokens(count: int, length: int) -> dict[str, Tensor]:

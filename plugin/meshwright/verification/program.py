@@ -200,12 +200,12 @@ class Distributed(Training):
     """The training under the plan."""
 
     loader: Any
-    has_global_loss: bool  # false for a user's loss of one rank's rows, whose mean over ranks is compared
+    has_global_loss: bool  # false for a user's loss of one rank's rows: its mean over ranks is compared
 
     def evaluate(self) -> tuple[dict[str, Output], Tensor | None]:
         with runtime_of(self.model).gathering_logits():
             outputs, logits = super().evaluate()
-        # The layers of other pipeline stages hand their input on.
+        # The layers of other pipeline stages return their input unchanged.
         held = {name for name, module in self.model.named_modules() if all(map(is_held, module.parameters()))}
         return {name: output for name, output in outputs.items() if name in held}, logits
 

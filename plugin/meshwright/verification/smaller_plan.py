@@ -19,7 +19,7 @@ def smaller_plan(plan: ParallelPlan, processes: int) -> ParallelPlan:
         >>> smaller_plan(ParallelPlan(dp=64, tp=8, sequence_parallel=True), 4).tp
         2
     """
-    # Of the few layers of a verification one is recomputed, and the others are not.
+    # One of the few layers of a verification is recomputed, and the others are not.
     plan = dataclasses.replace(plan, stages=None, recomputed_layers=plan.recomputed_layers and 1)
     if plan.world_size <= processes:
         return plan

@@ -52,7 +52,7 @@ class Position:
             self.epoch, self.samples, self.is_fresh = epoch, 0, True
 
     def load(self, state: Mapping[str, Any], most: int | None = None) -> None:
-        """Move to the position in a state, which may have at most ``most`` samples.
+        """Move to the position in a state; the position may be at most ``most`` samples.
 
         Raises:
             ValueError: the state has no position, or an impossible one.

@@ -186,7 +186,7 @@ class MapReader:
 
 
 class _RankIndices:
-    """The batch sampler of the DataLoader that reads, which yields this rank's indices.
+    """The batch sampler of the reading DataLoader; it yields this rank's indices.
 
     Args:
         exhaust: a function called at the point where the sampler would end on one device. With workers, this point

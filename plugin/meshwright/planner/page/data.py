@@ -1,4 +1,4 @@
-"""What the page's JavaScript draws from: every listed plan at every setting, as compact JSON."""
+"""The data from which the page's JavaScript draws: every listed plan at every setting, as compact JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Table:
         self._indices: dict[Hashable, int] = {}
 
     def index(self, key: Hashable, entry: Callable[[], Any]) -> int:
-        """Return the index of the entry with this key, which is made if it is new."""
+        """Return the index of the entry with this key; a new key makes an entry."""
         if key not in self._indices:
             self._indices[key] = len(self.entries)
             self.entries.append(entry())
@@ -51,7 +51,7 @@ def page_data(
         settings: the outcome of a search, and the sliders.
         plans: the plans of the table.
         points, front: result of ``pareto``.
-        progress: is called with the number of settings that were computed, and of all of them.
+        progress: a function that is called with the number of settings computed so far, and their total number.
     """
     found, sliders = settings.found, settings.ranges
     tables = {name: _Table() for name in ("words", "ranks", "rows", "labels", "memories", "works", "reasons")}

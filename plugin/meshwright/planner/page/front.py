@@ -13,7 +13,7 @@ from meshwright.planner.search import Search
 from meshwright.planner.time import StepModel
 
 _SLOWEST = 6.0  # plans slower than this many times the best step are counted, not drawn
-_PLACES = 100  # places along each axis of the diagram; on each, one dot stands for all plans
+_PLACES = 100  # places along each axis of the diagram; one dot stands for all plans on a place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Drawn:
     """The points that the diagram shows.
 
     Args:
-        points: one point for all that fall on one place of the diagram, the fastest.
+        points: for each place of the diagram, the fastest of the points that fall on it.
         slowest: time of the slowest plans that are drawn; the others are counted.
     """
 

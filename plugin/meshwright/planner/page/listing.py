@@ -13,7 +13,7 @@ from meshwright.planner.page.front import Point
 from meshwright.planner.search import Choice, Search, choice_of
 from meshwright.planner.time import StepModel
 
-_PLANS = 16  # largest number of plans on the page, apart from more choices
+_PLANS = 16  # largest number of plans on the page, unless more are listed for other reasons
 _GIB = 2**30
 
 

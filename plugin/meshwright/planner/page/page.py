@@ -39,7 +39,7 @@ def page(
         found: the outcome of a search.
         changed: result of ``explain.changes``; computed if not given.
         model: what the page's commands give to ``--model`` (default: the model's name).
-        progress: is called with the number of the sliders' settings that were computed, and of all of them.
+        progress: a function that is called with the number of slider settings computed so far, and their total number.
 
     Raises:
         PlanError: no plan fits.

@@ -27,5 +27,5 @@ def _part(name: str, colour: str) -> str:
     red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in (red, green, blue)]
     bright = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    ink = "#10161d" if bright > 0.2 else "#ffffff"  # the text colour with more contrast
+    ink = "#10161d" if bright > 0.2 else "#ffffff"  # the ink with more contrast to the colour
     return f":root {{ --{name}: {colour}; }} .f-{name} {{ fill: {colour}; }} .t-{name} {{ fill: {ink}; }}\n"
