@@ -300,6 +300,12 @@ for (const name of ['batch', 'length', 'gpus', 'micro']) {
   report.times.push(performance.now() - start);
 }
 report.back = shown();
+const lane = $('#timeline .rects [class$=f-forward]');
+lane.scrollIntoView();
+const drawn = lane.getBBox(), onPage = lane.getScreenCTM();
+lane.dispatchEvent(new PointerEvent('pointermove', { bubbles: true, clientX: onPage.e + (drawn.x + 0.3) * onPage.a,
+  clientY: onPage.f + (drawn.y + 1) * onPage.d }));
+report.hovered = lane.parentNode.querySelector('title').textContent;
 $('th.memory button').click();
 report.sorted = [$('th.memory').getAttribute('aria-sort'), shown().table.map(row => row.at(-1))];
 $$('.compare')[3].click();
@@ -358,6 +364,7 @@ def test_a_reader_works_the_page_in_a_browser(tmp_path: Path) -> None:
             assert memory == gib(max(group.total for _, _, group in outcome.memory))
             assert step == (seconds(outcome.time.total) if outcome.time else "does not fit")
     assert "--seq-len 16384" in report["length"]["replan"] and "--model 70B/config.json" in report["length"]["replan"]
+    assert re.fullmatch(r"forward of micro-batch 0, stage 0: \d+(\.\d)? ms", report["hovered"]), report["hovered"]
     order, memories = report["sorted"]
     assert order == "ascending" and memories == sorted(memories, key=lambda text: float(text.split()[0]))
     drawn, is_compared = report["compared"]
