@@ -1,7 +1,8 @@
 // Shapes of one diagram, as text. Each part of the time or memory has one colour in all diagrams, from the style sheet.
 
 const CHARACTER = 0.56; // mean width of a character, relative to the font size
-const textWidth = (words, size) => CHARACTER * size * words.length;
+const BOLD = 0.65; // the same of a bold one
+const textWidth = (words, size, character = CHARACTER) => character * size * words.length;
 const at2 = (value) => Math.round(100 * value) / 100;
 
 // Rectangles of a few kinds, drawn as one path for each kind, since a browser takes long for thousands of elements.

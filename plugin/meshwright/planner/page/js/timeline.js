@@ -163,7 +163,7 @@ function lane(svg, line, stage, at, { left, y, tall, thin, right }) {
       repeated.add([x, y, again, tall], "part f-recompute", () => `recompute, ${percent(line.again)} of the ${title()}`);
       if (data.hatched.includes("recompute")) repeated.add([x, y, again, tall], "hatch");
     }
-    if (textWidth(name, 11) + 5 < busy - again) labels.push([x + (busy + again) / 2, name, `inside t-${color}`]);
+    if (textWidth(name, 11.5, BOLD) + 3 < busy - again) labels.push([x + (busy + again) / 2, name, `inside t-${color}`]);
     if (pp > 1 && length - busy > 1) work.add([x + busy, y, length - busy, tall], "lane"); // not a bubble
     let from = x;
     for (const [part, share] of line.hidden(event)) {
@@ -194,7 +194,7 @@ function lane(svg, line, stage, at, { left, y, tall, thin, right }) {
     const [top, height] = name === "data" ? [low, thin] : [y, tall];
     const [x, length] = [at(start), at(start + value) - at(start)];
     svg.part([x, top, length, height], name, { title: `${name}, not hidden: ${seconds(value)}` });
-    if (pp === 1 && textWidth(name, 11.5) + 8 < length) svg.text(x + 5, top + height / 2 + 4, name, `inside t-${name}`);
+    if (pp === 1 && textWidth(name, 11.5, BOLD) + 8 < length) svg.text(x + 5, top + height / 2 + 4, name, `inside t-${name}`);
     start += value;
   }
 }
