@@ -27,15 +27,18 @@ from meshwright.planner.formatting import gib, seconds
 from meshwright.planner.hardware import Cluster, HardwareProfile, device
 from meshwright.planner.memory import peak_memory
 from meshwright.planner.page import page, write_page
+from meshwright.planner.page.draw import AXES, PALETTE
 from meshwright.planner.page.front import pareto
 from meshwright.planner.page.listing import Listed, listed_plans
 from meshwright.planner.page.settings import Settings, ranges
+from meshwright.planner.page.style import style
 from meshwright.planner.search import Search, search
 from meshwright.planner.shapes import ModelShape
 from meshwright.planner.simulate import Pipeline, pipeline_events, pipeline_time
 from meshwright.planner.space import Space
 from meshwright.planner.time import StepModel
 
+WEIGHTS = (0.2126, 0.7152, 0.0722)  # of red, green and blue in the luminance
 SVG = "{http://www.w3.org/2000/svg}"
 SEVEN = ModelShape(name="7B", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
 SEVENTY = dataclasses.replace(SEVEN, name="70B", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
@@ -207,6 +210,26 @@ def test_a_single_device_has_a_page() -> None:
     assert found.choices[0].plan.label in page(found, changed=())
 
 
+@pytest.mark.parametrize(("scheme", "card", "ink"), [(0, "#ffffff", "#16202c"), (1, "#171d25", "#e8ecf1")])
+def test_the_coordinates_of_ranks_can_be_read(scheme: int, card: str, ink: str) -> None:
+    sheet = style()
+    assert card in sheet and ink in sheet  # the page's own colours
+
+    def light(colour: np.ndarray) -> float:  # relative luminance of WCAG
+        return float(np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4) @ WEIGHTS)
+
+    def rgb(text: str) -> np.ndarray:
+        return np.array([int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+
+    for part in AXES.values():
+        shares = re.findall(rf"\.chip\.f-{part}\.s\d {{ fill: color-mix\(in srgb, var\(--{part}\) (\d+)%", sheet)
+        assert len(shares) == 16  # eight shades of each scheme
+        for share in shares[8 * scheme : 8 * scheme + 8]:
+            mixed = rgb(card) + (rgb(PALETTE[part][scheme]) - rgb(card)) * int(share) / 100
+            dark, bright = sorted((light(mixed), light(rgb(ink))))
+            assert (bright + 0.05) / (dark + 0.05) >= 4.5, (part, share)  # WCAG's least contrast of text
+
+
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +323,12 @@ for (const name of ['batch', 'length', 'gpus', 'micro']) {
   report.times.push(performance.now() - start);
 }
 report.back = shown();
+const lane = $('#timeline .rects [class$=f-forward]');
+lane.scrollIntoView();
+const drawn = lane.getBBox(), onPage = lane.getScreenCTM();
+lane.dispatchEvent(new PointerEvent('pointermove', { bubbles: true, clientX: onPage.e + (drawn.x + 0.3) * onPage.a,
+  clientY: onPage.f + (drawn.y + 1) * onPage.d }));
+report.hovered = lane.parentNode.querySelector('title').textContent;
 $('th.memory button').click();
 report.sorted = [$('th.memory').getAttribute('aria-sort'), shown().table.map(row => row.at(-1))];
 $$('.compare')[3].click();
@@ -358,6 +387,7 @@ def test_a_reader_works_the_page_in_a_browser(tmp_path: Path) -> None:
             assert memory == gib(max(group.total for _, _, group in outcome.memory))
             assert step == (seconds(outcome.time.total) if outcome.time else "does not fit")
     assert "--seq-len 16384" in report["length"]["replan"] and "--model 70B/config.json" in report["length"]["replan"]
+    assert re.fullmatch(r"forward of micro-batch 0, stage 0: \d+(\.\d)? ms", report["hovered"]), report["hovered"]
     order, memories = report["sorted"]
     assert order == "ascending" and memories == sorted(memories, key=lambda text: float(text.split()[0]))
     drawn, is_compared = report["compared"]

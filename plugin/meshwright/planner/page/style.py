@@ -14,13 +14,20 @@ def style() -> str:
     base = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     light = "".join(_part(name, colours[0]) for name, colours in PALETTE.items())
     dark = "".join(_part(name, colours[1]) for name, colours in PALETTE.items())
-    # A chip's fill, the axis colour mixed with the card's, shows the coordinate. Its text has the page's text colour.
-    chips = "".join(
-        f".chip.f-{part}.s{shade} {{ fill: color-mix(in srgb, var(--{part}) {62 - 7 * shade}%, var(--card)); }}\n"
+    dark_mode = f"@media screen and (prefers-color-scheme: dark) {{\n{dark}{_chips(40, 4)}}}\n"
+    return f"{base}{light}{_chips(62, 7)}{dark_mode}"
+
+
+def _chips(most: int, step: int) -> str:
+    """Return the fills of chips: the axis colour, in percent by coordinate, mixed with the card's.
+
+    A chip's text has the page's text colour, from which the mixture must differ enough to be read.
+    """
+    return "".join(
+        f".chip.f-{part}.s{shade} {{ fill: color-mix(in srgb, var(--{part}) {most - step * shade}%, var(--card)); }}\n"
         for part in AXES.values()
         for shade in range(_SHADES)
     )
-    return f"{base}{light}{chips}@media screen and (prefers-color-scheme: dark) {{\n{dark}}}\n"
 
 
 def _part(name: str, colour: str) -> str:

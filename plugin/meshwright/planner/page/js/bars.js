@@ -91,10 +91,10 @@ function stacked(svg, bars, { names, limit, unit, marks }) {
 // A part's name and value on the part, as far as there is room.
 function inside(svg, name, value, [x, y, length, thick]) {
   const room = length - 10;
-  if (thick >= 30 && Math.max(textWidth(name, 11.5), textWidth(value, 11)) < room) {
+  if (thick >= 30 && Math.max(textWidth(name, 11.5, BOLD), textWidth(value, 11)) < room) {
     svg.text(x + 6, y + 15, name, `inside t-${name}`);
     svg.text(x + 6, y + 28, value, `inside small t-${name}`);
-  } else if (textWidth(name, 11.5) < room) {
+  } else if (textWidth(name, 11.5, BOLD) < room) {
     svg.text(x + 6, y + thick / 2 + 4, name, `inside t-${name}`);
   }
 }

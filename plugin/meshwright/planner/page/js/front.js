@@ -58,7 +58,7 @@ function frontPicture(choices, shown, isPlanned, width, ident, height = 400) {
     svg.line(LEFT, y(1e3 * value), width - right, y(1e3 * value), "grid");
     svg.text(LEFT - 8, y(1e3 * value) + 4, value >= 1 ? `${value} s` : `${at2(1e3 * value)} ms`, "axis", "end");
   }
-  svg.text(LEFT, height - 8, "step time, log", "axis");
+  svg.text(width < 480 ? 0 : LEFT, height - 8, "step time, log", "axis");
   if (isPlanned) {
     svg.path(specks(scales, width), "specks");
   }
@@ -69,7 +69,8 @@ function frontPicture(choices, shown, isPlanned, width, ident, height = 400) {
     const stairs = front.map(([memory, time], index) =>
       index ? `H${at2(x(memory))}V${at2(y(time))}` : `M${at2(x(memory))} ${at2(y(time))}`);
     if (front.length) svg.path(stairs.join(""), "front");
-    if (data.points.slower) svg.text(LEFT + 8, top + 12, `${grouped(data.points.slower)} slower plans not drawn`, "muted halo");
+    const below = width < 480 ? 30 : 12; // a phone has no room beside the budget
+    if (data.points.slower) svg.text(LEFT + 8, top + below, `${grouped(data.points.slower)} slower plans not drawn`, "muted halo");
   }
   const drawn = fitting.map((choice, place) => [choice, place + 1]).filter(([choice]) => Math.log(choice.time) <= high);
   for (const [choice, place] of drawn.reverse()) { // the first plan lies on top

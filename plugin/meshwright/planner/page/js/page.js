@@ -180,7 +180,8 @@ function drawCards(one, two, ordered) {
     const drawn = choices.map((choice, index) => {
       const letter = "AB"[both.indexOf(choice)];
       const head = isDouble ? `<p class="which"><b>${letter}</b> <code>${escape(choice.label)}</code></p>` : "";
-      return `${head}<div class="picture">${draw(choice, width, index ? `${name}-${index}` : name)}</div>`;
+      const svg = draw(choice, width, index ? `${name}-${index}` : name);
+      return `${head}<div class="picture" style="contain-intrinsic-height: ${at2(svg.height)}px">${svg}</div>`;
     }).join("") + missing(name, both, choices, ordered);
     fill($(".pictures", card), drawn);
     const isDrawn = choices.length > 0 && (!["time", "timeline"].includes(name) || fitting.length > 0);
@@ -264,6 +265,15 @@ $("#front-card").addEventListener("pointermove", (event) => {
   const scales = frontScales(everyChoice(), true, widthOf($("#front-card")), 400);
   const shrunk = widthOf($("#front-card")) / box.width;
   $("#speck").textContent = speckAt((event.clientX - box.x) * shrunk, (event.clientY - box.y) * shrunk, scales);
+});
+$("#timeline-card").addEventListener("pointermove", (event) => {
+  const group = event.target.closest(".rects");
+  if (!group) return;
+  const picture = group.ownerSVGElement;
+  const box = picture.getBoundingClientRect();
+  const shrunk = picture.viewBox.baseVal.width / box.width;
+  const title = titleAt(picture.id, (event.clientX - box.x) * shrunk, (event.clientY - box.y) * shrunk);
+  group.firstElementChild.textContent = title;
 });
 for (const details of $$(".pictures ~ details")) details.addEventListener("toggle", redraw);
 for (const button of $$(".copy")) {

@@ -10,7 +10,8 @@ function seconds(milliseconds) {
   return `${milliseconds.toFixed(milliseconds >= 10 ? 0 : 1)} ms`;
 }
 
-const grouped = (value) => Math.round(value).toLocaleString("en-US");
+const { format } = new Intl.NumberFormat("en-US");
+const grouped = (value) => format(Math.round(value));
 const percent = (value, digits = 0) => `${(100 * value).toFixed(digits)}%`;
 const plural = (count, word) => `${grouped(count)} ${word}${count === 1 ? "" : "s"}`;
 const span = (first, last) => (first === last ? `${first}` : `${first}\u2013${last}`);

@@ -6,6 +6,12 @@ const REST = 64; // largest width of the fixed cost and stragglers, which have n
 const BREAK = 86; // width of the gap in place of omitted micro-batches
 const OPERATIONS = { F: "forward", B: "backward", I: "backward to the input", W: "gradients of the weights" };
 
+// Returns the ranks of the pipeline that have a lane, and nothing in place of those that are left out.
+function lanesOf(pp) {
+  const all = Array.from({ length: pp }, (_, rank) => rank);
+  return pp > STAGES ? [...all.slice(0, STAGES / 2), null, ...all.slice(pp - STAGES / 2)] : all;
+}
+
 // Returns the events of a step; the middle of a long schedule, which repeats itself, is left out.
 const timelines = new WeakMap();
 
@@ -28,18 +34,19 @@ function simulated(choice) {
   else if (count > 3 * pp) short = 2 * pp + (count % pp); // whole rounds of an interleaved schedule
   let events = simulate({ schedule, p: pp, v: chunks, m: short, times, transfer });
   const drawn = Math.max(...events.map((event) => event.end));
+  const lanes = lanesOf(pp);
+  events = events.filter((event) => lanes.includes(event.rank));
   const tail = ["data", "optimizer", "other"].map((name) => [name, timeOf(choice, name)]);
   const piped = choice.time - sum(tail.map(([, value]) => value));
   let cut = [drawn / 2, drawn / 2];
   if (short < count) {
     if (pp === 1) cut = [events[short - 1].end, events[short - 1].end]; // between two micro-batches
     const [at, by] = [cut[0], piped - drawn];
+    const later = (event, start) => (
+      { ...event, microBatch: event.microBatch + count - short, start: start + by, end: event.end + by });
     events = events.flatMap((event) => {
-      const later = {
-        ...event, microBatch: event.microBatch + count - short, start: event.start + by, end: event.end + by,
-      };
-      if (event.start < at && at < event.end) return [{ ...event, end: at }, { ...later, start: at + by }];
-      return event.end <= at ? [event] : [later];
+      if (event.end <= at) return [event];
+      return event.start < at ? [{ ...event, end: at }, later(event, at)] : [later(event, event.start)];
     });
     cut = [at, at + by];
   }
@@ -71,8 +78,7 @@ function timelinePicture(choice, width, ident, limit) {
   const line = timeline(choice);
   const { pp } = choice.plan;
   const isPhone = width <= 480;
-  let lanes = Array.from({ length: pp }, (_, stage) => stage);
-  if (pp > STAGES) lanes = [...lanes.slice(0, STAGES / 2), null, ...lanes.slice(pp - STAGES / 2)];
+  const lanes = lanesOf(pp);
   const [tall, thin] = pp === 1 ? [40, 16] : [20, 8];
   const left = pp === 1 ? (isPhone ? 60 : 106) : isPhone ? 42 : 66;
   const gap = line.skipped ? BREAK : 0;
@@ -139,52 +145,56 @@ function lane(svg, line, stage, at, { left, y, tall, thin, right }) {
   svg.rect([left, low, right - left, thin], "lane");
   const moved = sum(Object.values(line.shares));
   const ends = plan.stages.length - 1;
+  const [sends, work, repeated] = [new Rects(), new Rects(), new Rects()];
+  const labels = [];
   for (const event of line.events) {
     if (event.rank !== stage) continue;
     const x = at(event.start);
-    const length = at(event.end) - x;
+    const end = at(event.end);
+    const length = end - x;
     const busy = length * (1 - moved);
     const color = event.kind === "F" ? "forward" : "backward";
-    const lasting = seconds(event.end - event.start);
-    const title = `${OPERATIONS[event.kind]} of micro-batch ${event.microBatch}, stage ${event.stage}: ${lasting}`;
-    svg.rect([x, y, busy, tall], `${length > 6 ? "part " : ""}f-${color}`, { title });
+    const name = `${event.kind}${event.microBatch}`;
+    const title = () => `${OPERATIONS[event.kind]} of micro-batch ${event.microBatch}, stage ${event.stage}: ` +
+      seconds(event.end - event.start);
+    work.add([x, y, busy, tall], `${length > 6 ? "part " : ""}f-${color}`, title);
     const again = event.kind === "B" ? line.again * busy : 0;
-    if (again > 1) svg.part([x, y, again, tall], "recompute", { title: `recompute, ${percent(line.again)} of the ${title}` });
-    const label = `${event.kind}${event.microBatch}`;
-    if (textWidth(label, 11) + 5 < busy - again) {
-      svg.text(x + (busy + again) / 2, y + tall / 2 + 4, label, `inside t-${color}`, "middle");
+    if (again > 1) {
+      repeated.add([x, y, again, tall], "part f-recompute", () => `recompute, ${percent(line.again)} of the ${title()}`);
+      if (data.hatched.includes("recompute")) repeated.add([x, y, again, tall], "hatch");
     }
-    if (pp > 1 && length - busy > 1) svg.rect([x + busy, y, length - busy, tall], "lane"); // not a bubble
+    if (textWidth(name, 11.5, BOLD) + 3 < busy - again) labels.push([x + (busy + again) / 2, name, `inside t-${color}`]);
+    if (pp > 1 && length - busy > 1) work.add([x + busy, y, length - busy, tall], "lane"); // not a bubble
     let from = x;
     for (const [part, share] of line.hidden(event)) {
       const wide = Math.min(share * busy, x + busy - from);
-      if (wide > 0.3) {
-        svg.rect([from, low, wide, thin], `hidden f-${part}`, { title: `${part}, hidden behind ${label}` });
-      }
+      if (wide > 0.3) work.add([from, low, wide, thin], `hidden f-${part}`, () => `${part}, hidden behind ${name}`);
       from += wide;
     }
     const isSent = event.kind === "F" ? event.stage < ends : event.kind !== "W" && event.stage > 0;
     const to = event.stage + (event.kind === "F" ? 1 : -1);
     if (pp > 1 && isSent && rankOfStage(schedule, to, pp) !== stage) {
-      const wide = at(event.end + line.transfer) - at(event.end);
-      const box = [at(event.end), low + thin - 3, wide, 3];
-      if (wide > 0.4) svg.rect(box, "hidden f-weights", { title: `${label} to stage ${to}: ${seconds(line.transfer)}` });
+      const wide = at(event.end + line.transfer) - end;
+      const box = [end, low + thin - 3, wide, 3];
+      if (wide > 0.4) sends.add(box, "hidden f-weights", () => `${name} to stage ${to}: ${seconds(line.transfer)}`);
     }
     from = x + busy;
     for (const [part, share] of Object.entries(line.shares)) {
       if (share * length > 0.2) {
         const box = [from, low, share * length, thin];
-        svg.rect(box, `${share * length > 6 ? "part " : ""}f-${part}`, { title: `${part}: ${percent(share)} of ${label}` });
+        work.add(box, `${share * length > 6 ? "part " : ""}f-${part}`, () => `${part}: ${percent(share)} of ${name}`);
       }
       from += share * length;
     }
   }
+  for (const rects of [sends, work, repeated]) svg.rects(rects);
+  for (const [x, name, kind] of labels) svg.text(x, y + tall / 2 + 4, name, kind, "middle");
   let start = line.piped;
   for (const [name, value] of line.tail) {
     const [top, height] = name === "data" ? [low, thin] : [y, tall];
     const [x, length] = [at(start), at(start + value) - at(start)];
     svg.part([x, top, length, height], name, { title: `${name}, not hidden: ${seconds(value)}` });
-    if (pp === 1 && textWidth(name, 11.5) + 8 < length) svg.text(x + 5, top + height / 2 + 4, name, `inside t-${name}`);
+    if (pp === 1 && textWidth(name, 11.5, BOLD) + 8 < length) svg.text(x + 5, top + height / 2 + 4, name, `inside t-${name}`);
     start += value;
   }
 }
