@@ -166,14 +166,12 @@ LONG = {"hidden_size": 512, "num_hidden_layers": 2, "num_key_value_heads": 4, "m
     {"context": "gather", "tp": 2, "sequence_parallel": True},
     {"context": "gather", "recompute": "full"},
     {"context": "ulysses"},
+    {"context": "ulysses", "tp": 2, "sequence_parallel": True, "recompute": "full"},
     {"context": "ring"},
     {"context": "hybrid", "ulysses": 2},
 ], ids=str)  # fmt: skip
 def test_the_peak_of_a_long_sequence(fields: dict[str, Any], dtype: torch.dtype) -> None:
-    """Within 8 %; with tp within 12 %, since what the loss needs there is estimated too low by that much.
-
-    The trace of one case varies by up to 7 % from run to run, by blocks that wait for the garbage collector.
-    """
+    """Within 5 %, as the plans without context parallelism. Without the embedding of the whole rows it is 14 %."""
     length, config = 12_000, FAMILIES["llama"][0](**{**SIZES, **OVERRIDES, **LONG})
     with torch.device("meta"):
         model = FAMILIES["llama"][1](config).to(dtype).train()
@@ -181,7 +179,7 @@ def test_the_peak_of_a_long_sequence(fields: dict[str, Any], dtype: torch.dtype)
     sizes = {"seq_len": length, "element_bytes": dtype.itemsize}
     shape, plan = describe(config), Candidate(cp=4, **fields)
     held = footprint(shape, plan, cpu=True, **sizes)
-    assert held.peak == pytest.approx(trace.peak, rel=0.12 if "tp" in fields else 0.08)
+    assert held.peak == pytest.approx(trace.peak, rel=0.05)
 
 
 def test_what_a_rank_of_cp_saves_is_its_share() -> None:

@@ -99,16 +99,8 @@ class SequenceParts:
 
     def take(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
         """Return this rank's tokens of a tensor that has all tokens along ``dim``; padding has the value ``fill``."""
-        length = x.shape[dim]
-        pieces = []
-        for run in self.runs(length):
-            stop = min(run.stop, length)
-            piece = x.narrow(dim, min(run.start, length), max(stop - run.start, 0))
-            if (missing := run.size - piece.shape[dim]) > 0:
-                after = x.ndim - 1 - dim % x.ndim
-                piece = F.pad(piece, (0, 0) * after + (0, missing), value=fill)
-            pieces.append(piece)
-        return torch.cat(pieces, dim)
+        taken: Tensor = _Take.apply(x, self.runs(x.shape[dim]), dim % x.ndim, fill)
+        return taken
 
     def join(self, x: Tensor, dim: int, length: int, *, is_taken_again: bool = False) -> Tensor:
         """Return all tokens in order, without padding, from each rank's tokens; every rank of cp must make the call.
@@ -188,3 +180,38 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return ctx.parts.take(grad, ctx.dim) * ctx.factor, None, None, None, None
+
+
+class _Take(torch.autograd.Function):
+    """Joins runs of the tokens of a tensor; see :meth:`SequenceParts.take`.
+
+    Backward makes one tensor of all tokens. With autograd's own operations it would make one for each run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, runs: tuple[Run, ...], dim: int, fill: float) -> Tensor:
+        ctx.shape, ctx.dim, ctx.runs = x.shape, dim, runs
+        pieces = []
+        for run in runs:
+            piece = _within(x, dim, run)
+            if (missing := run.size - piece.shape[dim]) > 0:
+                after = x.ndim - 1 - dim
+                piece = F.pad(piece, (0, 0) * after + (0, missing), value=fill)
+            pieces.append(piece)
+        return torch.cat(pieces, dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # as the collectives around it
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        whole = grad.new_zeros(ctx.shape)
+        for run, piece in zip(ctx.runs, grad.split([run.size for run in ctx.runs], ctx.dim), strict=True):
+            target = _within(whole, ctx.dim, run)
+            target.copy_(piece.narrow(ctx.dim, 0, target.shape[ctx.dim]))
+        return whole, None, None, None
+
+
+def _within(x: Tensor, dim: int, run: Run) -> Tensor:
+    """Return a view of the tokens of a run, without those that lie in the padding."""
+    length = x.shape[dim]
+    start = min(run.start, length)
+    return x.narrow(dim, start, max(min(run.stop, length) - start, 0))

@@ -1,4 +1,4 @@
-"""The temporary memory of one attention under context parallelism, which computes a block of queries at a time."""
+"""The temporary memory of context parallelism: of an attention in blocks of queries, and of whole embeddings."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def attention_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, elemen
         return max(2 * gathered, gathered + forward), max(in_blocks, gathered + 2 * sums)
     shifted = 2 * rows * 2 * keys * b
     return max(forward + shifted, sent), max(backward + shifted + 3 * rows * 2 * keys * 4, sent)
+
+
+def embedding_memory(shape: ModelShape, plan: Candidate, *, seq_len: int, element_bytes: int) -> float:
+    """Return the bytes of the embeddings of whole rows, which a decoder's forward holds under cp until it returns."""
+    return 0.0 if plan.cp == 1 else float(plan.micro_batch * seq_len * shape.hidden * element_bytes)
 
 
 def _of_flash(queries: float, b: int) -> tuple[float, float]:

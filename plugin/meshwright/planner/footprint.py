@@ -11,7 +11,7 @@ from meshwright.context.methods import local_tokens
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import Parameter, buckets, parameters, units
 from meshwright.planner.candidate import Candidate, Logits, count_recomputed
-from meshwright.planner.context_memory import attention_memory
+from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.head_memory import after_head, head_peak
 from meshwright.planner.shapes import ModelShape
 
@@ -168,9 +168,21 @@ def _forward(micro: _MicroBatch) -> float:
     # reduction over tp.
     before = total - saved.head
     is_last_kept = recomputed < shape.layers
-    in_layer = before + (0 if is_last_kept else saved.layer - saved.kept) + _joined(shape, plan, n, b)
+    # A recomputed layer runs without a graph, so its tensors are freed early; most are alive in the MLP.
+    in_recomputed = min(saved.layer - saved.kept, n * b * (3 * shape.ffn / plan.tp + 3 * shape.hidden))
+    in_layer = before + (0 if is_last_kept else in_recomputed) + _joined(shape, plan, n, b)
     in_attention = before + saved.attention - (saved.layer if is_last_kept else saved.kept) + micro.attention[0]
-    return max(at_loss + gathered.head, max(in_layer, in_attention) + gathered.layers)
+    in_norm = total - saved.of_head + _in_last_norm(shape, plan, n, b)
+    embedded = embedding_memory(shape, plan, seq_len=micro.seq_len, element_bytes=b)
+    in_decoder = max(in_norm, max(in_layer, in_attention) + gathered.layers) + embedded
+    return max(at_loss + gathered.head, in_decoder)
+
+
+def _in_last_norm(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:
+    """Return the bytes of the last norm's 32-bit tensors, and of its result while sequence parallelism joins it."""
+    is_split = plan.sequence_parallel and plan.tp > 1
+    norm = 4 * n * shape.hidden * (2 if b < 4 else 1) / (plan.tp if is_split else 1)
+    return norm + (2 * n * shape.hidden * b if is_split else 0)
 
 
 def _joined(shape: ModelShape, plan: Candidate, n: int, b: int) -> float:

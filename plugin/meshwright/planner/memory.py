@@ -10,7 +10,7 @@ from meshwright.pipeline.schedule import most_held, rank_of_stage, stages_of_ran
 from meshwright.planner.activations import Saved, saved_activations
 from meshwright.planner.bucket_sizes import BUCKET_BYTES
 from meshwright.planner.candidate import Candidate, Job, count_recomputed, rank_layers, stage_layers
-from meshwright.planner.context_memory import attention_memory
+from meshwright.planner.context_memory import attention_memory, embedding_memory
 from meshwright.planner.footprint import IN_FLIGHT, footprint
 from meshwright.planner.head_memory import after_head, head_peak, saved_by_head
 from meshwright.planner.shapes import ModelShape
@@ -218,7 +218,8 @@ def stage_memory(shape: ModelShape, plan: Candidate, job: Job, stage: int) -> Me
     activations = held_activations(shape, plan, job, stage)
     working = saved.layer if again else 0.5 * saved.layer
     if job.own_runtime:
-        working += max(attention_memory(shape, plan, seq_len=job.seq_len, element_bytes=job.activation_bytes))
+        sizes_of_cp = {"seq_len": job.seq_len, "element_bytes": job.activation_bytes}
+        working += max(attention_memory(shape, plan, **sizes_of_cp)) + embedding_memory(shape, plan, **sizes_of_cp)
     logits = 0.0
     rows = plan.micro_batch * job.seq_len / plan.cp
     if last and job.own_runtime and plan.schedule != "gpipe":
