@@ -57,8 +57,8 @@ def bubble(
         if is_first:
             off = 100 * (measured.share - simulated)
             print(
-                f"{name}: bubble {measured.share:.3f}, simulated {simulated:.3f}, {off:+.1f} points; sleeps took "
-                f"{measured.longest:.3f} of their time",
+                f"{name}: bubble {measured.share:.3f}, simulated {simulated:.3f}, {off:+.1f} points; not slept "
+                f"{measured.not_slept:.3f}; sleeps took {measured.longest:.3f} of their time",
                 flush=True,
             )
     raise typer.Exit(int(is_first and missed))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.schedules.model import Sizes
+from meshwright.faults.interpose import waited
 from meshwright.parallel.summed_gradients import SummedGradients
 from meshwright.pipeline.schedule import SPLIT_BACKWARD, chunks_of
 from meshwright.pipeline.weight_gradients import WeightGradients
@@ -26,13 +27,17 @@ class Bubble:
     """The idle share of a step.
 
     Args:
-        share: the median over the steps.
+        share: the share of the step in which a rank waits for others, in the mean of the ranks; the median over the
+            steps.
+        not_slept: the share of the step in which no operation sleeps, which also counts the computations of the tiny
+            layers; the median over the steps.
         longest: how long the sleeps of a step took on the rank where they took longest, divided by what they should
             take; the median over the steps. Above 1.01, other programs kept the sleepers waiting, and the share means
             little.
     """
 
     share: float
+    not_slept: float
     longest: float
 
 
@@ -72,8 +77,7 @@ def simulated_bubble(schedule: str, p: int, m: int) -> float:
 def measured_bubble(schedule: str, m: int, seconds: float, steps: int) -> Bubble:
     """Measure the idle share of a step; every rank must make the call.
 
-    Each stage has one layer, whose forward, input gradient and weight gradient sleep for ``seconds`` each. All time of
-    the step that is not slept counts as idle, so the computations of the tiny layers and the messages do too.
+    Each stage has one layer, whose forward, input gradient and weight gradient sleep for ``seconds`` each.
 
     Args:
         schedule: the schedule's name.
@@ -85,20 +89,24 @@ def measured_bubble(schedule: str, m: int, seconds: float, steps: int) -> Bubble
     p, v = dist.get_world_size(), chunks_of(schedule)
     sizes = Sizes(layers=p * v, hidden=32, length=8, micro_batches=m)
     model, batch = sizes.distributed(schedule, p), sizes.batch()
-    shares, longest, work = [], [], 3 * m * v * seconds
+    shares, not_slept, longest, work = [], [], [], 3 * m * v * seconds
     with _sleeping(model, seconds, splits=schedule in SPLIT_BACKWARD):
         for _ in range(steps + 1):  # the first step also announces dtypes
             dist.barrier()
-            start, _slept = time.perf_counter(), 0.0
+            start, waited_before, _slept = time.perf_counter(), waited(), 0.0
             loss = model(**batch).loss
             dist.barrier()
-            shares.append(1 - work / (time.perf_counter() - start))
+            wall, own_waits = time.perf_counter() - start, waited() - waited_before
+            waits = torch.tensor(own_waits, dtype=torch.float64)
+            dist.all_reduce(waits)
+            shares.append(waits.item() / p / wall)
+            not_slept.append(1 - work / wall)
             most = torch.tensor(_slept, dtype=torch.float64)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             longest.append(most.item() / work)
             loss.backward()
             model.zero_grad()
-    return Bubble(share=median(shares[1:]), longest=median(longest[1:]))
+    return Bubble(share=median(shares[1:]), not_slept=median(not_slept[1:]), longest=median(longest[1:]))
 
 
 @contextlib.contextmanager
